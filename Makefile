@@ -1,0 +1,70 @@
+# Argosy's commands for people and CI. A machine needs python3 (3.11 or newer) with venv, and make; the rest is
+# installed into .venv on first use, and again when pyproject.toml changes.
+
+PYTHON ?= python3
+PORT   ?= 8080
+MODEL  ?= tiny
+PROMPT ?= Hello! What can you do?
+PIP_ARGS ?=
+export PROMPT
+
+BIN  := .venv/bin
+HASH := $(shell $(PYTHON) -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest()[:12])')
+INSTALLED     := .venv/.installed-$(HASH)
+INSTALLED_DEV := .venv/.installed-dev-$(HASH)
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev up down test lint e2e bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## create .venv with engine, router, operator and command line
+
+install-dev: $(INSTALLED_DEV) ## the same, with the tools for tests and lint
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Argosy needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv .venv
+
+$(INSTALLED): | $(BIN)/python
+	@echo 'installing into .venv; the first time takes some minutes'
+	$(PIP) 'pip>=25.1'
+	$(PIP) --editable '.[all]'
+	@rm -f .venv/.installed-* && touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	$(PIP) --group dev
+	@touch $@
+
+up: $(INSTALLED) ## start the local fleet on the tiny model and send it one chat
+	@$(BIN)/argosy up --file examples/quickstart.yaml --detach --port $(PORT)
+	@echo
+	@echo "> $$PROMPT"
+	@$(BIN)/argosy chat $(MODEL) "$$PROMPT" --max-tokens 200
+	@echo
+	@echo 'The fleet goes on at http://127.0.0.1:$(PORT)/v1; `make down` stops it. Try:'
+	@echo "  curl http://127.0.0.1:$(PORT)/v1/chat/completions -H 'content-type: application/json' \\"
+	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'"
+
+down: ## stop the local fleet
+	@if [ -x $(BIN)/argosy ]; then $(BIN)/argosy down; fi
+
+test: $(INSTALLED_DEV) ## run every test that needs no root
+	$(BIN)/python -P -m pytest tests
+
+lint: $(INSTALLED_DEV) ## style, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONFIG
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash e2e/run.sh
+
+bench: $(INSTALLED_DEV) ## measure engine and router on this machine
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/run.sh
+
+clean: down ## stop the local fleet and remove what was built, .venv included
+	rm -rf .venv .argosy .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

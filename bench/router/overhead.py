@@ -1,0 +1,286 @@
+"""CPU per request of our router and of sglang-router, over the same engines, in alternation.
+
+    python bench/router/overhead.py [--runs 3] [--requests 3000] [--sglang PYTHON] [-o FILE]
+
+`--sglang` is the interpreter of an environment with `sglang-router` installed; without it only ours is measured. Each
+run starts a router afresh, warms it up, and sends the same bodies; figures are the medians over the runs. Absolute
+figures depend on the machine and drift; the ratios are what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httptools
+import uvloop
+
+HERE = Path(__file__).resolve().parent
+ENGINES = 4
+CONCURRENCY = 16
+WORKLOADS = {
+    "20 words": (20, False),
+    "1000 words": (1000, False),
+    "32-event stream": (20, True),
+    "100 KB": (17_000, False),
+}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+PREFIXES = 50
+STARTUP_S = 60.0
+LOAD_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Result:
+    """One run of one workload through one router."""
+
+    cpu_us: float
+    p50_ms: float
+    p99_ms: float
+    requests_per_s: float
+    errors: int
+
+
+def bodies(words: int, stream: bool, count: int) -> list[bytes]:
+    """Prompts that share one of `PREFIXES` beginnings and end differently."""
+    rng = random.Random(0)
+    vocabulary = ["".join(rng.choices("abcdefghij", k=5)) for _ in range(2000)]
+    prefixes = [" ".join(rng.choices(vocabulary, k=words)) for _ in range(PREFIXES)]
+    return [
+        json.dumps(
+            {
+                "model": "tiny",
+                "prompt": rng.choice(prefixes) + " " + " ".join(rng.choices(vocabulary, k=20)),
+                "max_tokens": 32,
+                "stream": stream,
+            }
+        ).encode()
+        for _ in range(count)
+    ]
+
+
+class Client(asyncio.Protocol):
+    """One keep-alive connection that sends bodies one after another."""
+
+    def __init__(self, work: Iterator[bytes], latencies: list[float], counts: dict[str, int]) -> None:
+        self._work = work
+        self._latencies = latencies
+        self._counts = counts
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._next()
+
+    def _next(self) -> None:
+        body = next(self._work, None)
+        if body is None:
+            self._transport.close()
+            if not self.done.done():
+                self.done.set_result(None)
+            return
+        self._parser = httptools.HttpResponseParser(self)
+        self._bytes = 0
+        self._started = time.perf_counter()
+        self._transport.write(HEAD % len(body) + body)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        self._is_complete = False
+        self._parser.feed_data(data)
+        if self._is_complete:
+            self._latencies.append(time.perf_counter() - self._started)
+            if self._parser.get_status_code() != 200 or self._bytes < 100:
+                self._counts["errors"] += 1
+            self._next()
+
+    def on_body(self, data: bytes) -> None:
+        self._bytes += len(data)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self._counts["errors"] += 1
+            self.done.set_result(None)
+
+
+async def load(port: int, requests: list[bytes]) -> tuple[list[float], int, float]:
+    """Latencies, errors and seconds."""
+    loop = asyncio.get_running_loop()
+    work = iter(requests)
+    latencies: list[float] = []
+    counts = {"errors": 0}
+    started = time.perf_counter()
+    clients = [
+        (await loop.create_connection(lambda: Client(work, latencies, counts), "127.0.0.1", port))[1]
+        for _ in range(CONCURRENCY)
+    ]
+    async with asyncio.timeout(LOAD_TIMEOUT_S):
+        await asyncio.gather(*(client.done for client in clients))
+    return latencies, counts["errors"], time.perf_counter() - started
+
+
+def cpu_seconds(root: int) -> float:
+    """User and system time of a process and its descendants so far."""
+    parents: dict[int, int] = {}
+    times: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(entry)] = int(fields[1])
+            times[int(entry)] = int(fields[11]) + int(fields[12])
+    family = {root}
+    grown = True
+    while grown:
+        grown = False
+        for process, parent in parents.items():
+            if parent in family and process not in family:
+                family.add(process)
+                grown = True
+    return sum(times.get(process, 0) for process in family) / os.sysconf("SC_CLK_TCK")
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listening.getsockname()[1] for listening in sockets]
+    for listening in sockets:
+        listening.close()
+    return ports
+
+
+@contextmanager
+def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield child
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def wait_until_answering(port: int) -> None:
+    """Until one completion goes through."""
+    body = bodies(5, False, 1)[0]
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
+    )
+    deadline = time.monotonic() + STARTUP_S
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=5) as response:
+                if response.status == 200:
+                    return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
+def command(router: str, sglang: str, port: int, engines: list[int]) -> list[str]:
+    urls = [f"http://127.0.0.1:{engine}" for engine in engines]
+    if router == "argosy":
+        replicas = [part for url in urls for part in ("--replica", url)]
+        return [
+            sys.executable,
+            *("-m", "argosy_router.main", "--port", str(port), "--admin-port", "-1"),
+            *replicas,
+        ]
+    return [
+        sglang,
+        *("-m", "sglang_router.launch_router", "--port", str(port), "--policy", "cache_aware"),
+        *("--worker-urls", *urls),
+    ]
+
+
+def measure(router: str, sglang: str, workload: str, requests: list[bytes]) -> Result:
+    *engines, port = free_ports(ENGINES + 1)
+    mocks = (sys.executable, str(HERE / "mock_engine.py"), ",".join(map(str, engines)))
+    with process(*mocks), process(*command(router, sglang, port, engines)) as child:
+        wait_until_answering(port)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(load(port, requests[: len(requests) // 5]))
+            before = cpu_seconds(child.pid)
+            latencies, errors, seconds = runner.run(load(port, requests))
+        cpu = cpu_seconds(child.pid) - before
+    latencies.sort()
+    count = len(requests)
+    return Result(
+        cpu_us=cpu / count * 1e6,
+        p50_ms=latencies[len(latencies) // 2] * 1e3,
+        p99_ms=latencies[int(len(latencies) * 0.99)] * 1e3,
+        requests_per_s=count / seconds,
+        errors=errors,
+    )
+
+
+def median(results: list[Result]) -> Result:
+    return Result(
+        **{
+            name: statistics.median(getattr(result, name) for result in results)
+            for name in asdict(results[0])
+        }
+    )
+
+
+def main() -> None:
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--sglang", default="", metavar="PYTHON")
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    routers = ["argosy", "sglang-router"] if arguments.sglang else ["argosy"]
+    table: dict[str, dict[str, Result]] = {}
+    for workload, (words, stream) in WORKLOADS.items():
+        requests = bodies(words, stream, arguments.requests // (4 if words > 10_000 or stream else 1))
+        results: dict[str, list[Result]] = {router: [] for router in routers}
+        for _ in range(arguments.runs):
+            for router in routers:
+                results[router].append(measure(router, arguments.sglang, workload, requests))
+        table[workload] = {router: median(runs) for router, runs in results.items()}
+        for router, result in table[workload].items():
+            print(
+                f"{workload:16} {router:14} CPU {result.cpu_us:7.1f} us/request  p50 {result.p50_ms:6.2f} ms  "
+                f"p99 {result.p99_ms:6.2f} ms  {result.requests_per_s:7.0f}/s  errors {result.errors:g}"
+            )
+        if len(routers) == 2:
+            ours, theirs = (table[workload][router] for router in routers)
+            print(
+                f"{workload:16} ratio          CPU {ours.cpu_us / theirs.cpu_us:.2f}  "
+                f"p50 {ours.p50_ms / theirs.p50_ms:.2f}"
+            )
+    if arguments.output:
+        arguments.output.write_text(
+            json.dumps({w: {r: asdict(x) for r, x in row.items()} for w, row in table.items()}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

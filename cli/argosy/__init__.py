@@ -1,0 +1,1 @@
+"""The `argosy` command and the local fleet."""

@@ -1,0 +1,52 @@
+"""`argosy down`: stop the fleet on this machine.
+
+Owns the wait for its end. Invariant: when it returns 0, no process of the fleet is left; also if there was none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from argosy.commands.options import Parser, add_state_dir, positive_seconds
+from argosy.errors import OK
+from argosy.local.client import Client
+from argosy.local.control import Stop
+from argosy.local.state import StateDir, choose_state_dir
+from argosy.terminal import progress
+
+GRACE_S: Final = 10.0
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(prog="argosy down", description="Stop the fleet on this machine.")
+    parser.add_argument(
+        "--grace",
+        type=positive_seconds,
+        default=GRACE_S,
+        metavar="S",
+        help="how long requests under way may take to finish (%(default)s)",
+    )
+    add_state_dir(parser)
+    options = parser.parse_args(argv)
+    state = choose_state_dir(options.state_dir)
+    if not stop_fleet(state, options.grace):
+        print(f"no fleet is running in {state.root}")
+    return OK
+
+
+def stop_fleet(state: StateDir, grace_s: float) -> bool:
+    """Stops the fleet and waits until it is gone; False if there was none."""
+    connection = state.connect()
+    if connection is None:
+        return False
+    client = Client(connection, Stop(grace_s=grace_s))
+    shown = progress()
+    try:
+        while (status := client.next_status()) is not None:
+            shown.show(status)
+    finally:
+        shown.close()
+        client.close()
+    print("the fleet is stopped", flush=True)
+    return True

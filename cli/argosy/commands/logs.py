@@ -1,0 +1,114 @@
+"""`argosy logs`: print or follow the logs of replicas, router and supervisor.
+
+Owns reading log files while others write and rotate them. Must not know what is in them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from argosy.commands.options import Parser, add_state_dir
+from argosy.errors import OK, CommandError
+from argosy.local.client import Client
+from argosy.local.control import Watch
+from argosy.local.process import tail
+from argosy.local.state import StateDir, choose_state_dir
+
+_POLL_S: Final = 0.2
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="argosy logs", description="Print or follow the logs of replicas, router and supervisor."
+    )
+    parser.add_argument(
+        "name", nargs="?", default="", help="a replica, a service, `router` or `supervisor`; all if left out"
+    )
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the fleet ends")
+    parser.add_argument(
+        "-n", "--lines", type=int, default=200, help="lines of each log to begin with (%(default)s)"
+    )
+    add_state_dir(parser)
+    options = parser.parse_args(argv)
+    state = choose_state_dir(options.state_dir)
+    paths = _logs(state, options.name)
+    if not paths:
+        known = ", ".join(path.stem for path in _logs(state, "")) or "none"
+        raise CommandError(f"no log of {options.name or 'any process'} in {state.logs}; there are: {known}")
+    is_prefixed = len(paths) > 1 or (options.follow and paths[0].stem != options.name)
+    with ExitStack() as files:
+        ends = {path: _Follower(path, files) for path in paths} if options.follow else {}
+        for path in paths:
+            if text := tail(path, options.lines):
+                _print(path, text.encode() + b"\n", is_prefixed)
+        if options.follow:
+            _follow(state, options.name, ends, files, is_prefixed)
+    return OK
+
+
+def _logs(state: StateDir, name: str) -> list[Path]:
+    """The logs a name stands for: a process, or the replicas of a service."""
+    if name and (exact := state.log_file(name)).exists():
+        return [exact]
+    paths = sorted(state.logs.glob("*.log"))
+    return [path for path in paths if not name or path.stem.rpartition("-")[0] == name]
+
+
+class _Follower:
+    """What is added to one log from now on, across rotation."""
+
+    def __init__(self, path: Path, files: ExitStack, *, from_start: bool = False) -> None:
+        self._path = path
+        self._files = files
+        self._file: BinaryIO = files.enter_context(path.open("rb"))
+        if not from_start:
+            self._file.seek(0, os.SEEK_END)
+
+    def read(self) -> bytes:
+        data = self._file.read()
+        if not data and self._path.exists() and self._path.stat().st_ino != _inode(self._file):
+            self._file.close()
+            self._file = self._files.enter_context(self._path.open("rb"))
+            data = self._file.read()
+        return data
+
+
+def _follow(
+    state: StateDir, name: str, ends: dict[Path, _Follower], files: ExitStack, is_prefixed: bool
+) -> None:
+    connection = state.connect()
+    watch = Client(connection, Watch()) if connection else None
+    while True:
+        is_over = watch is None or _has_ended(watch)
+        for path in _logs(state, name):
+            if path not in ends:
+                ends[path] = _Follower(path, files, from_start=True)
+        for path, end in ends.items():
+            if data := end.read():
+                _print(path, data, is_prefixed)
+        if is_over:
+            return
+
+
+def _has_ended(watch: Client) -> bool:
+    """Waits a moment for the supervisor's end."""
+    readable, _, _ = select.select([watch], [], [], _POLL_S)
+    return bool(readable) and watch.next_status() is None
+
+
+def _print(path: Path, data: bytes, is_prefixed: bool) -> None:
+    if is_prefixed:
+        prefix = f"{path.stem}  ".encode()
+        data = b"".join(prefix + line + b"\n" for line in data.splitlines())
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _inode(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_ino

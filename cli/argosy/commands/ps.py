@@ -1,0 +1,89 @@
+"""`argosy ps`: list services and replicas.
+
+Owns the columns. A replica's reason answers "why is it not ready" without a look at its log.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from argosy.commands.options import Parser, add_state_dir
+from argosy.errors import OK, CommandError
+from argosy.local.client import Client, connect
+from argosy.local.control import FleetStatus, Watch
+from argosy.local.state import choose_state_dir
+from argosy.terminal import table
+
+_ANSWER_S = 10.0
+_HEADER = ("REPLICA", "MODEL", "STATE", "REVISION", "RESTARTS", "INFLIGHT", "PID", "URL", "AGE", "REASON")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(prog="argosy ps", description="List services and replicas.")
+    parser.add_argument(
+        "-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)"
+    )
+    add_state_dir(parser)
+    options = parser.parse_args(argv)
+    client = Client(connect(choose_state_dir(options.state_dir)), Watch())
+    try:
+        status = client.next_status(_ANSWER_S)
+    except TimeoutError:
+        raise CommandError("the supervisor does not answer; `argosy logs supervisor` may show why") from None
+    finally:
+        client.close()
+    if status is None:
+        raise CommandError("the fleet is just ending; try again")
+    if options.output == "json":
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
+    else:
+        print(_render(status, time.time()))
+    return OK
+
+
+def _render(status: FleetStatus, now: float) -> str:
+    router = status.router
+    rows: list[tuple[str, ...]] = [
+        (
+            replica.name,
+            service.model,
+            replica.phase,
+            replica.revision + ("" if replica.is_current else " (old)"),
+            str(replica.restarts),
+            str(replica.inflight),
+            str(replica.pid or ""),
+            replica.url,
+            _age(now - replica.started),
+            replica.reason,
+        )
+        for service in status.services
+        for replica in service.replicas
+    ]
+    state = "Ready" if router.is_ready else "Starting"
+    rows.append(
+        (
+            "router",
+            "",
+            state,
+            "",
+            str(router.restarts),
+            "",
+            str(router.pid or ""),
+            router.url,
+            "",
+            router.reason,
+        )
+    )
+    notes = [f"{service.key}: {service.reason}" for service in status.services if service.reason]
+    return "\n".join((table(_HEADER, rows), *notes))
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)}{unit}"
+    return f"{int(seconds)}s"

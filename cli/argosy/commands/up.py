@@ -1,0 +1,190 @@
+"""`argosy up`: start the fleet of a manifest on this machine, or change a running one.
+
+Owns the command's arguments, what it waits for and when it gives up. Must not know how replicas are run.
+Invariant: a manifest that is not valid changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final, NamedTuple
+
+from argosy.commands.down import GRACE_S, stop_fleet
+from argosy.commands.options import Parser, add_state_dir, port, positive_seconds
+from argosy.errors import INTERRUPTED, OK, CommandError, UsageError
+from argosy.local.client import Client, connect, start_supervisor
+from argosy.local.control import Apply, FleetStatus, ReplicaStatus, Watch
+from argosy.local.gpus import local_gpus
+from argosy.local.manifests import read_services
+from argosy.local.process import tail
+from argosy.local.router import LOG_NAME
+from argosy.local.server import API_KEY_ENV
+from argosy.local.settings import DEFAULT_PORT, is_port_free
+from argosy.local.state import StateDir, choose_state_dir
+from argosy.terminal import PlainProgress, Progress, progress
+
+_MOST_FAILURES: Final = 3
+"""Starts of one replica that may fail before `up` gives up; the supervisor goes on trying."""
+_HOPELESS: Final = "exited with code 2"
+"""Wrong usage: the next start fails alike."""
+_TAIL_LINES: Final = 20
+
+
+class Failure(NamedTuple):
+    """What will not become ready."""
+
+    name: str
+    reason: str
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parse(argv)
+    services = read_services(options.file, gpus=len(local_gpus()))
+    state = choose_state_dir(options.state_dir)
+    is_new = _ensure_supervisor(state, options.port)
+    is_foreground = is_new and not options.detach
+    client = Client(connect(state), Apply(services=services, stop_on_disconnect=is_foreground))
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    shown = progress()
+    try:
+        status = _wait_until_settled(client, state, shown, options.timeout)
+        shown.close()
+        print(_summary(status), flush=True)
+        if not is_foreground:
+            return OK
+        print("Ctrl-C stops the fleet", flush=True)
+        _stay(client, status)
+        raise CommandError("the fleet ended; `argosy logs supervisor` shows why")
+    except KeyboardInterrupt:
+        shown.close()
+        if is_new:
+            stop_fleet(state, GRACE_S)
+        else:
+            print("the fleet goes on; `argosy down` stops it")
+        return INTERRUPTED
+    except CommandError:
+        shown.close()
+        if is_foreground:
+            stop_fleet(state, 0.0)
+        raise
+    finally:
+        client.close()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="argosy up",
+        description="Start the fleet of a manifest on this machine, or change a running one.",
+    )
+    parser.add_argument(
+        *("-f", "--file"),
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="manifest; - is standard input; repeatable; what is in none of them is removed",
+    )
+    parser.add_argument(
+        "-d", "--detach", action="store_true", help="return when all is ready; the fleet goes on"
+    )
+    parser.add_argument("--port", type=port, help=f"where the router listens on 127.0.0.1 ({DEFAULT_PORT})")
+    parser.add_argument(
+        "--timeout",
+        type=positive_seconds,
+        default=600.0,
+        metavar="S",
+        help="give up waiting after S (%(default)s)",
+    )
+    add_state_dir(parser)
+    return parser.parse_args(argv)
+
+
+def _ensure_supervisor(state: StateDir, wanted_port: int | None) -> bool:
+    """Starts a supervisor unless one is running; whether it did."""
+    state.create()
+    connection = state.connect()
+    if connection is not None:
+        client = Client(connection, Watch())
+        status = client.next_status()
+        client.close()
+        if status and wanted_port is not None and not status.router.url.endswith(f":{wanted_port}"):
+            raise UsageError(
+                f"the fleet already listens on {status.router.url}; `argosy down` first to change the port"
+            )
+        return False
+    router_port = wanted_port or DEFAULT_PORT
+    if not is_port_free(router_port):
+        raise CommandError(f"port {router_port} of 127.0.0.1 is taken; choose another with --port PORT")
+    env = {API_KEY_ENV: os.environ.get(API_KEY_ENV, "")}
+    start_supervisor(state, ("--port", str(router_port)), env)
+    return True
+
+
+def _wait_until_settled(client: Client, state: StateDir, shown: Progress, timeout_s: float) -> FleetStatus:
+    deadline = time.monotonic() + timeout_s
+    restarts: dict[str, int] | None = None
+    while True:
+        try:
+            status = client.next_status(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise CommandError(
+                f"not ready after {timeout_s:g} s; the fleet goes on trying: `argosy ps` shows why, "
+                "--timeout S waits longer"
+            ) from None
+        if status is None:
+            raise CommandError("the fleet was stopped; `argosy logs supervisor` shows why")
+        if restarts is None:
+            restarts = {replica.name: replica.restarts for replica in _replicas(status)}
+        shown.show(status)
+        if status.is_settled:
+            return status
+        if failure := _failure(status, restarts):
+            raise CommandError(
+                f"{failure.name} does not start: {failure.reason}; above is the end of its log, "
+                f"`argosy logs {failure.name}` prints all of it",
+                details=tail(state.log_file(failure.name), _TAIL_LINES),
+            )
+
+
+def _failure(status: FleetStatus, restarts_before: dict[str, int]) -> Failure | None:
+    for replica in _replicas(status):
+        if replica.phase != "BackOff" or not replica.is_current:
+            continue
+        failures = replica.restarts - restarts_before.get(replica.name, 0) + 1
+        if failures >= _MOST_FAILURES or replica.reason.startswith(_HOPELESS):
+            return Failure(replica.name, replica.reason.partition(";")[0])
+    router = status.router
+    if (
+        not router.is_ready
+        and router.pid is None
+        and (router.restarts >= _MOST_FAILURES or "taken" in router.reason)
+    ):
+        return Failure(LOG_NAME, router.reason)
+    return None
+
+
+def _stay(client: Client, status: FleetStatus) -> None:
+    """Reports changes until the supervisor ends."""
+    lines = PlainProgress(status)
+    while (status_now := client.next_status()) is not None:
+        lines.show(status_now)
+
+
+def _replicas(status: FleetStatus) -> list[ReplicaStatus]:
+    return [replica for service in status.services for replica in service.replicas]
+
+
+def _summary(status: FleetStatus) -> str:
+    models = [
+        f"  {service.model}  {service.routable}/{service.desired} replicas" for service in status.services
+    ]
+    return "\n".join((f"ready: {status.router.url}/v1", *models))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

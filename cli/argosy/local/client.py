@@ -1,0 +1,107 @@
+"""A command's side of the control socket, and how a supervisor is started.
+
+Owns the connection. Must not know how a status is shown. Invariant: a supervisor that was started here outlives
+the command unless it is told otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from argosy.errors import CommandError
+from argosy.local.control import FleetStatus, Refused, Request, decode_reply, encode
+from argosy.local.process import tail
+from argosy.local.state import StateDir
+
+SUPERVISOR = (sys.executable, "-P", "-m", "argosy.local.server")
+"""The program of a supervisor; tests put one with other engines in its place."""
+SUPERVISOR_LOG: Final = "supervisor"
+
+
+class Client:
+    """One request to the supervisor, and its replies."""
+
+    def __init__(self, connection: socket.socket, request: Request) -> None:
+        self._connection = connection
+        self._buffer = b""
+        connection.sendall(encode(request))
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def next_status(self, timeout_s: float | None = None) -> FleetStatus | None:
+        """The next reply; None once the supervisor has closed, which it does as it exits.
+
+        Raises:
+            TimeoutError: nothing came.
+            CommandError: the supervisor refused the request.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            self._connection.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+            try:
+                data = self._connection.recv(1 << 16)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                return None
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        reply = decode_reply(line)
+        if isinstance(reply, Refused):
+            raise CommandError(reply.message)
+        return reply
+
+
+def connect(state: StateDir) -> socket.socket:
+    """A connection to the running supervisor.
+
+    Raises:
+        CommandError: none is running.
+    """
+    connection = state.connect()
+    if connection is None:
+        raise CommandError(
+            f"no fleet is running in {state.root}; start one with `argosy up -f FILE`, or name its --state-dir"
+        )
+    return connection
+
+
+def start_supervisor(state: StateDir, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    """Starts a supervisor in a session of its own and waits until it answers commands.
+
+    Raises:
+        CommandError: it did not start; the details are its own words.
+    """
+    read_end, write_end = os.pipe()
+    os.set_inheritable(write_end, True)
+    log_path = state.log_file(SUPERVISOR_LOG)
+    to_log = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    command = (*SUPERVISOR, "--state-dir", str(state.root), "--notify-fd", str(write_end), *arguments)
+    with open(read_end, "rb") as notified:
+        pid = os.posix_spawn(  # not subprocess: that wants every child waited for
+            command[0],
+            command,
+            {**os.environ, **env},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, str(log_path), to_log, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+        )
+        os.close(write_end)
+        notified.read()  # ends when the supervisor listens, or is dead
+    connection = state.connect()
+    if connection is None:
+        os.waitpid(pid, 0)
+        raise CommandError("the supervisor did not start", details=tail(log_path, 20))
+    connection.close()

@@ -1,0 +1,76 @@
+"""Manifests for a fleet on this machine.
+
+Owns reading the files, and the few things a valid manifest may ask that this machine cannot do. Must not know
+processes. Invariant: what is valid in a cluster is valid here, by the same code; what cannot be done here is
+refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from argosy.errors import UsageError
+from argosy_engine.protocol.fleet import resolve_names
+from argosy_operator.engine_command import claim_name, model_path
+from argosy_operator.fleet_doc import fleet_document
+from argosy_operator.spec import InferenceService
+from argosy_operator.validate import ManifestError, load_manifests
+
+
+def read_services(names: Sequence[str], *, gpus: int) -> tuple[InferenceService, ...]:
+    """Every resource of the files (`-` is standard input), in their order.
+
+    Raises:
+        UsageError: a file cannot be read, a manifest is not valid or cannot run here.
+    """
+    services: list[InferenceService] = []
+    for name in names:
+        try:
+            text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise UsageError(f"cannot read {name}: {why}") from error
+        try:
+            services += load_manifests(text)
+        except ManifestError as error:
+            problems = "\n".join(f"  {problem}" for problem in error.errors)
+            raise UsageError(
+                f"{name}: {error.resource or 'the manifest'} is not valid; nothing was changed",
+                details=problems,
+            ) from error
+    if not services:
+        raise UsageError(f"{', '.join(names)}: no InferenceService in it")
+    _check_together(services)
+    for service in services:
+        _check_here(service, gpus)
+    return tuple(services)
+
+
+def _check_together(services: Sequence[InferenceService]) -> None:
+    keys = [service.key for service in services]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UsageError(f"{key} is given twice; remove one of the two")
+    for conflict in resolve_names(fleet_document(services)).conflicts:
+        raise UsageError(
+            f"{conflict.winner} and {conflict.loser} both claim the model name {conflict.name!r}; "
+            "change servedName or aliases of one"
+        )
+
+
+def _check_here(service: InferenceService, gpus: int) -> None:
+    source = service.spec.model.source
+    if claim_name(source) is not None:
+        raise UsageError(
+            f"{service.key}: {source} needs a cluster; on this machine use file:///ABSOLUTE/PATH"
+        )
+    if source.startswith("file://") and not Path(model_path(source)).is_dir():
+        raise UsageError(f"{service.key}: spec.model.source: {model_path(source)} is not a directory")
+    gpu = service.spec.resources.gpu
+    if gpu is not None and service.spec.replicas and gpu.count > gpus:
+        raise UsageError(
+            f"{service.key}: a replica needs {gpu.count} GPU, this machine has {gpus}; "
+            "lower spec.resources.gpu.count or remove spec.resources.gpu to run on the CPU"
+        )

@@ -1,0 +1,149 @@
+"""One child process with its log.
+
+Owns starting a command that dies with us, its log file and that file's bound, its end. Must not know whether the
+child is an engine or a router. Invariants: a log takes at most twice `LOG_LIMIT_BYTES`; when `ended` is set, no
+process of the child's group is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from argosy.local import with_parent
+
+LOG_LIMIT_BYTES: Final = 10 * 1024 * 1024
+"""At this size a log is renamed to `NAME.log.1`, in place of the one before."""
+_READ_BYTES: Final = 1 << 16
+
+
+class LogFile:
+    """A file that is appended to and rotated once it is full."""
+
+    def __init__(self, path: Path, limit: int = LOG_LIMIT_BYTES) -> None:
+        self.path = path
+        self._limit = limit
+        self._file = _append_to(path)
+
+    def write(self, data: bytes) -> None:
+        if self._file.tell() + len(data) > self._limit and self._file.tell():
+            self._file.close()
+            self.path.replace(self.path.with_name(self.path.name + ".1"))
+            self._file = _append_to(self.path)
+        self._file.write(data)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _append_to(path: Path) -> BinaryIO:
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+class Process:
+    """A running child."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: LogFile) -> None:
+        self._process = process
+        self._log = log
+        self.ended = asyncio.Event()
+        self._reaper = asyncio.create_task(self._reap(), name=f"reap {process.pid}")
+
+    @classmethod
+    async def start(cls, command: Sequence[str], env: Mapping[str, str], log_path: Path) -> Process:
+        """Starts `command` in a group of its own; its output goes to the end of `log_path`.
+
+        Raises:
+            OSError: the system cannot start a process or open the log.
+        """
+        log = LogFile(log_path)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", with_parent.__file__, str(os.getpid()), *command),
+                env=env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException:
+            log.close()
+            raise
+        return cls(process, log)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, for a person."""
+        code = self._process.returncode
+        if code is None:
+            return "running"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def note(self, text: str) -> None:
+        """Adds a line of our own to the log."""
+        self._log.write(f"-- {text}\n".encode())
+
+    def terminate(self) -> None:
+        """SIGTERM to the child alone: it ends its own children in order."""
+        self._signal(signal.SIGTERM)
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL to the whole group if it has not ended after `grace_s`."""
+        self.terminate()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.ended.wait()
+        except TimeoutError:
+            self.kill()
+            await self.ended.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def _reap(self) -> None:
+        output = self._process.stdout
+        assert output is not None
+        copying = asyncio.create_task(self._copy(output), name=f"log {self.pid}")
+        try:
+            await self._process.wait()
+            self.kill()  # what the child left behind, which may hold its output open
+            await copying
+            self.note(self.outcome)
+        finally:
+            copying.cancel()
+            self._log.close()
+            self.ended.set()
+
+    async def _copy(self, output: asyncio.StreamReader) -> None:
+        while data := await output.read(_READ_BYTES):
+            self._log.write(data)
+
+
+def tail(path: Path, lines: int) -> str:
+    """The last lines of a log; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 400 * lines))
+            data = file.read()
+    except FileNotFoundError:
+        return ""
+    return b"\n".join(data.splitlines()[-lines:]).decode(errors="replace")

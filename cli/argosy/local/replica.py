@@ -1,0 +1,202 @@
+"""One replica: an engine process, restarted until it is retired.
+
+Owns the process's life: start, readiness, health, restarts with back-off, leaving. Must not know other replicas,
+the rollout or the router; whoever owns it says when the router has let go (`drained`). Invariants: a replica has
+at most one process; SIGTERM comes only after `drained`, the drain's deadline or `halt`.
+
+    Starting -> Ready -> Draining -> Stopping -> gone
+        ^         |
+        +-BackOff-+   the process died
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+from argosy.local.control import Phase
+from argosy.local.gpus import gpu_env
+from argosy.local.probe import get
+from argosy.local.process import Process
+from argosy.local.settings import HOST, Settings, backoff_s, free_port
+from argosy.local.state import StateDir
+from argosy.local.waiting import first_of
+from argosy_operator.engine_command import engine_args, engine_env
+from argosy_operator.names import API_KEY_ENV
+from argosy_operator.spec import InferenceService
+
+_READY_POLL_S: Final = 0.1
+_PROBE_TIMEOUT_S: Final = 5.0
+_LOADING_STOP_S: Final = 5.0
+"""A replica that never served has nothing to finish."""
+_STOP_SLACK_S: Final = 10.0
+"""Beyond the engine's own shutdown timeout, before SIGKILL."""
+
+
+class Replica:
+    """A member of one service, of one revision."""
+
+    def __init__(
+        self,
+        name: str,
+        service: InferenceService,
+        revision: str,
+        *,
+        settings: Settings,
+        state: StateDir,
+        internal_key: str,
+        threads: int,
+        gpus: tuple[int, ...],
+        changed: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.service = service
+        self.revision = revision
+        self.gpus = gpus
+        self.phase: Phase = "Starting"
+        self.reason = ""
+        self.restarts = 0
+        self.url = ""
+        self.pid: int | None = None
+        self.started = 0.0
+        self.drained = asyncio.Event()
+        """Set from outside: no router sends it requests, and none is under way."""
+        self._settings = settings
+        self._log = state.log_file(name)
+        self._internal_key = internal_key
+        self._threads = threads
+        self._changed = changed
+        self._retired = asyncio.Event()
+        self._halted = asyncio.Event()
+        self._failures = 0
+        self._ended = ""
+        """How the process before this one ended."""
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._retired.is_set()
+
+    def retire(self) -> None:
+        """Lets it drain and end."""
+        if not self.is_leaving:
+            self._retired.set()
+            if self.phase == "Ready":  # at once: nothing may see a retired replica that is not draining
+                self.phase = "Draining"
+            self._changed()
+
+    def halt(self) -> None:
+        """Ends it without waiting for the router."""
+        self.retire()
+        self._halted.set()
+
+    async def run(self) -> None:
+        """Until it is retired and gone."""
+        while not self._retired.is_set():
+            await self._one_life()
+            if self._retired.is_set():
+                break
+            delay = backoff_s(self._settings, self._failures)
+            self._enter("BackOff", f"{self._ended}; next start after {delay:.1f} s")
+            await first_of(self._retired, timeout_s=delay)
+            self.restarts += 1
+
+    async def _one_life(self) -> None:
+        port = free_port()
+        self.url = f"http://{HOST}:{port}"
+        self.started = time.time()
+        self._enter("Starting", f"again; before, {self._ended}" if self._ended else "starting the process")
+        try:
+            process = await Process.start(self._command(port), self._environment(), self._log)
+        except OSError as error:
+            self._failures += 1
+            self._ended = f"cannot start: {error}"
+            return
+        self.pid = process.pid
+        try:
+            await self._serve(process)
+            if self._retired.is_set():
+                await self._leave(process)
+        finally:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(process.stop(0.0))
+            self.pid = None
+
+    async def _serve(self, process: Process) -> None:
+        """Until the process ends or the replica is retired."""
+        if await self._becomes_ready(process):
+            since = time.monotonic()
+            self._enter("Ready", f"again; before, {self._ended}" if self._ended else "")
+            hung = await self._stays_healthy(process)
+            if time.monotonic() - since >= self._settings.steady_s:
+                self._failures = 0
+            if self._retired.is_set():
+                return
+            self._failures += 1
+            self._ended = "hung: /health did not answer" if hung else process.outcome
+        elif not self._retired.is_set():
+            self._failures += 1
+            self._ended = f"{process.outcome} while starting"
+
+    async def _becomes_ready(self, process: Process) -> bool:
+        """Follows the engine's start; its own word for the phase is shown as the reason."""
+        while not (process.ended.is_set() or self._retired.is_set()):
+            answer = await get(f"{self.url}/ready", timeout_s=_PROBE_TIMEOUT_S)
+            if answer.status == 200:
+                return True
+            if (phase := _phase_of(answer.body)) and phase != self.reason:
+                self._enter("Starting", phase)
+            await first_of(process.ended, self._retired, timeout_s=_READY_POLL_S)
+        return False
+
+    async def _stays_healthy(self, process: Process) -> bool:
+        """Until the process ends or the replica is retired: False. True if the process hangs."""
+        misses = 0
+        while not await first_of(process.ended, self._retired, timeout_s=self._settings.health_period_s):
+            answer = await get(f"{self.url}/health", timeout_s=_PROBE_TIMEOUT_S)
+            misses = 0 if answer.status == 200 else misses + 1
+            if misses >= self._settings.health_failures:
+                return True
+        return False
+
+    async def _leave(self, process: Process) -> None:
+        finish_s = float(self.service.spec.engine.shutdown_timeout_seconds)
+        if self.phase != "Draining":
+            finish_s = _LOADING_STOP_S
+        else:
+            self._enter("Draining", "requests under way finish")
+            await first_of(self.drained, self._halted, process.ended, timeout_s=finish_s)
+        self._enter("Stopping", "")
+        await process.stop(finish_s + _STOP_SLACK_S)
+
+    def _command(self, port: int) -> tuple[str, ...]:
+        args = engine_args(self.service, host=HOST, port=port)
+        if self.service.spec.engine.threads is None:
+            args += ["--threads", str(self._threads)]
+        return (*self._settings.engine, *args)
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            **gpu_env(self.gpus),
+            **engine_env(self.service),
+            API_KEY_ENV: self._internal_key,
+        }
+
+    def _enter(self, phase: Phase, reason: str) -> None:
+        self.phase, self.reason = phase, reason
+        self._changed()
+
+
+def _phase_of(body: bytes) -> str:
+    """`{"status": "loading the model"}`, as an engine that starts answers."""
+    try:
+        status = json.loads(body)["status"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return status if isinstance(status, str) else ""

@@ -1,0 +1,115 @@
+"""The state directory of a local fleet.
+
+Owns the paths inside it, its permissions, the fleet key, the lock that keeps a second supervisor out, and the
+socket's address. Must not know what is said over the socket. Invariants: everything in it is readable by its
+owner only; whoever holds the lock is the one supervisor.
+
+The rule for where it is: `--state-dir`, else `$ARGOSY_STATE_DIR`, else `.argosy` in the current directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Final
+
+from argosy.errors import CommandError
+
+STATE_DIR_ENV: Final = "ARGOSY_STATE_DIR"
+_FLEET_KEY_BYTES: Final = 32
+
+
+def choose_state_dir(option: str | None) -> StateDir:
+    """The directory by the rule above; it need not exist."""
+    return StateDir(Path(option or os.environ.get(STATE_DIR_ENV) or ".argosy").absolute())
+
+
+class StateDir:
+    """Paths of one local fleet."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.logs = root / "logs"
+        self.fleet_file = root / "fleet.json"
+        self.control_socket = root / "control.sock"
+        self._key_file = root / "fleet.key"
+        self._lock_file = root / "lock"
+
+    def create(self) -> None:
+        """Makes the directory, mode 0700.
+
+        Raises:
+            CommandError: it cannot be made, or belongs to someone else.
+        """
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.root.stat().st_uid != os.geteuid():
+                raise CommandError(f"{self.root} belongs to another user; choose another with --state-dir")
+            self.root.chmod(0o700)
+            self.logs.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise CommandError(
+                f"cannot use {self.root}: {error.strerror}; choose another with --state-dir"
+            ) from error
+
+    def fleet_key(self) -> bytes:
+        """The key every service's internal key is derived from; made on first use, mode 0600."""
+        try:
+            return self._key_file.read_bytes()
+        except FileNotFoundError:
+            key = secrets.token_hex(_FLEET_KEY_BYTES).encode()
+            self.write(self._key_file, key)
+            return key
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Replaces a file atomically, mode 0600: a reader sees the old content or the new."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        temporary.replace(path)
+
+    def log_file(self, name: str) -> Path:
+        """Log of one process: a replica's name, `router` or `supervisor`."""
+        return self.logs / f"{name}.log"
+
+    def lock(self) -> int | None:
+        """Takes the supervisor's lock, for as long as the returned descriptor is open; None if it is taken."""
+        descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def listen(self) -> socket.socket:
+        """Binds the control socket in place of a dead supervisor's. Call it with the lock held."""
+        self.control_socket.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._by_short_path(listener.bind)
+        self.control_socket.chmod(0o600)
+        listener.listen()
+        return listener
+
+    def connect(self) -> socket.socket | None:
+        """A connection to the supervisor; None if none is running."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._by_short_path(connection.connect)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            return None
+        return connection
+
+    def _by_short_path(self, call: object) -> None:
+        """Socket addresses end at 108 bytes; the directory's descriptor gives a short one for any path."""
+        assert callable(call)
+        directory = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            call(f"/proc/self/fd/{directory}/{self.control_socket.name}")
+        finally:
+            os.close(directory)

@@ -1,0 +1,285 @@
+"""The supervisor: makes the processes of a local fleet equal to the manifests.
+
+Owns the wanted services, the replicas, the fleet file and the router's process. Must not know terminals or
+sockets (`argosy.local.server` answers those). Level-based, as the operator: whatever happens only marks the
+fleet dirty; one task then compares what is wanted with what is there (`plan.next_step`) and acts.
+
+Invariants: the fleet file lists a replica only while its engine is ready or drains; a replica is told to stop
+only after the router reported it draining with nothing in flight; an unchanged manifest changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import xxhash
+
+from argosy.local.control import FleetStatus, ReplicaStatus, RouterStatus, ServiceStatus
+from argosy.local.gpus import choose_gpus, local_gpus
+from argosy.local.plan import Goal, Member, goal, next_step, threads_per_replica
+from argosy.local.replica import Replica
+from argosy.local.router import RouterProcess
+from argosy.local.settings import Settings
+from argosy.local.state import StateDir
+from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_engine.protocol.keys import internal_key
+from argosy_operator.fleet_doc import fleet_service
+from argosy_operator.spec import InferenceService
+
+log = logging.getLogger(__name__)
+
+_KEPT_LOGS: Final = 10
+"""Logs of replicas that are gone, for a look at why."""
+
+
+class Supervisor:
+    """One local fleet."""
+
+    def __init__(self, state: StateDir, settings: Settings, on_status: Callable[[FleetStatus], None]) -> None:
+        self._state = state
+        self._settings = settings
+        self._on_status = on_status
+        self._fleet_key = state.fleet_key()
+        self._gpus = local_gpus()
+        self._wanted: dict[str, InferenceService] = {}
+        self._replicas: dict[str, Replica] = {}
+        self._serials: dict[str, int] = {}
+        self._gone: deque[str] = deque()
+        self._dirty = asyncio.Event()
+        self._fleet_revision = ""
+        self._is_stopping = False
+        self._router = RouterProcess(settings, state, self._dirty.set)
+        self._tasks: asyncio.TaskGroup | None = None
+        self._owners: set[asyncio.Task[None]] = set()
+
+    def apply(self, services: Sequence[InferenceService]) -> None:
+        """Makes `services` the wanted ones. A paused service stays as it was."""
+        wanted = {}
+        for service in services:
+            if service.spec.paused:
+                before = self._wanted.get(service.key, _without_replicas(service))
+                service = msgspec.structs.replace(
+                    before, spec=msgspec.structs.replace(before.spec, paused=True)
+                )
+            wanted[service.key] = service
+        self._wanted = wanted
+        self._write_fleet()  # now: an edit that concerns only the router is done when this returns
+        self._dirty.set()
+
+    async def run(self, stop: asyncio.Event, grace_s: Callable[[], float]) -> None:
+        """Until `stop` is set and every process has ended."""
+        self._write_fleet()
+        async with asyncio.TaskGroup() as self._tasks:
+            reconciling = self._tasks.create_task(self._reconcile_forever(), name="reconcile")
+            routing = self._tasks.create_task(self._router.run(), name="router")
+            await stop.wait()
+            self._is_stopping = True
+            self._dirty.set()
+            self._router.stop(grace_s())  # first: what it still streams, the engines still compute
+            await routing
+            for replica in self._replicas.values():
+                replica.halt()
+            await asyncio.gather(*self._owners)
+            reconciling.cancel()
+
+    def status(self) -> FleetStatus:
+        router = RouterStatus(
+            url=self._router.url,
+            is_ready=self._router.is_ready,
+            reason=self._router.reason,
+            restarts=self._router.restarts,
+            pid=self._router.pid,
+        )
+        keys = dict.fromkeys((*self._wanted, *(replica.service.key for replica in self._replicas.values())))
+        services = tuple(self._service_status(key) for key in keys)
+        return FleetStatus(pid=os.getpid(), router=router, services=services, is_stopping=self._is_stopping)
+
+    # reconcile
+
+    async def _reconcile_forever(self) -> None:
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            if not self._is_stopping:
+                for key in {*self._wanted, *(replica.service.key for replica in self._replicas.values())}:
+                    self._reconcile(key)
+            self._write_fleet()
+            self._release_drained()
+            self._on_status(self.status())
+
+    def _reconcile(self, key: str) -> None:
+        service = self._wanted.get(key)
+        wanted = self._goal(service) if service else Goal(replicas=0, revision="", surge=0, unavailable=1)
+        members = [
+            Member(replica.name, replica.revision, self._is_routable(replica), replica.is_leaving)
+            for replica in self._members(key)
+        ]
+        step = next_step(wanted, members)
+        for name in step.retire:
+            log.info("retire %s", name)
+            self._replicas[name].retire()
+        if service is not None:
+            for _ in range(step.start):
+                self._start(service, wanted.revision)
+
+    def _goal(self, service: InferenceService) -> Goal:
+        gpu = service.spec.resources.gpu
+        if gpu is None:
+            return goal(service)
+        others = sum(
+            len(replica.gpus) for replica in self._replicas.values() if replica.service.key != service.key
+        )
+        return goal(service, capacity=(len(self._gpus) - others) // gpu.count)
+
+    def _start(self, service: InferenceService, revision: str) -> None:
+        assert self._tasks is not None
+        gpu = service.spec.resources.gpu
+        taken = [index for replica in self._replicas.values() for index in replica.gpus]
+        gpus = choose_gpus(self._gpus, taken, gpu.count if gpu else 0)
+        assert gpus is not None, "the goal's capacity bounds the starts"
+        replica = Replica(
+            self._new_name(service),
+            service,
+            revision,
+            settings=self._settings,
+            state=self._state,
+            internal_key=self._internal_key(service),
+            threads=threads_per_replica(list(self._wanted.values()), os.cpu_count() or 1),
+            gpus=gpus,
+            changed=self._dirty.set,
+        )
+        log.info("start %s, revision %s", replica.name, revision)
+        self._replicas[replica.name] = replica
+        owner = self._tasks.create_task(self._own(replica), name=replica.name)
+        self._owners.add(owner)
+        owner.add_done_callback(self._owners.discard)
+
+    async def _own(self, replica: Replica) -> None:
+        try:
+            await replica.run()
+        finally:
+            del self._replicas[replica.name]
+            self._dirty.set()
+        log.info("%s is gone", replica.name)
+        self._gone.append(replica.name)
+        if len(self._gone) > _KEPT_LOGS:
+            log_file = self._state.log_file(self._gone.popleft())
+            log_file.unlink(missing_ok=True)
+            log_file.with_name(log_file.name + ".1").unlink(missing_ok=True)
+
+    def _new_name(self, service: InferenceService) -> str:
+        meta = service.metadata
+        prefix = meta.name if meta.namespace == "default" else f"{meta.namespace}.{meta.name}"
+        serial = self._serials[service.key] = self._serials.get(service.key, -1) + 1
+        return f"{prefix}-{serial}"
+
+    # the fleet file
+
+    def _write_fleet(self) -> None:
+        document = FleetDocument(
+            services=tuple(self._fleet_service(self._wanted[key]) for key in sorted(self._wanted))
+        )
+        data = encode_fleet(document)
+        revision = xxhash.xxh3_64_hexdigest(data)
+        if revision != self._fleet_revision:
+            self._state.write(self._state.fleet_file, data)
+            self._fleet_revision = revision
+
+    def _fleet_service(self, service: InferenceService) -> FleetService:
+        endpoints = tuple(
+            Endpoint(name=replica.name, url=replica.url, draining=replica.is_leaving)
+            for replica in self._members(service.key)
+            if replica.phase in ("Ready", "Draining")
+        )
+        entry = fleet_service(service, endpoints=endpoints, internal_key=self._internal_key(service))
+        return msgspec.structs.replace(entry, selector={})
+
+    def _internal_key(self, service: InferenceService) -> str:
+        return internal_key(self._fleet_key, service.metadata.uid or service.key)
+
+    def _release_drained(self) -> None:
+        draining = [replica for replica in self._replicas.values() if replica.phase == "Draining"]
+        self._router.is_drain_awaited = bool(draining)
+        for replica in draining:
+            if self._is_drained(replica):
+                replica.drained.set()
+
+    def _is_drained(self, replica: Replica) -> bool:
+        if self._router.report is None:
+            return self._router.pid is None  # no router, no requests
+        entry = self._router.replica(replica.service.key, replica.name, replica.url)
+        if entry is None:
+            return self._router.report.fleet_revision == self._fleet_revision
+        return entry.state == "draining" and entry.inflight == 0
+
+    # status
+
+    def _members(self, key: str) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.service.key == key]
+
+    def _is_routable(self, replica: Replica) -> bool:
+        entry = self._router.replica(replica.service.key, replica.name, replica.url)
+        return replica.phase == "Ready" and entry is not None and entry.routable
+
+    def _service_status(self, key: str) -> ServiceStatus:
+        service = self._wanted.get(key)
+        wanted = self._goal(service) if service else None
+        revision = wanted.revision if wanted else ""
+        replicas = tuple(self._replica_status(replica, revision) for replica in self._members(key))
+        status = ServiceStatus(
+            key=key,
+            model=service.served_name if service else "",
+            desired=wanted.replicas if wanted else 0,
+            revision=revision,
+            replicas=replicas,
+        )
+        return msgspec.structs.replace(status, reason=self._why(status, service, wanted))
+
+    def _replica_status(self, replica: Replica, revision: str) -> ReplicaStatus:
+        entry = self._router.replica(replica.service.key, replica.name, replica.url)
+        is_routable = self._is_routable(replica)
+        reason = replica.reason
+        if replica.phase == "Ready" and not is_routable:
+            reason = f"the router has it as {entry.state}" if entry else "the router does not list it yet"
+        return ReplicaStatus(
+            name=replica.name,
+            service=replica.service.key,
+            revision=replica.revision,
+            is_current=replica.revision == revision,
+            phase="Routable" if is_routable else replica.phase,
+            reason=reason,
+            restarts=replica.restarts,
+            pid=replica.pid,
+            url=replica.url,
+            gpus=replica.gpus,
+            inflight=entry.inflight if entry else 0,
+            started=replica.started,
+        )
+
+    def _why(self, status: ServiceStatus, service: InferenceService | None, wanted: Goal | None) -> str:
+        if service is None or wanted is None:
+            return "deleted; its last requests finish"
+        if service.spec.paused:
+            return "paused"
+        if wanted.most is not None and wanted.most < wanted.replicas:
+            return f"NoGPU: the GPUs that are left hold {max(0, wanted.most)} of {wanted.replicas} replicas"
+        if status.is_settled:
+            return ""
+        for replica in status.replicas:
+            if replica.is_current and replica.phase == "BackOff":
+                return f"{replica.name} {replica.reason}"
+        current = [replica for replica in status.replicas if replica.is_current]
+        if len(current) < len(status.replicas):
+            routable = sum(replica.phase == "Routable" for replica in current)
+            return f"rolling out: {routable} of {status.desired} replicas changed"
+        return f"{status.routable} of {status.desired} replicas routable"
+
+
+def _without_replicas(service: InferenceService) -> InferenceService:
+    return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, replicas=0))

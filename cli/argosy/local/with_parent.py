@@ -1,0 +1,26 @@
+"""Runs a command that dies with the process that started it: `python with_parent.py PARENT_PID COMMAND...`
+
+Owns one system call between fork and exec: prctl(PR_SET_PDEATHSIG, SIGKILL). Even `kill -9` of the supervisor
+thus leaves no engine behind. Must import nothing of ours: it is a script of its own, so that no code runs between
+fork and exec in a process that may hold locks. Outside Linux it only runs the command.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call
+            sys.exit(1)
+    os.execvp(command[0], command)  # noqa: S606
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The entry of `argosy`: a table of commands, each loaded when it is called.
+
+Owns the table, the help, the exit codes. Must not know what a command does, nor import anything a command
+needs: `argosy --help` has to answer at once. Commands are named by strings, so that this package imports of
+the engine only its protocol.
+
+Exit codes: 0 ok, 1 the operation failed, 2 wrong usage or a bad manifest, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from argosy.errors import FAILURE, INTERRUPTED, OK, USAGE, CommandError
+
+
+class Command(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    target: str
+    """`module:function`; the function takes the arguments after the command and returns an exit code or None."""
+    help: str
+    extra: str = ""
+    """The distribution's extra that the command needs."""
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        "up",
+        "argosy.commands.up:main",
+        "start the fleet of a manifest on this machine, or change a running one",
+    ),
+    Command("down", "argosy.commands.down:main", "stop the fleet on this machine"),
+    Command("ps", "argosy.commands.ps:main", "list services and replicas: state, reason, restarts"),
+    Command("logs", "argosy.commands.logs:main", "print or follow the logs of replicas and router"),
+    Command("chat", "argosy.commands.chat:main", "talk to a model through the router"),
+    Command(
+        "serve", "argosy_engine.api.serve:main", "run one engine: an OpenAI server for one model", "engine"
+    ),
+    Command("router", "argosy_router.main:main", "run the router: one endpoint for every model", "router"),
+    Command("operator", "argosy_operator.main:main", "run the Kubernetes operator", "operator"),
+    Command("crd", "argosy.commands.crd:main", "print the CustomResourceDefinition of InferenceService"),
+)
+
+_USAGE = "usage: argosy COMMAND [ARGUMENTS]\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the process's exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        sys.stderr.write(_help())
+        return USAGE
+    name, *rest = arguments
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(_help())
+        return OK
+    if name in ("-V", "--version", "version"):
+        sys.stdout.write(f"argosy {_version()}\n")
+        return OK
+    command = next((command for command in COMMANDS if command.name == name), None)
+    if command is None:
+        return _unknown(name)
+    return _run(command, rest)
+
+
+def _run(command: Command, arguments: list[str]) -> int:
+    module, _, function = command.target.partition(":")
+    try:
+        code = getattr(importlib.import_module(module), function)(arguments)
+        return OK if code is None else int(code)
+    except CommandError as error:
+        if error.details:
+            sys.stderr.write(error.details.rstrip() + "\n")
+        sys.stderr.write(f"argosy {command.name}: {error}\n")
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not command.extra or missing.startswith("argosy"):
+            raise
+        sys.stderr.write(
+            f"argosy {command.name}: needs the package {missing!r}: pip install 'argosy[{command.extra}]'\n"
+        )
+        return FAILURE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+
+
+def _unknown(name: str) -> int:
+    import difflib
+
+    close = difflib.get_close_matches(name, [command.name for command in COMMANDS], n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "`argosy --help` lists the commands"
+    sys.stderr.write(f"argosy: {name!r} is not a command; {hint}\n")
+    return USAGE
+
+
+def _help() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
+    return (
+        f"{_USAGE}\nFleets of inference engines behind one OpenAI endpoint.\n\ncommands:\n"
+        + "\n".join(lines)
+        + "\n\n`argosy COMMAND --help` shows a command's arguments; `argosy --version` the version."
+        + "\nexit codes: 0 ok, 1 failed, 2 wrong usage or a bad manifest, 130 interrupted\n"
+    )
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("argosy")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

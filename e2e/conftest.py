@@ -1,0 +1,129 @@
+"""The cluster and the installed product, once for the whole run; evidence is collected when a test fails.
+
+The cluster is taken down at the end, whatever happened. Nothing here skips: where a cluster can not be had, the run
+fails and says why.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cluster import lifecycle, volumes
+from cluster.kubectl import RESTRICTED
+from cluster.lifecycle import Cluster
+from cluster.settings import Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+ARTIFACTS = ROOT / "e2e" / "artifacts"
+SYSTEM = "argosy-system"
+TENANT = "team-a"
+ROUTER_KEY = "e2e-client-key"
+TORCH_CLAIM = "torch"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Argosy in the cluster: chart installed, router reachable at `url`."""
+
+    cluster: Cluster
+    url: str
+    images: dict[str, str]
+
+
+_failed: list[str] = []
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Collects logs, events and descriptions at the first failure, before anything is taken down."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    cluster = item.session.stash.get(_CLUSTER, None)
+    if report.failed and cluster is not None and not _failed:
+        _failed.append(report.nodeid)
+        print(f"evidence: {cluster.collect_artifacts(ARTIFACTS)}")
+
+
+_CLUSTER: pytest.StashKey[Cluster] = pytest.StashKey()
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    settings = Settings.from_env(dict(os.environ))
+    try:
+        up = lifecycle.up(settings)
+        request.session.stash[_CLUSTER] = up
+        yield up
+    finally:
+        lifecycle.down(settings)
+
+
+@pytest.fixture(scope="session")
+def stack(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Builds the wheel and the three images, installs the chart, gives the tenant its namespace and its GPUs."""
+    context = build_context()
+    images = {
+        name: cluster.build_image(context / f"{name}.Dockerfile", context, name, arguments)
+        for name, arguments in (("engine", {"INSTALL_TORCH": "0"}), ("router", {}), ("operator", {}))
+    }
+    cluster.prune_images(list(images.values()))
+    cluster.advertise_gpus(4)
+    cluster.kubectl.namespace(TENANT, RESTRICTED)
+    cluster.kubectl.namespace(SYSTEM, RESTRICTED)
+    if not cluster.external:
+        site = volumes.site_packages(cluster.settings, ("torch", "numpy"))
+        cluster.expose_folder(TENANT, TORCH_CLAIM, site)
+    try:
+        install(cluster, images)
+        with cluster.service(SYSTEM, "argosy-router", 80) as url:
+            yield Stack(cluster, url, images)
+        cluster.helm("uninstall", "argosy", "-n", SYSTEM, "--wait", timeout=180)
+    finally:
+        if not cluster.external:
+            cluster.kubectl.delete_namespace(TENANT)
+
+
+def build_context() -> Path:
+    """A folder with the wheel and the Dockerfiles, so that images depend on nothing else of the tree."""
+    context = ROOT / "dist" / "images"
+    context.mkdir(parents=True, exist_ok=True)
+    for old in context.iterdir():
+        old.unlink()
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            str(context),
+            str(ROOT),
+        ],
+        check=True,
+    )
+    for dockerfile in (ROOT / "images").glob("*.Dockerfile"):
+        (context / dockerfile.name).write_bytes(dockerfile.read_bytes())
+    return context
+
+
+def install(cluster: Cluster, images: dict[str, str]) -> None:
+    """`helm upgrade --install`, as users do it."""
+    values = []
+    for name, image in images.items():
+        repository, _, tag = image.rpartition(":")
+        values += ["--set", f"{name}.image.repository={repository}", "--set", f"{name}.image.tag={tag}"]
+    cluster.helm(
+        "upgrade", "--install", "argosy", str(ROOT / "charts" / "argosy"), "-n", SYSTEM, *values,
+        "--set", f"router.apiKeys[0]={ROUTER_KEY}", "--wait", "--timeout", "300s", timeout=330,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The engine's HTTP surface: OpenAI routes, health, metrics, telemetry. Thin over `frontend`."""

@@ -1,0 +1,206 @@
+"""The engine's FastAPI application: routes, and the engine's states from loading to drained.
+
+The server listens from the first second: while the model loads, /health answers 200 (the process lives), /ready 503
+with the phase, and requests 503 with a retry hint.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+
+from argosy_engine import __version__
+from argosy_engine.api.metrics import Metrics
+from argosy_engine.api.responses import WatchedResponse, event_stream, json_response
+from argosy_engine.api.serving import Serving, to_api_error
+from argosy_engine.api.telemetry import TelemetryHub
+from argosy_engine.frontend.async_llm import AsyncLLM
+from argosy_engine.protocol import headers
+from argosy_engine.protocol.errors import ApiError, MethodNotAllowed, NotFound, TooManyRequests, Unavailable
+from argosy_engine.protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
+
+CORE_SILENCE_LIMIT_S = 120.0
+"""A core that said nothing for this long is taken for hung; a step of a large prompt on a slow CPU takes tens."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class Engine:
+    """The application's state. `llm` and what depends on it exist once the model is loaded."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.phase = "starting"
+        self.is_draining = False
+        self.llm: AsyncLLM | None = None
+        self._serving: Serving | None = None
+        self._metrics: Metrics | None = None
+        self._telemetry: TelemetryHub | None = None
+
+    def attach(self, llm: AsyncLLM) -> None:
+        self._serving = Serving(llm, self.names)
+        self._metrics = Metrics(llm.config)
+        self._telemetry = TelemetryHub(llm, llm.config)
+        llm.observers = [self._metrics, self._telemetry]
+        self.llm = llm
+        self.phase = "ready"
+
+    @property
+    def is_ready(self) -> bool:
+        return self.llm is not None and not self.is_draining and self.is_healthy
+
+    @property
+    def is_healthy(self) -> bool:
+        """The core lives and its loop turns; a core that is still loading counts as healthy."""
+        return self.llm is None or (not self.llm.is_dead and self.llm.heartbeat_age_s < CORE_SILENCE_LIMIT_S)
+
+    @property
+    def serving(self) -> Serving:
+        """Raises Unavailable while the model loads, the engine drains, or the core is dead."""
+        if self._serving is None:
+            raise Unavailable(f"the model is loading ({self.phase})", retry_after_s=1.0)
+        if self.is_draining:
+            raise Unavailable("this engine is shutting down", retry_after_s=1.0)
+        return self._serving
+
+    @property
+    def metrics(self) -> bytes:
+        return b"" if self._metrics is None else self._metrics.render()
+
+    @property
+    def telemetry(self) -> TelemetryHub:
+        if self._telemetry is None:
+            raise Unavailable(f"the model is loading ({self.phase})", retry_after_s=1.0)
+        if not self._telemetry.has_room:
+            raise TooManyRequests("too many telemetry readers", retry_after_s=5.0)
+        return self._telemetry
+
+    async def drain(self) -> None:
+        """No new requests from here on; returns when the running ones are done."""
+        self.is_draining = True
+        self.phase = "draining"
+        if self._telemetry is not None:
+            self._telemetry.drain()
+        if self.llm is not None:
+            await self.llm.drain()
+
+    async def close(self) -> None:
+        if self._telemetry is not None:
+            self._telemetry.close()
+        if self.llm is not None:
+            await self.llm.close()
+
+
+def build_app(engine: Engine) -> FastAPI:
+    """The application without its guard (`api.guard`), which wraps it."""
+    app = FastAPI(title="Argosy engine", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.engine = engine
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> WatchedResponse:
+        body = decode_request("chat/completions", await request.body())
+        assert isinstance(body, ChatCompletionRequest)
+        request_id, serving = _request_id(request, body.request_id), engine.serving
+        if body.stream:
+            return _stream(serving.chat_stream(body, request_id), request_id)
+        return _answer(serving.chat(body, request_id), request_id)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> WatchedResponse:
+        body = decode_request("completions", await request.body())
+        assert isinstance(body, CompletionRequest)
+        request_id, serving = _request_id(request, body.request_id), engine.serving
+        if body.stream:
+            return _stream(serving.completion_stream(body, request_id), request_id)
+        return _answer(serving.completion(body, request_id), request_id)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json(engine.serving.models())
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        serving = engine.serving
+        serving.check_model(name)
+        return _json(next(card for card in serving.models().data if card.id == name))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if engine.is_healthy else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return _json({"status": engine.phase}, 200 if engine.is_ready else 503)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/load")
+    async def load() -> Response:
+        return _json({"server_load": engine.llm.num_live if engine.llm else 0})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(engine.metrics, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get(headers.TELEMETRY_PATH)
+    async def telemetry() -> StreamingResponse:
+        return StreamingResponse(engine.telemetry.stream(), media_type=headers.TELEMETRY_CONTENT_TYPE)
+
+    _handle_errors(app)
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    """Every error leaves in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return Response(error.body(), error.http_status, error.headers(), "application/json")
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        method, path = request.method, request.url.path[:128]
+        known = {
+            404: NotFound(f"no route {method} {path}"),
+            405: MethodNotAllowed(f"{path} does not take {method}"),
+        }
+        return await api_error(request, known.get(error.status_code) or to_api_error(error))
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return await api_error(request, to_api_error(error))
+
+
+def _request_id(request: Request, in_body: str | None) -> str:
+    for candidate in (request.headers.get(headers.REQUEST_ID), in_body):
+        if candidate is not None and _REQUEST_ID.fullmatch(candidate):
+            return candidate
+    return f"{int(time.time()):x}{secrets.token_hex(12)}"
+
+
+def _answer(produce: Awaitable[msgspec.Struct], request_id: str) -> WatchedResponse:
+    async def translated() -> msgspec.Struct:
+        try:
+            return await produce
+        except Exception as error:
+            raise to_api_error(error) from error
+
+    return json_response(translated(), {headers.REQUEST_ID: request_id})
+
+
+def _stream(events: AsyncGenerator[Any, None], request_id: str) -> WatchedResponse:
+    return event_stream(events, {headers.REQUEST_ID: request_id}, to_api_error)
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

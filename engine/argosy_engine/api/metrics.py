@@ -1,0 +1,165 @@
+"""Metrics: Prometheus, with vLLM's names, labels and buckets, so that its dashboards and recipes work unchanged.
+
+Fed as an observer of outputs; label children are made once. (Names: research of vLLM 0.32's /metrics.)
+"""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Info as InfoMetric
+
+from argosy_engine.config import ResolvedConfig
+from argosy_engine.core.messages import EngineCoreOutputs
+from argosy_engine.frontend.async_llm import Observer, RequestTimings
+
+_TTFT = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+_ITL = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+_LATENCY = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_ITERATION = tuple(float(1 << power) for power in range(15))
+_LABELS = ("model_name", "engine")
+_FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+def _token_buckets(limit: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 ... up to the model's length."""
+    return tuple(float(m * 10**e) for e in range(8) for m in (1, 2, 5) if m * 10**e <= limit)
+
+
+class Metrics(Observer):
+    """One registry per engine; `render` is the body of /metrics."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        values = (config.model_name, "0")
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"vllm:{name}", text, _LABELS, registry=self.registry).labels(*values)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"vllm:{name}", text, _LABELS, registry=self.registry).labels(*values)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry).labels(
+                *values
+            )
+
+        self._running = gauge("num_requests_running", "Requests in the model's execution batches.")
+        self._waiting = gauge("num_requests_waiting", "Requests waiting to be scheduled.")
+        self._kv_usage = gauge("kv_cache_usage_perc", "KV cache usage; 1 is full.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._preemptions = counter("num_preemptions", "Preemptions.")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of finished prefills.")
+        self._prompt_cached = counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
+        self._generated = counter("generation_tokens", "Generated tokens.")
+        success = Counter(
+            "vllm:request_success",
+            "Finished requests.",
+            (*_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._success = {reason: success.labels(*values, reason) for reason in _FINISH_REASONS}
+        self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT)
+        self._itl = histogram("inter_token_latency_seconds", "Time between output tokens.", _ITL)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds", "Mean time per output token of a request.", _ITL
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Whole request.", _LATENCY)
+        self._queue_time = histogram("request_queue_time_seconds", "Time in the waiting queue.", _LATENCY)
+        self._prefill_time = histogram("request_prefill_time_seconds", "Time in prefill.", _LATENCY)
+        self._decode_time = histogram("request_decode_time_seconds", "Time in decode.", _LATENCY)
+        self._inference_time = histogram(
+            "request_inference_time_seconds", "Time in prefill and decode.", _LATENCY
+        )
+        tokens = _token_buckets(config.max_model_len)
+        self._prompt_sizes = histogram("request_prompt_tokens", "Prompt tokens per request.", tokens)
+        self._output_sizes = histogram("request_generation_tokens", "Generated tokens per request.", tokens)
+        self._iteration = histogram("iteration_tokens_total", "Tokens per step.", _ITERATION)
+        cache_info = {
+            "model_name": config.model_name,
+            "engine": "0",
+            "block_size": str(config.block_size),
+            "num_gpu_blocks": str(config.num_gpu_blocks),
+            "cache_dtype": config.dtype,
+        }
+        # vLLM exposes this as a gauge that is always 1, not as an Info metric.
+        Gauge(
+            "vllm:cache_config_info",
+            "Configuration of the KV cache.",
+            tuple(cache_info),
+            registry=self.registry,
+        ).labels(**cache_info).set(1)
+        InfoMetric("argosy_engine", "This engine.", registry=self.registry).info(
+            {"device": config.device, "dtype": config.dtype, "architecture": config.architecture}
+        )
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
+        stats = outputs.stats
+        if stats is None:
+            return
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_cache_usage)
+        for metric, value in (
+            (self._queries, stats.prefix_cache_queries),
+            (self._hits, stats.prefix_cache_hits),
+            (self._preemptions, stats.num_preemptions),
+        ):
+            if value:
+                metric.inc(value)
+        if stats.iteration_tokens:
+            self._iteration.observe(stats.iteration_tokens)
+
+    def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
+        self._generated.inc(count)
+        if is_first:
+            self._ttft.observe(now - timings.arrived)
+            self._queue_time.observe(timings.queued_s)
+            self._prefill_time.observe(timings.prefill_s)
+        else:
+            self._itl.observe(now - timings.last_token)
+
+    def on_finished(self, timings: RequestTimings, num_prompt: int, num_output: int, reason: str) -> None:
+        now = time.monotonic()
+        self._prompt.inc(num_prompt)
+        self._prompt_cached.inc(timings.num_cached)
+        self._success[reason].inc()
+        self._e2e.observe(now - timings.arrived)
+        decode_s = timings.last_token - timings.first_token
+        self._decode_time.observe(decode_s)
+        self._inference_time.observe(timings.prefill_s + decode_s)
+        if num_output > 1:
+            self._tpot.observe(decode_s / (num_output - 1))
+        self._prompt_sizes.observe(num_prompt)
+        self._output_sizes.observe(num_output)

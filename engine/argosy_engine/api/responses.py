@@ -1,0 +1,105 @@
+"""Responses whose work ends when the client leaves: JSON answers and event streams.
+
+ASGI servers do not cancel a handler that waits for a model while its client is gone; every response here watches for
+the disconnect itself, streamed or not, and cancels its work, which aborts the request in the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from argosy_engine.api.guard import send_error
+from argosy_engine.protocol.errors import ApiError
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class WatchedResponse(Response):
+    """Runs `work(send)` until it is done or the client has left; `work` sends status and body itself."""
+
+    def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._work(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(produce: Awaitable[msgspec.Struct], headers: dict[str, str]) -> WatchedResponse:
+    """Sends the struct as JSON once it is there; ApiErrors in OpenAI's shape."""
+
+    async def work(send: Send) -> None:
+        try:
+            body = msgspec.json.encode(await produce)
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        await send(_start(headers, b"application/json", len(body)))
+        await send({"type": "http.response.body", "body": body})
+
+    return WatchedResponse(work)
+
+
+def event_stream(
+    events: AsyncGenerator[msgspec.Struct, None],
+    headers: dict[str, str],
+    to_api_error: Callable[[Exception], ApiError],
+) -> WatchedResponse:
+    """Sends each struct as a server-sent event, then `[DONE]`.
+
+    The status waits for the first event, so an error before it has its proper status; one after it becomes an event.
+    """
+
+    async def work(send: Send) -> None:
+        async with contextlib.aclosing(events):
+            try:
+                first = await anext(events)
+            except StopAsyncIteration:
+                first = None
+            except Exception as error:
+                await send_error(send, to_api_error(error))
+                return
+            await send(_start(headers, b"text/event-stream; charset=utf-8", None))
+            try:
+                if first is not None:
+                    await _send_event(send, msgspec.json.encode(first))
+                async for event in events:
+                    await _send_event(send, msgspec.json.encode(event))
+            except Exception as error:
+                await _send_event(send, to_api_error(error).body())
+            await send({"type": "http.response.body", "body": _DONE})
+
+    return WatchedResponse(work)
+
+
+async def _send_event(send: Send, payload: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
+
+
+def _start(headers: dict[str, str], content_type: bytes, length: int | None) -> dict[str, object]:
+    raw = [(b"content-type", content_type)]
+    raw += (
+        [(b"cache-control", b"no-cache")] if length is None else [(b"content-length", str(length).encode())]
+    )
+    raw += [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": raw}

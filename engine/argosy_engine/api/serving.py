@@ -1,0 +1,363 @@
+"""Serving: OpenAI requests to generations and back: chat completions and completions, streamed and not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong
+from argosy_engine.frontend.async_llm import AsyncLLM
+from argosy_engine.frontend.chat_parser import ChatParser, ParsedCall
+from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.processor import Prompt
+from argosy_engine.protocol.errors import (
+    ApiError,
+    BadRequest,
+    ContextLengthExceeded,
+    InternalError,
+    NotFound,
+    Unavailable,
+)
+from argosy_engine.protocol.openai import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+    Delta,
+    FunctionCall,
+    GenerationRequest,
+    ModelCard,
+    ModelList,
+    PromptTokensDetails,
+    ResponseMessage,
+    ToolCall,
+    Usage,
+)
+
+_Request = TypeVar("_Request")
+_Result = TypeVar("_Result")
+
+_INLINE_CHARS = 16384
+"""Prompts up to this size are tokenised in place (a few milliseconds at most); longer ones in a thread."""
+
+MAX_CHOICES = 1024
+"""Choices of one call: prompts times n."""
+
+
+class Serving:
+    """
+    Args:
+        names: model names clients may use; the first is the canonical one.
+    """
+
+    def __init__(self, llm: AsyncLLM, names: Sequence[str]) -> None:
+        self.llm = llm
+        self.names = tuple(names)
+        self._started = int(time.time())
+        self._has_thinking = (
+            llm.processor.template is not None and "enable_thinking" in llm.processor.template.variables
+        )
+
+    def models(self) -> ModelList:
+        limit = self.llm.config.max_model_len
+        return ModelList(
+            data=[
+                ModelCard(id=name, created=self._started, root=self.names[0], max_model_len=limit)
+                for name in self.names
+            ]
+        )
+
+    def check_model(self, name: str) -> str:
+        """The name to answer with; an empty name means the canonical one, as in vLLM.
+
+        Raises:
+            NotFound: this engine does not serve that model.
+        """
+        if not name:
+            return self.names[0]
+        if name not in self.names:
+            raise NotFound(
+                f"the model {name[:128]!r} does not exist here", param="model", code="model_not_found"
+            )
+        return name
+
+    # Chat
+
+    async def chat(self, request: ChatCompletionRequest, request_id: str) -> ChatCompletion:
+        name = self.check_model(request.model)
+        requests, prompt = await self._chat_requests(request)
+        merged = await self._collect(requests)
+        parsers = self._parsers(request, len(requests))
+        choices = []
+        for output, parser in zip(merged, parsers, strict=True):
+            parsed = parser.feed(output.text, is_last=True)
+            calls = self._tool_calls(parsed.calls, request_id, output.index, 0, is_delta=False)
+            message = ResponseMessage(
+                role="assistant",
+                content=parsed.content if parsed.content or not calls else None,
+                reasoning=parsed.reasoning or None,
+                tool_calls=calls,
+            )
+            choices.append(
+                ChatChoice(
+                    index=output.index,
+                    message=message,
+                    finish_reason=_chat_finish(output.finish_reason, parser),
+                    stop_reason=output.stop_reason,
+                    token_ids=output.token_ids if request.return_token_ids else None,
+                )
+            )
+        return ChatCompletion(
+            id=f"chatcmpl-{request_id}",
+            created=int(time.time()),
+            model=name,
+            choices=choices,
+            usage=_usage(merged, 1),
+            prompt_token_ids=prompt.token_ids if request.return_token_ids else None,
+        )
+
+    async def chat_stream(
+        self, request: ChatCompletionRequest, request_id: str
+    ) -> AsyncGenerator[ChatCompletionChunk, None]:
+        name = self.check_model(request.model)
+        requests, prompt = await self._chat_requests(request)
+        parsers = self._parsers(request, len(requests))
+        totals = [GenerationOutput(index) for index in range(len(requests))]
+        stream_id, created = f"chatcmpl-{request_id}", int(time.time())
+        with_ids, usage_options = request.return_token_ids, request.stream_options
+
+        def chunk(
+            choices: list[ChatChunkChoice], usage: Usage | None = None, is_first: bool = False
+        ) -> ChatCompletionChunk:
+            return ChatCompletionChunk(
+                id=stream_id,
+                created=created,
+                model=name,
+                choices=choices,
+                usage=usage,
+                prompt_token_ids=prompt.token_ids if is_first and with_ids else None,
+            )
+
+        is_first = True
+        async with aclosing(self.llm.generate(requests)) as stream:  # type: ignore[type-var]
+            async for outputs in stream:
+                if is_first:
+                    # Not before the first token: until then an error has a status, and a router may still retry.
+                    is_first = False
+                    role = Delta(role="assistant", content="")
+                    yield chunk(
+                        [ChatChunkChoice(index=i, delta=role) for i in range(len(requests))], is_first=True
+                    )
+                for output in outputs:
+                    parser = parsers[output.index]
+                    num_calls = parser.num_calls
+                    parsed = parser.feed(output.text, is_last=output.finish_reason is not None)
+                    _book(totals[output.index], output)
+                    delta = Delta(
+                        content=parsed.content or None,
+                        reasoning=parsed.reasoning or None,
+                        tool_calls=self._tool_calls(
+                            parsed.calls, request_id, output.index, num_calls, is_delta=True
+                        ),
+                    )
+                    finish = _chat_finish(output.finish_reason, parser)
+                    if delta == _EMPTY_DELTA and finish is None and not with_ids:
+                        continue
+                    choice = ChatChunkChoice(
+                        index=output.index,
+                        delta=delta,
+                        finish_reason=finish,
+                        stop_reason=output.stop_reason,
+                        token_ids=output.token_ids if with_ids else None,
+                    )
+                    continuous = usage_options is not None and usage_options.continuous_usage_stats
+                    yield chunk([choice], _usage(totals, 1) if continuous else None)
+        if usage_options is not None and usage_options.include_usage:
+            yield chunk([], _usage(totals, 1))
+
+    async def _chat_requests(self, request: ChatCompletionRequest) -> tuple[list[EngineCoreRequest], Prompt]:
+        if request.tool_choice not in (None, "auto", "none"):
+            raise BadRequest("tool_choice must be 'auto' or 'none'", param="tool_choice")
+        size = sum(len(message.content or "") for message in request.messages)
+        prompt = await self._off_loop(size, self.llm.processor.chat_prompt, request)
+        return self._core_requests([prompt], request), prompt
+
+    def _parsers(self, request: ChatCompletionRequest, count: int) -> list[ChatParser]:
+        has_tools = bool(request.tools) and request.tool_choice != "none"
+        return [ChatParser(parse_reasoning=self._has_thinking, parse_calls=has_tools) for _ in range(count)]
+
+    def _tool_calls(
+        self, calls: Sequence[ParsedCall], request_id: str, choice: int, first: int, *, is_delta: bool
+    ) -> tuple[ToolCall, ...]:
+        """Call ids are a function of the request's id, so that a resumed stream repeats them."""
+        return tuple(
+            ToolCall(
+                id=f"call_{request_id}_{choice}_{number}",
+                type="function",
+                index=number if is_delta else None,
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for number, call in enumerate(calls, first)
+        )
+
+    # Completions
+
+    async def completion(self, request: CompletionRequest, request_id: str) -> Completion:
+        name = self.check_model(request.model)
+        requests, prompts = await self._completion_requests(request)
+        merged = await self._collect(requests)
+        n = request.n or 1
+        choices = [
+            CompletionChoice(
+                index=output.index,
+                text=self._echo(request, prompts[output.index // n]) + output.text,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                token_ids=output.token_ids if request.return_token_ids else None,
+            )
+            for output in merged
+        ]
+        return Completion(
+            id=f"cmpl-{request_id}", created=int(time.time()), model=name, choices=choices, usage=_usage(merged, n),
+            prompt_token_ids=prompts[0].token_ids if request.return_token_ids else None,
+        )  # fmt: skip
+
+    async def completion_stream(
+        self, request: CompletionRequest, request_id: str
+    ) -> AsyncGenerator[Completion, None]:
+        name = self.check_model(request.model)
+        requests, prompts = await self._completion_requests(request)
+        n = request.n or 1
+        totals = [GenerationOutput(index) for index in range(len(requests))]
+        stream_id, created, usage_options = f"cmpl-{request_id}", int(time.time()), request.stream_options
+        is_first = True
+
+        def chunk(choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
+            first_ids = prompts[0].token_ids if is_first and request.return_token_ids else None
+            return Completion(
+                id=stream_id,
+                created=created,
+                model=name,
+                choices=choices,
+                usage=usage,
+                prompt_token_ids=first_ids,
+            )
+
+        async with aclosing(self.llm.generate(requests)) as stream:  # type: ignore[type-var]
+            async for outputs in stream:
+                if request.echo and is_first:
+                    for index in range(len(requests)):
+                        yield chunk(
+                            [CompletionChoice(index=index, text=self._echo(request, prompts[index // n]))]
+                        )
+                        is_first = False
+                for output in outputs:
+                    _book(totals[output.index], output)
+                    if not output.text and output.finish_reason is None and not request.return_token_ids:
+                        continue
+                    choice = CompletionChoice(
+                        index=output.index,
+                        text=output.text,
+                        finish_reason=output.finish_reason,
+                        stop_reason=output.stop_reason,
+                        token_ids=output.token_ids if request.return_token_ids else None,
+                    )
+                    continuous = usage_options is not None and usage_options.continuous_usage_stats
+                    yield chunk([choice], _usage(totals, n) if continuous else None)
+                    is_first = False
+        if usage_options is not None and usage_options.include_usage:
+            yield chunk([], _usage(totals, n))
+
+    async def _completion_requests(
+        self, request: CompletionRequest
+    ) -> tuple[list[EngineCoreRequest], list[Prompt]]:
+        size = sum(len(prompt) for prompt in request.prompts())
+        prompts = await self._off_loop(size, self.llm.processor.completion_prompts, request)
+        return self._core_requests(prompts, request), prompts
+
+    def _echo(self, request: CompletionRequest, prompt: Prompt) -> str:
+        return self.llm.processor.tokenizer.decode(prompt.token_ids) if request.echo else ""
+
+    # Both
+
+    def _core_requests(
+        self, prompts: Sequence[Prompt], request: GenerationRequest
+    ) -> list[EngineCoreRequest]:
+        n = request.n or 1
+        if len(prompts) * n > MAX_CHOICES:
+            raise BadRequest(f"{len(prompts)} prompts times n={n} exceed {MAX_CHOICES} choices", param="n")
+        params = self.llm.processor.sampling_params(request)
+        return [
+            self.llm.processor.core_request(prompt, params, cache_salt=request.cache_salt, choice=choice)
+            for prompt in prompts
+            for choice in range(n)
+        ]
+
+    async def _collect(self, requests: list[EngineCoreRequest]) -> list[GenerationOutput]:
+        merged = [GenerationOutput(index) for index in range(len(requests))]
+        async with aclosing(self.llm.generate(requests)) as stream:  # type: ignore[type-var]
+            async for outputs in stream:
+                for output in outputs:
+                    merged[output.index].merge(output)
+                    merged[output.index].num_prompt_tokens = output.num_prompt_tokens
+        return merged
+
+    @staticmethod
+    async def _off_loop(size: int, function: Callable[[_Request], _Result], request: _Request) -> _Result:
+        """Runs the tokenising of a long prompt in a thread: it releases the GIL, so other streams keep flowing."""
+        if size <= _INLINE_CHARS:
+            return function(request)
+        return await asyncio.to_thread(function, request)
+
+
+_EMPTY_DELTA = Delta()
+
+
+def _book(total: GenerationOutput, output: GenerationOutput) -> None:
+    """Keeps the counts for usage without keeping the text."""
+    total.num_prompt_tokens = output.num_prompt_tokens
+    total.num_cached_tokens = output.num_cached_tokens
+    total.num_output_tokens = output.num_output_tokens
+
+
+def _usage(outputs: Sequence[GenerationOutput], n: int) -> Usage:
+    """Each prompt counts once, however many choices it has."""
+    prompts = outputs[::n]
+    prompt_tokens = sum(output.num_prompt_tokens for output in prompts)
+    completion_tokens = sum(output.num_output_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(sum(output.num_cached_tokens for output in prompts)),
+    )
+
+
+def _chat_finish(reason: str | None, parser: ChatParser) -> str | None:
+    """A length stop stays a length stop, even after a call: the client must see that text is missing."""
+    return "tool_calls" if reason == "stop" and parser.num_calls else reason
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The client's view of an engine error; anything unexpected is a plain 500 without details."""
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLong():
+            return ContextLengthExceeded(str(error), param=error.param)
+        case InvalidRequest():
+            return BadRequest(str(error), param=error.param)
+        case EngineBusy():
+            return Unavailable(f"{error}; retry later", retry_after_s=1.0)
+        case EngineDead():
+            return Unavailable("the engine is not running; retry", retry_after_s=1.0)
+        case _:
+            return InternalError("internal error")

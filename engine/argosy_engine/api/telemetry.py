@@ -1,0 +1,180 @@
+"""TelemetryHub: the engine's end of the telemetry stream (`protocol.telemetry`).
+
+The API process mirrors which chunks are resident from the core's deltas, so a router that connects gets its snapshot
+without the core noticing. Each reader has a bounded queue of encoded frames; one that cannot keep up is cut off and
+will come back for a new snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from argosy_engine import __version__
+from argosy_engine.config import ResolvedConfig
+from argosy_engine.core.messages import EngineCoreOutputs, ResidencyDelta, SchedulerStats
+from argosy_engine.frontend.async_llm import AsyncLLM, Observer
+from argosy_engine.protocol.telemetry import (
+    HEARTBEAT_INTERVAL_S,
+    SNAPSHOT_SLICE_CHUNKS,
+    Cleared,
+    Draining,
+    Frame,
+    Hello,
+    Load,
+    Removed,
+    Snapshot,
+    Stored,
+    encode_frame,
+    pack_u32,
+    pack_u64,
+)
+
+MAX_READERS = 64
+_QUEUE_FRAMES = 4096
+_LOAD_INTERVAL_S = 0.1
+"""Load frames ride along with the core's statistics at most this often; the router corrects between them."""
+
+
+class _Reader:
+    """One connected router: frames to send, or None at the end of the stream."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.is_cut_off = False
+
+    def put(self, data: bytes | None) -> None:
+        if self.queue.qsize() >= _QUEUE_FRAMES:
+            self.is_cut_off = True
+            data = None
+        self.queue.put_nowait(data)
+
+
+class TelemetryHub(Observer):
+    def __init__(self, llm: AsyncLLM, config: ResolvedConfig) -> None:
+        self._llm = llm
+        self._config = config
+        self._resident: dict[int, int] = {}
+        self._readers: set[_Reader] = set()
+        self._stats = SchedulerStats()
+        self._last_load = 0.0
+        self._is_draining = False
+        self._heartbeat = asyncio.create_task(self._beat(), name="telemetry heartbeat")
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._readers) < MAX_READERS
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Frames for one router: hello, snapshot, then what happens, until drain or cut-off."""
+        reader = _Reader()
+        for frame in self._opening():
+            reader.put(frame)
+        self._readers.add(reader)
+        try:
+            while not reader.is_cut_off and (data := await reader.queue.get()) is not None:
+                yield data
+        finally:
+            self._readers.discard(reader)
+
+    def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.residency is not None:
+            self._apply(outputs.residency)
+        if outputs.stats is not None:
+            self._stats = outputs.stats
+            if asyncio.get_running_loop().time() - self._last_load >= _LOAD_INTERVAL_S:
+                self._send_load()
+
+    def drain(self) -> None:
+        """Tells every router to send no more, and ends the streams."""
+        self._is_draining = True
+        self._broadcast(Draining())
+        for reader in self._readers:
+            reader.put(None)
+
+    def close(self) -> None:
+        self._heartbeat.cancel()
+        for reader in self._readers:
+            reader.put(None)
+
+    def _opening(self) -> list[bytes]:
+        config = self._config
+        frames: list[Frame] = [
+            Hello(
+                epoch=config.epoch,
+                model=config.model_name,
+                model_fingerprint=config.model_fingerprint,
+                block_size=config.block_size,
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                kv_cache_tokens=config.kv_cache_tokens,
+                engine_version=__version__,
+            )
+        ]
+        slices = _slices(self._resident)
+        for index, (hashes, tokens) in enumerate(slices):
+            frames.append(
+                Snapshot(
+                    hashes=pack_u64(hashes),
+                    tokens=pack_u32(tokens),
+                    first=index == 0,
+                    last=index == len(slices) - 1,
+                )
+            )
+        frames.append(self._load())
+        if self._is_draining:
+            frames.append(Draining())
+        return [encode_frame(frame) for frame in frames]
+
+    def _apply(self, delta: ResidencyDelta) -> None:
+        if delta.cleared:
+            self._resident.clear()
+            self._broadcast(Cleared())
+        if delta.removed:
+            for chunk_hash in delta.removed:
+                self._resident.pop(chunk_hash, None)
+            self._broadcast(Removed(hashes=pack_u64(delta.removed)))
+        if delta.stored:
+            hashes = [end.hash for end in delta.stored]
+            tokens = [end.token_end for end in delta.stored]
+            self._resident.update(zip(hashes, tokens, strict=True))
+            self._broadcast(Stored(hashes=pack_u64(hashes), tokens=pack_u32(tokens)))
+
+    def _load(self) -> Load:
+        stats = self._stats
+        return Load(
+            core_step_age_s=self._llm.heartbeat_age_s,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            queued_uncached_tokens=stats.queued_uncached_tokens,
+            kv_usage=stats.kv_cache_usage,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            decode_step_s=stats.decode_step_s,
+        )
+
+    def _send_load(self) -> None:
+        self._last_load = asyncio.get_running_loop().time()
+        self._broadcast(self._load())
+
+    def _broadcast(self, frame: Frame) -> None:
+        if self._readers:
+            data = encode_frame(frame)
+            for reader in self._readers:
+                reader.put(data)
+
+    async def _beat(self) -> None:
+        """A load frame at least every interval, also when the core is silent: its age is then the news."""
+        loop = asyncio.get_running_loop()
+        while True:
+            wait = self._last_load + HEARTBEAT_INTERVAL_S * 0.8 - loop.time()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            else:
+                self._send_load()
+
+
+def _slices(resident: dict[int, int]) -> list[tuple[list[int], list[int]]]:
+    """The mirror in slices of (hashes, tokens); at least one, possibly empty, so that a snapshot always ends."""
+    hashes, tokens = list(resident), list(resident.values())
+    starts = range(0, max(len(hashes), 1), SNAPSHOT_SLICE_CHUNKS)
+    return [(hashes[i : i + SNAPSHOT_SLICE_CHUNKS], tokens[i : i + SNAPSHOT_SLICE_CHUNKS]) for i in starts]

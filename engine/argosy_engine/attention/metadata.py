@@ -1,0 +1,24 @@
+"""AttentionMetadata: where each token of a step's flattened batch belongs. Built once per step, for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """The batch is flattened to T tokens of R requests; requests with one new token come first.
+
+    Shapes: `slot_mapping` int64 [T] (block * block_size + offset); `block_tables` int64 [R, max_blocks];
+    `query_lens`, `seq_lens` per request (new tokens; all tokens after this step), as Python ints and tensors.
+    """
+
+    num_decodes: int
+    query_lens: list[int]
+    seq_lens: list[int]
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    decode_seq_lens: torch.Tensor
+    """int64 [num_decodes]"""

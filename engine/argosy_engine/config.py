@@ -1,0 +1,128 @@
+"""EngineArgs: every flag of the engine, with vLLM's names; `argosy serve` builds its parser from this class.
+
+Owns: names, bounds, defaults and the reasons for the defaults. Values that depend on the model or the device
+(`None` here) are resolved by the worker and reported back when the core is ready; this object never changes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from argosy_engine.errors import ConfigError
+
+Device = Literal["auto", "cuda", "cpu"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Frozen; crosses the process boundary as msgpack."""
+
+    model: Annotated[
+        str, Meta(min_length=1, max_length=4096, description="builtin://tiny or a model directory")
+    ]
+    served_model_name: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
+        Meta(max_length=64, description="names clients may use; the first is the canonical one"),
+    ] = ()
+    device: Annotated[Device, Meta(description="auto: cuda when there is one, else cpu")] = "auto"
+    dtype: Annotated[
+        DType, Meta(description="auto: the checkpoint's; on a CPU without bf16 instructions float32")
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
+    ] = "auto"
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=16, le=1 << 22)] | None,
+        Meta(description="longest prompt plus output; default: the model's"),
+    ] = None
+    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="requests running at once")] = 256
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=16, le=1 << 20, description="token budget of one step")
+    ] = 2048
+    long_prefill_token_threshold: Annotated[
+        int, Meta(ge=0, le=1 << 20, description="cap on one prompt's share of a step; 0: no cap")
+    ] = 0
+    enable_prefix_caching: Annotated[bool, Meta(description="share KV blocks of equal prefixes")] = True
+    enable_chunked_prefill: Annotated[bool, Meta(description="split prompts that exceed the budget")] = True
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="share of device memory for weights and KV cache")
+    ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        Annotated[int, Meta(ge=1 << 16, le=1 << 46)] | None,
+        Meta(description="KV cache size, instead of sizing it from memory"),
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        Annotated[int, Meta(ge=2, le=1 << 30)] | None,
+        Meta(description="number of KV blocks, for tests of preemption"),
+    ] = None
+    threads: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        Meta(description="CPU compute threads; default: the cores this process may use"),
+    ] = None
+    seed: Annotated[
+        int, Meta(ge=0, le=(1 << 63) - 1, description="base of the seeds of unseeded requests")
+    ] = 0
+
+    @property
+    def canonical_name(self) -> str:
+        """The name chunk hashes are seeded with and `/v1/models` lists first."""
+        if self.served_model_name:
+            return self.served_model_name[0]
+        scheme, separator, rest = self.model.partition("://")
+        return rest if separator and scheme == "builtin" else self.model
+
+    @classmethod
+    def of(cls, **fields: object) -> EngineArgs:
+        """Builds and checks the arguments.
+
+        Raises:
+            ConfigError: an unknown field, a wrong type or a value out of bounds.
+        """
+        try:
+            args = msgspec.convert(fields, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error).replace("`$.", "`--").replace("_", "-")) from None
+        if not args.enable_chunked_prefill and args.max_model_len is not None:
+            longest = args.max_model_len
+            if args.max_num_batched_tokens < longest:
+                raise ConfigError(
+                    f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {longest} "
+                    "(--max-model-len)"
+                )
+        return args
+
+
+class ResolvedConfig(Struct, frozen=True, kw_only=True):
+    """What the core found out when it started; sent to every client with READY."""
+
+    model_path: str
+    model_name: str
+    model_fingerprint: str
+    architecture: str
+    device: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_gpu_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int
+    weights_bytes: int
+    epoch: str
+    eos_token_ids: tuple[int, ...]
+    startup_phases: tuple[tuple[str, float], ...]
+    """(phase, seconds) in order, for the start-up table."""
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        return (self.num_gpu_blocks - 1) * self.block_size
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of full length that fit into the KV cache at once."""
+        return self.kv_cache_tokens / self.max_model_len

@@ -1,0 +1,191 @@
+"""The pool of KV blocks: who uses which block, and which blocks hold a known prefix.
+
+A block is in one of two places: used by one or more requests (`ref_count > 0`), or in the free queue. A free block
+may still hold a cached prefix; it is evicted only when the queue hands it out again. Block 0 is the null block:
+never handed out, the target of padding writes.
+
+Invariants (`check`): every block but the null block is free xor referenced; the free queue links each free block
+exactly once; a hash maps only to blocks that carry it.
+Design: vLLM `v1/core/block_pool.py` (intrusive doubly linked free queue, O(1) removal from the middle).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+
+class Block:
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.block_hash is not None})"
+
+
+class FreeQueue:
+    """Doubly linked list through the blocks themselves; the front is evicted first."""
+
+    def __init__(self) -> None:
+        self._head = Block(-1)
+        self._tail = Block(-2)
+        self._head.next_free = self._tail
+        self._tail.prev_free = self._head
+        self.num_blocks = 0
+
+    def popleft(self) -> Block:
+        block = self._head.next_free
+        assert block is not None
+        assert block is not self._tail, "free queue is empty"
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        before, after = block.prev_free, block.next_free
+        assert before is not None
+        assert after is not None
+        before.next_free, after.prev_free = after, before
+        block.prev_free = block.next_free = None
+        self.num_blocks -= 1
+
+    def append(self, block: Block) -> None:
+        assert self._tail.prev_free is not None
+        self._insert(self._tail.prev_free, block, self._tail)
+
+    def prepend(self, block: Block) -> None:
+        assert self._head.next_free is not None
+        self._insert(self._head, block, self._head.next_free)
+
+    def _insert(self, before: Block, block: Block, after: Block) -> None:
+        assert block.prev_free is None, f"{block} is already free"
+        before.next_free = after.prev_free = block
+        block.prev_free, block.next_free = before, after
+        self.num_blocks += 1
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._head.next_free
+        while block is not self._tail:
+            assert block is not None
+            yield block
+            block = block.next_free
+
+
+class BlockPool:
+    """Hands out, shares and takes back blocks.
+
+    Args:
+        num_blocks: including the null block.
+        on_evict: called with a block id when its cached content is about to be lost.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self._free = FreeQueue()
+        for block in self.blocks[1:]:
+            self._free.append(block)
+        self.blocks[0].ref_count = 1
+        self._by_hash: dict[bytes, Block] = {}
+        self._on_evict = on_evict
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._free.num_blocks
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that requests hold, 0..1."""
+        usable = len(self.blocks) - 1
+        return 1.0 - self._free.num_blocks / usable if usable else 0.0
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` blocks off the front of the free queue, evicting what they cached.
+
+        The caller has checked `num_free_blocks`.
+        """
+        ids = []
+        for _ in range(count):
+            block = self._free.popleft()
+            if block.block_hash is not None:
+                self._forget(block)
+            block.ref_count = 1
+            ids.append(block.block_id)
+        return ids
+
+    def lookup(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """Ids of the cached blocks for the longest prefix of the hashes. Takes no reference."""
+        ids = []
+        for block_hash in block_hashes:
+            block = self._by_hash.get(block_hash)
+            if block is None:
+                break
+            ids.append(block.block_id)
+        return ids
+
+    def num_free_among(self, block_ids: Sequence[int]) -> int:
+        """How many of these blocks sit in the free queue: sharing them uses up that many free blocks."""
+        return sum(self.blocks[i].ref_count == 0 for i in block_ids)
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Takes a reference on cached blocks (a prefix hit)."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                self._free.remove(block)
+            block.ref_count += 1
+
+    def register(self, block_id: int, block_hash: bytes) -> bool:
+        """Declares that a full block holds the prefix of this hash. False when another block already does."""
+        block = self.blocks[block_id]
+        assert block.ref_count > 0
+        assert block.block_hash is None
+        if block_hash in self._by_hash:
+            return False
+        block.block_hash = block_hash
+        self._by_hash[block_hash] = block
+        return True
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drops one reference on each block.
+
+        In reverse, so that the end of a chain is evicted before its beginning; blocks without cached content go to
+        the front of the queue, where they are used first.
+        """
+        for block_id in reversed(block_ids):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            assert block.ref_count >= 0, f"{block} freed twice"
+            if block.ref_count == 0:
+                if block.block_hash is None:
+                    self._free.prepend(block)
+                else:
+                    self._free.append(block)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix; False (and no change) while a request holds blocks."""
+        if self._free.num_blocks != len(self.blocks) - 1:
+            return False
+        for block in list(self._by_hash.values()):
+            self._forget(block)
+        return True
+
+    def _forget(self, block: Block) -> None:
+        assert block.block_hash is not None
+        del self._by_hash[block.block_hash]
+        block.block_hash = None
+        if self._on_evict is not None:
+            self._on_evict(block.block_id)
+
+    def check(self) -> None:
+        """Asserts the invariants of the module docstring; O(blocks), for tests and the idle engine."""
+        free = [block.block_id for block in self._free]
+        assert len(free) == len(set(free)) == self._free.num_blocks
+        for block in self.blocks[1:]:
+            assert (block.ref_count == 0) == (block.prev_free is not None), block
+        for block_hash, block in self._by_hash.items():
+            assert block.block_hash == block_hash, block
+        assert sum(b.block_hash is not None for b in self.blocks) == len(self._by_hash)

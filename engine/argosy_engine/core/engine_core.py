@@ -1,0 +1,157 @@
+"""EngineCore: scheduler, KV cache and executor in one object, driven a step at a time.
+
+The same object serves both ways to run: in the caller's process (`InprocClient`) and in a process of its own
+(`core.process`). It raises on its own faults only: nothing a request contains can make `step` raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.core.kv_cache_manager import KVCacheManager
+from argosy_engine.core.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+    UtilityCall,
+    UtilityOutput,
+)
+from argosy_engine.core.request import Request
+from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.executor.base import Executor
+from argosy_engine.worker.step import SchedulerOutput
+
+logger = logging.getLogger("argosy.core")
+
+_RATE_SMOOTHING = 0.2
+"""Weight of the newest step in the measured rates: a few steps to follow a change, single outliers damped."""
+
+
+class EngineCore:
+    """
+    Raises (from the constructor):
+        ConfigError: the model or a flag cannot work.
+    """
+
+    def __init__(self, args: EngineArgs, executor: Executor) -> None:
+        self.executor = executor
+        info = executor.start()
+        self.config = ResolvedConfig(
+            model_path=info.model_path,
+            model_name=args.canonical_name,
+            model_fingerprint=info.model_fingerprint,
+            architecture=info.config.architecture,
+            device=info.device,
+            dtype=info.dtype,
+            max_model_len=info.max_model_len,
+            vocab_size=info.config.vocab_size,
+            block_size=args.block_size,
+            num_gpu_blocks=info.num_blocks,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            kv_cache_bytes=info.kv_cache_bytes,
+            weights_bytes=info.weights_bytes,
+            epoch=secrets.token_hex(8),
+            eos_token_ids=info.config.eos_token_ids,
+            startup_phases=info.phases,
+        )
+        self.kv = KVCacheManager(info.num_blocks, args.block_size, args.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.kv,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_num_seqs=args.max_num_seqs,
+            max_model_len=info.max_model_len,
+            eos_token_ids=frozenset(info.config.eos_token_ids),
+            enable_chunked_prefill=args.enable_chunked_prefill,
+            long_prefill_token_threshold=args.long_prefill_token_threshold,
+        )
+        self._prefill_rate = 0.0
+        self._decode_step_s = 0.0
+        self._utilities: dict[str, Callable[..., Any]] = {
+            "reset_prefix_cache": self.kv.reset_prefix_cache,
+            "check": self._check,
+            "stats": self.stats,
+        }
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        self.scheduler.add(Request(message, self.kv.block_size, self.kv.enable_prefix_caching))
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        self.scheduler.abort(request_ids)
+
+    def step(self) -> EngineCoreOutputs:
+        """Schedules, computes and books one step."""
+        step = self.scheduler.schedule()
+        started = time.perf_counter()
+        result = self.executor.execute(step)
+        self._measure(step, time.perf_counter() - started)
+        outputs = self.scheduler.update(step, result)
+        return EngineCoreOutputs(
+            outputs=outputs,
+            stats=self.stats(step.total_num_scheduled_tokens),
+            residency=self.kv.residency.take_delta(),
+        )
+
+    def stats(self, iteration_tokens: int = 0) -> SchedulerStats:
+        """Load now, and the counters since the last call."""
+        kv, scheduler = self.kv, self.scheduler
+        stats = SchedulerStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            queued_uncached_tokens=scheduler.queued_uncached_tokens,
+            kv_cache_usage=kv.usage,
+            prefix_cache_queries=kv.num_queried_tokens,
+            prefix_cache_hits=kv.num_hit_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            prefill_tokens_per_s=self._prefill_rate,
+            decode_step_s=self._decode_step_s,
+            iteration_tokens=iteration_tokens,
+        )
+        kv.num_queried_tokens = kv.num_hit_tokens = scheduler.num_preemptions = 0
+        return stats
+
+    def idle_outputs(self) -> EngineCoreOutputs:
+        """Heartbeat of a core with nothing to do; also carries what aborts and resets changed."""
+        return EngineCoreOutputs(stats=self.stats(), residency=self.kv.residency.take_delta())
+
+    def call_utility(self, call: UtilityCall) -> UtilityOutput:
+        """Runs a named utility; failures are answers, not crashes."""
+        method = self._utilities.get(call.method)
+        if method is None:
+            return UtilityOutput(call.call_id, f"unknown utility {call.method!r}")
+        try:
+            return UtilityOutput(call.call_id, None, method(*call.args))
+        except Exception as error:
+            logger.exception("utility %s failed", call.method)
+            return UtilityOutput(call.call_id, f"{type(error).__name__}: {error}")
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()
+
+    def _check(self) -> bool:
+        self.scheduler.check()
+        return True
+
+    def _measure(self, step: SchedulerOutput, seconds: float) -> None:
+        """Rates for the router's cost: steps that mostly prefill give tokens per second, pure decodes give ITL."""
+        total, rows = step.total_num_scheduled_tokens, len(step.num_scheduled_tokens)
+        if not total:
+            return
+        if total == rows:
+            self._decode_step_s += (seconds - self._decode_step_s) * (
+                _RATE_SMOOTHING if self._decode_step_s else 1.0
+            )
+        elif total >= 4 * rows:
+            rate = total / seconds
+            self._prefill_rate += (rate - self._prefill_rate) * (
+                _RATE_SMOOTHING if self._prefill_rate else 1.0
+            )

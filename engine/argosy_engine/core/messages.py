@@ -1,0 +1,139 @@
+"""What travels between a client and the engine core, as msgpack over ZMQ or by reference in one process.
+
+array_like structs are positional: new fields are appended, with defaults. The request type is a one-byte frame of
+its own, so that the receiver can choose the decoder.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from msgspec import Struct
+
+from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.sample.params import SamplingParams
+
+
+class RequestType:
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    UTILITY = b"\x03"
+
+
+class FinishReason(IntEnum):
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class ChunkEnd(Struct, array_like=True, gc=False, frozen=True):
+    """A chunk hash of the prompt and the number of prompt tokens up to its end (DESIGN: chunk ends)."""
+
+    hash: int
+    token_end: int
+
+
+class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    """time.time() at the API, for queue-time statistics"""
+    cache_salt: str | None = None
+    chunk_ends: list[ChunkEnd] = []
+    priority: int = 0
+
+
+class UtilityCall(Struct, array_like=True, gc=False):
+    call_id: int
+    method: str
+    args: list[Any]
+
+
+class UtilityOutput(Struct, array_like=True, gc=False):
+    call_id: int
+    failure: str | None = None
+    result: Any = None
+
+
+class PrefillStats(Struct, array_like=True, gc=False):
+    """Sent with a request's first token."""
+
+    num_cached_tokens: int
+    queued_s: float
+    prefill_s: float
+
+
+class EngineCoreOutput(Struct, array_like=True, omit_defaults=True, gc=False):
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token id, when one ended the request."""
+    prefill_stats: PrefillStats | None = None
+    error: str | None = None
+    num_preemptions: int = 0
+
+
+class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_uncached_tokens: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: int = 0
+    """tokens looked up since the last report"""
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    iteration_tokens: int = 0
+
+
+class ResidencyDelta(Struct, array_like=True, omit_defaults=True, gc=False):
+    """Changes of the prefix cache in terms of chunk hashes, in order: cleared, then removed, then stored."""
+
+    cleared: bool = False
+    removed: list[int] = []
+    stored: list[ChunkEnd] = []
+
+
+class EngineCoreOutputs(Struct, array_like=True, omit_defaults=True, gc=False):
+    outputs: list[EngineCoreOutput] = []
+    stats: SchedulerStats | None = None
+    residency: ResidencyDelta | None = None
+    utility: UtilityOutput | None = None
+    dead: str | None = None
+    """Set in the last message of a core that dies, with the reason."""
+
+
+class Hello(Struct, tag="HELLO", tag_field="status"):
+    """First message of the core process."""
+
+    pid: int
+
+
+class Handshake(Struct, tag="INIT", tag_field="status"):
+    """The client's answer: where to connect and what to run."""
+
+    input_address: str
+    output_address: str
+    engine_args: EngineArgs
+
+
+class Ready(Struct, tag="READY", tag_field="status"):
+    config: ResolvedConfig
+
+
+class Failed(Struct, tag="FAILED", tag_field="status"):
+    """The core could not start; `message` is meant for the person who started it."""
+
+    message: str
+    is_config_error: bool
+
+
+HandshakeMessage = Hello | Handshake | Ready | Failed

@@ -1,0 +1,37 @@
+"""Errors of the engine, by who must act.
+
+EngineError
+├── ConfigError            the operator of the engine: a flag or a model that cannot work; the message names the remedy
+├── InvalidRequest         the client: becomes HTTP 400 (`param` names the field)
+│   └── PromptTooLong      code context_length_exceeded
+├── EngineBusy             the client, later: HTTP 503 with a retry hint
+└── EngineDead             nobody: the core process is gone; in-flight requests fail, /health turns red
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error the engine raises on purpose."""
+
+
+class ConfigError(EngineError):
+    pass
+
+
+class InvalidRequest(EngineError):
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLong(InvalidRequest):
+    pass
+
+
+class EngineBusy(EngineError):
+    pass
+
+
+class EngineDead(EngineError):
+    pass

@@ -1,0 +1,241 @@
+"""AsyncLLM: requests over a core in another process, as async iterators.
+
+One task reads the core's outputs, turns tokens into text and hands them to each request's collector. Leaving an
+iterator early, by `aclose`, an exception or cancellation, aborts the request in the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.client import AsyncMPClient
+from argosy_engine.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest
+from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.outputs import GenerationOutput, OutputCollector
+from argosy_engine.frontend.processor import InputProcessor
+
+logger = logging.getLogger("argosy.frontend")
+
+MAX_LIVE_REQUESTS = 8192
+"""Requests waiting or running at once; beyond that a client is told to come back later."""
+
+_CHUNK = 128
+"""Outputs processed before other tasks of the loop get their turn."""
+
+
+class RequestTimings:
+    """When a request reached its milestones, in monotonic seconds; read by the metrics."""
+
+    __slots__ = ("arrived", "first_token", "last_token", "num_cached", "prefill_s", "queued_s")
+
+    def __init__(self) -> None:
+        self.arrived = time.monotonic()
+        self.first_token = 0.0
+        self.last_token = 0.0
+        self.num_cached = 0
+        self.queued_s = 0.0
+        self.prefill_s = 0.0
+
+
+class _Live:
+    """A request in the core: its detokenizer, its reader, its counts."""
+
+    __slots__ = ("collector", "detokenizer", "index", "num_output", "num_prompt", "timings")
+
+    def __init__(
+        self, index: int, collector: OutputCollector, detokenizer: IncrementalDetokenizer, num_prompt: int
+    ) -> None:
+        self.index = index
+        self.collector = collector
+        self.detokenizer = detokenizer
+        self.num_prompt = num_prompt
+        self.num_output = 0
+        self.timings = RequestTimings()
+
+
+class Observer:
+    """What wants to know about outputs as they pass: metrics and telemetry subclass it."""
+
+    def on_core_outputs(self, outputs: EngineCoreOutputs) -> None: ...
+
+    def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None: ...
+
+    def on_finished(self, timings: RequestTimings, num_prompt: int, num_output: int, reason: str) -> None: ...
+
+
+class AsyncLLM:
+    def __init__(self, client: AsyncMPClient, processor: InputProcessor) -> None:
+        self.client = client
+        self.config = client.config
+        self.processor = processor
+        self.observers: list[Observer] = []
+        self.on_dead: Callable[[], None] | None = None
+        self._live: dict[str, _Live] = {}
+        self._dead: EngineDead | None = None
+        self._last_heard = time.monotonic()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._reader = asyncio.create_task(self._read_outputs(), name="engine outputs")
+
+    @classmethod
+    async def start(cls, args: EngineArgs) -> AsyncLLM:
+        """Starts the core and loads the tokenizer.
+
+        Raises:
+            ConfigError, EngineDead: the core could not start.
+        """
+        client = await AsyncMPClient.start(args)
+        try:
+            return cls(client, InputProcessor(client.config))
+        except BaseException:
+            await client.close()
+            raise
+
+    @property
+    def is_dead(self) -> bool:
+        return self._dead is not None
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the core last said anything."""
+        return time.monotonic() - self._last_heard
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    async def generate(self, requests: Sequence[EngineCoreRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        """Runs the requests of one call (several for n > 1 or a batch); outputs carry the request's index.
+
+        Raises:
+            EngineDead: the core died.
+            EngineBusy: too many requests are live.
+            EngineError: the core refused a request.
+        """
+        if self._dead is not None:
+            raise self._dead
+        if len(self._live) + len(requests) > MAX_LIVE_REQUESTS:
+            raise EngineBusy(f"{len(self._live)} requests are waiting or running")
+        collector = OutputCollector()
+        for index, request in enumerate(requests):
+            detokenizer = IncrementalDetokenizer(
+                self.processor.tokenizer, request.sampling_params, request.prompt_token_ids
+            )
+            self._live[request.request_id] = _Live(
+                index, collector, detokenizer, len(request.prompt_token_ids)
+            )
+        self._idle.clear()
+        unfinished = len(requests)
+        try:
+            for request in requests:
+                await self.client.add_request(request)
+            while unfinished:
+                outputs = await collector.take()
+                unfinished -= sum(output.finish_reason is not None for output in outputs)
+                yield outputs
+        finally:
+            leftover = [request.request_id for request in requests if self._forget(request.request_id)]
+            if leftover and self._dead is None:
+                await self.client.abort_requests(leftover)
+
+    async def drain(self) -> None:
+        """Waits until no request is live."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Ends the core; requests that are still live fail, so that nobody waits for it."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._fail_live(EngineDead("the engine was shut down"))
+        await self.client.close()
+
+    async def _read_outputs(self) -> None:
+        try:
+            async for outputs in self.client.outputs():
+                self._last_heard = time.monotonic()
+                for observer in self.observers:
+                    observer.on_core_outputs(outputs)
+                aborts: list[str] = []
+                for start in range(0, len(outputs.outputs), _CHUNK):
+                    for output in outputs.outputs[start : start + _CHUNK]:
+                        self._process(output, aborts)
+                    if start + _CHUNK < len(outputs.outputs):
+                        await asyncio.sleep(0)
+                if aborts:
+                    await self.client.abort_requests(aborts)
+        except EngineDead as error:
+            self._die(error)
+        except Exception as error:
+            logger.exception("reading the core's outputs failed")
+            self._die(EngineDead(f"{type(error).__name__}: {error}"))
+
+    def _process(self, output: EngineCoreOutput, aborts: list[str]) -> None:
+        live = self._live.get(output.request_id)
+        if live is None:
+            return  # aborted meanwhile
+        if output.finish_reason is FinishReason.ERROR:
+            self._forget(output.request_id)
+            live.collector.fail(InvalidRequest(output.error or "the engine could not run this request"))
+            return
+        timings, now = live.timings, time.monotonic()
+        if output.prefill_stats is not None:
+            timings.num_cached = output.prefill_stats.num_cached_tokens
+            timings.queued_s, timings.prefill_s = (
+                output.prefill_stats.queued_s,
+                output.prefill_stats.prefill_s,
+            )
+        is_first = live.num_output == 0
+        live.num_output += len(output.new_token_ids)
+        text = live.detokenizer.update(output.new_token_ids, output.finish_reason is not None)
+        reason = None if output.finish_reason is None else str(output.finish_reason)
+        stop_reason: int | str | None = output.stop_reason
+        if live.detokenizer.stop_reason is not None:
+            if reason is None:
+                aborts.append(output.request_id)
+            reason, stop_reason = str(FinishReason.STOP), live.detokenizer.stop_reason
+        for observer in self.observers:
+            observer.on_tokens(timings, len(output.new_token_ids), now, is_first)
+        if is_first:
+            timings.first_token = now
+        timings.last_token = now
+        if reason is not None:
+            self._forget(output.request_id)
+            for observer in self.observers:
+                observer.on_finished(timings, live.num_prompt, live.num_output, reason)
+        live.collector.put(
+            GenerationOutput(
+                index=live.index,
+                text=text,
+                token_ids=output.new_token_ids,
+                finish_reason=reason,
+                stop_reason=stop_reason,
+                num_prompt_tokens=live.num_prompt,
+                num_cached_tokens=timings.num_cached,
+                num_output_tokens=live.num_output,
+            )
+        )
+
+    def _forget(self, request_id: str) -> bool:
+        """Whether the request was still live."""
+        was_live = self._live.pop(request_id, None) is not None
+        if not self._live:
+            self._idle.set()
+        return was_live
+
+    def _die(self, error: EngineDead) -> None:
+        logger.error("engine core dead: %s", error)
+        self._fail_live(error)
+        if self.on_dead is not None:
+            self.on_dead()
+
+    def _fail_live(self, error: EngineDead) -> None:
+        self._dead = error
+        for request_id in list(self._live):
+            live = self._live[request_id]
+            self._forget(request_id)
+            live.collector.fail(EngineDead("the engine stopped while it was working on this request"))

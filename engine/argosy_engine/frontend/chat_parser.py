@@ -1,0 +1,155 @@
+"""ChatParser: generated text to assistant message parts: reasoning, content and tool calls, as it streams.
+
+Understands `<think>...</think>` at the start (Qwen3, DeepSeek-R1) and Hermes tool calls,
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A hand-written scanner: linear time, no regular
+expressions (CVE-2025-48887), JSON only (CVE-2025-9141).
+
+Invariant: the concatenated deltas do not depend on how the text was cut, so streamed and unary answers agree.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+_THINK, _END_THINK = "<think>", "</think>"
+_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_MAX_TRIMMED = 16
+"""White space around a marker belongs to it, up to this much: a model that writes nothing but newlines is heard."""
+
+
+class ParsedCall(NamedTuple):
+    name: str
+    arguments: str
+    """JSON text of an object"""
+
+
+class Parsed(NamedTuple):
+    """What one piece of text added."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ParsedCall, ...] = ()
+
+
+class ChatParser:
+    """
+    Args:
+        parse_reasoning: split a leading think block off the content.
+        parse_calls: turn tool-call blocks into calls; off when the request offers no tools.
+    """
+
+    def __init__(self, *, parse_reasoning: bool, parse_calls: bool) -> None:
+        self._parse_calls = parse_calls
+        self._state = "start" if parse_reasoning else "content"
+        self._buffer = ""
+        self._newlines_to_skip = 0
+        """Right behind a marker: so many more newlines belong to it."""
+        self.num_calls = 0
+
+    def feed(self, text: str, is_last: bool = False) -> Parsed:
+        """Takes more text; with `is_last` nothing is held back."""
+        self._buffer += text
+        reasoning: list[str] = []
+        content: list[str] = []
+        calls: list[ParsedCall] = []
+        while self._advance(reasoning, content, calls, is_last):
+            pass
+        if is_last and self._state == "call":
+            content.append(_CALL + self._buffer)  # an unclosed call is not a call: it is what the model wrote
+            self._buffer = ""
+        self.num_calls += len(calls)
+        return Parsed("".join(reasoning), "".join(content), tuple(calls))
+
+    def _advance(
+        self, reasoning: list[str], content: list[str], calls: list[ParsedCall], is_last: bool
+    ) -> bool:
+        """Consumes what the buffer makes certain; True when the state changed and more may follow."""
+        match self._state:
+            case "start":
+                return self._leave_start(is_last)
+            case "reasoning":
+                return self._take_until(_END_THINK, reasoning, "content", is_last)
+            case "content":
+                return self._take_until(_CALL if self._parse_calls else "", content, "call", is_last)
+            case _:
+                return self._take_call(content, calls)
+
+    def _leave_start(self, is_last: bool) -> bool:
+        head = self._buffer.lstrip()
+        is_near = len(self._buffer) - len(head) <= _MAX_TRIMMED
+        if is_near and head.startswith(_THINK):
+            self._enter("reasoning", head[len(_THINK) :])
+            return True
+        if is_near and not is_last and _THINK.startswith(head):
+            return False  # may still become a think block
+        self._state = "content"
+        return True
+
+    def _take_until(self, marker: str, into: list[str], next_state: str, is_last: bool) -> bool:
+        """Moves the text before `marker` to `into`, without the newlines around markers.
+
+        Without a marker in sight, holds back what may be its beginning and the newlines before that.
+        """
+        while self._newlines_to_skip and self._buffer.startswith("\n"):
+            self._buffer = self._buffer[1:]
+            self._newlines_to_skip -= 1
+        position = self._buffer.find(marker) if marker else -1
+        if position >= 0:
+            into.append(_without_last_newlines(self._buffer[:position]))
+            self._enter(next_state, self._buffer[position + len(marker) :])
+            return True
+        certain = self._buffer
+        if marker and not is_last:
+            certain = _without_last_newlines(certain[: len(certain) - _overlap(certain, marker)])
+        if certain:
+            self._newlines_to_skip = 0
+        into.append(certain)
+        self._buffer = self._buffer[len(certain) :]
+        return False
+
+    def _take_call(self, content: list[str], calls: list[ParsedCall]) -> bool:
+        position = self._buffer.find(_END_CALL)
+        if position < 0:
+            return False
+        body, rest = self._buffer[:position], self._buffer[position + len(_END_CALL) :]
+        call = _parse_call(body)
+        if call is None:
+            content.append(_CALL + body + _END_CALL)
+            self._state, self._buffer, self._newlines_to_skip = "content", rest, 0
+        else:
+            calls.append(call)
+            self._enter("content", rest)
+        return True
+
+    def _enter(self, state: str, rest: str) -> None:
+        self._state, self._buffer = state, rest
+        self._newlines_to_skip = 0 if state == "call" else _MAX_TRIMMED
+
+
+def _parse_call(body: str) -> ParsedCall | None:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return None
+    return ParsedCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _without_last_newlines(text: str) -> str:
+    end = len(text)
+    while end and len(text) - end < _MAX_TRIMMED and text[end - 1] == "\n":
+        end -= 1
+    return text[:end]
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that begins `marker`."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if marker.startswith(text[-size:]):
+            return size
+    return 0

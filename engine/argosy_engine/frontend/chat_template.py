@@ -1,0 +1,168 @@
+"""ChatTemplate: messages to prompt text, by the model's own Jinja template in a sandbox.
+
+The template comes from the model directory only, never from a request (CVE-2025-61620): a request may set variables
+that the template declares, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from argosy_engine.errors import ConfigError, InvalidRequest
+from argosy_engine.models.config import read_json
+from argosy_engine.protocol.openai import ChatCompletionRequest, ChatMessage
+
+_RESERVED = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "bos_token",
+    "eos_token",
+}
+
+
+class _TemplateRaised(Exception):
+    """`raise_exception` in the template: the messages do not suit it."""
+
+
+class ChatTemplate:
+    """
+    Raises (from the constructor):
+        ConfigError: the template does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        try:
+            self._template = environment.from_string(source)
+            self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source)) - _RESERVED
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template does not compile: {error}") from None
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def load(cls, path: Path) -> ChatTemplate | None:
+        """The model's template, from chat_template.jinja or tokenizer_config.json; None when it has none."""
+        config_file = path / "tokenizer_config.json"
+        config = read_json(config_file) if config_file.is_file() else {}
+        template_file = path / "chat_template.jinja"
+        source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+        if not isinstance(source, str):
+            return None
+        special = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = config.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                special[name] = text
+        return cls(source, special)
+
+    def render(self, request: ChatCompletionRequest) -> str:
+        """The prompt's text.
+
+        Raises:
+            InvalidRequest: messages, tools or template arguments that the template cannot take.
+        """
+        arguments = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None and "reasoning_effort" in self.variables:
+            arguments.setdefault("reasoning_effort", request.reasoning_effort)
+        for name in arguments:
+            if name not in self.variables:
+                known = ", ".join(sorted(self.variables)) or "none"
+                raise InvalidRequest(
+                    f"the chat template has no variable {name!r}; it has: {known}",
+                    param="chat_template_kwargs",
+                )
+        tools = request.tools if request.tools and request.tool_choice != "none" else None
+        try:
+            return self._template.render(
+                **self._special_tokens,
+                **arguments,
+                messages=_plain_messages(request.messages),
+                tools=tools,
+                documents=request.documents,
+                add_generation_prompt=request.add_generation_prompt,
+            )
+        except _TemplateRaised as error:
+            raise InvalidRequest(str(error), param="messages") from None
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(
+                f"the chat template cannot render these messages: {error}", "messages"
+            ) from None
+
+
+def _plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    """The dict that templates expect: text content as a string, tool-call arguments as values."""
+    plain: dict[str, Any] = {"role": message.role, "content": _text_content(message, where)}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            _plain_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _text_content(message: ChatMessage, where: str) -> str:
+    if message.content is None:
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for index, part in enumerate(message.content):
+        text = part.get("text")
+        if part.get("type") != "text" or not isinstance(text, str):
+            raise InvalidRequest(
+                f"content of type {str(part.get('type'))[:64]!r} is not supported by this model, only text",
+                param=f"{where}.content[{index}]",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _plain_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest("a tool call needs function.name", param=where)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            raise InvalidRequest(
+                "function.arguments is not valid JSON", param=f"{where}.function.arguments"
+            ) from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    """Hugging Face's variant: no HTML escaping, so that the model sees plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _TemplateRaised(message)

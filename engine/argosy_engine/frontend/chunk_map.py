@@ -1,0 +1,86 @@
+"""Chunk ends of a prompt as token counts: where the router's chunks fall in what the engine computes.
+
+The router cuts a request's values (`protocol.prompt_view`), the engine tokenises the rendered text. The values are
+found in order in the text; a chunk's end becomes a character offset, and that the number of tokens which end at or
+before it. What a template dropped or moved maps to the last place found: too low a count is a missed hint, too high
+a one a wrong hint, so everything here rounds down.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from argosy_engine.core.messages import ChunkEnd
+from argosy_engine.protocol.chunks import chunk_ends, chunk_hashes
+from argosy_engine.protocol.prompt_view import Segment, SegmentKind
+
+_SHORT_CHARS = 32
+_SHORT_WINDOW_CHARS = 256
+"""A short value (a role, "yes") occurs by chance in other text: it counts as found only this close ahead."""
+
+_LITERAL = {
+    SegmentKind.TEXT,
+    SegmentKind.ROLE,
+    SegmentKind.NAME,
+    SegmentKind.REASONING,
+    SegmentKind.TOOL_CALL_ID,
+}
+"""Kinds whose bytes are text that templates copy as it is."""
+
+
+def map_chunks(
+    segments: Sequence[Segment], seed: int, text: str, token_ends: Sequence[int]
+) -> list[ChunkEnd]:
+    """Chunk ends of a prompt that was rendered to `text` and tokenised with these token ends (characters)."""
+    hashes = chunk_hashes(segments, seed)
+    spans = _locate(segments, text)
+    ends = []
+    for chunk_hash, (index, byte_end) in zip(hashes, chunk_ends(segments), strict=True):
+        start, value, is_found = spans[index]
+        offset = start + (_char_count(value, byte_end) if is_found else 0)
+        ends.append(ChunkEnd(chunk_hash, bisect_right(token_ends, offset)))
+    return ends
+
+
+def map_token_chunks(segments: Sequence[Segment], seed: int) -> list[ChunkEnd]:
+    """Chunk ends of a prompt given as token ids: four bytes a token."""
+    hashes = chunk_hashes(segments, seed)
+    return [
+        ChunkEnd(chunk_hash, byte_end // 4)
+        for chunk_hash, (_, byte_end) in zip(hashes, chunk_ends(segments), strict=True)
+    ]
+
+
+def _locate(segments: Sequence[Segment], text: str) -> list[tuple[int, bytes, bool]]:
+    """For each segment: offset of its text (or the last place found), its bytes, whether it was found."""
+    position = 0
+    spans = []
+    for kind, data in segments:
+        start = -1
+        value = data
+        if kind in _LITERAL and data:
+            content = data.decode("utf-8", "replace")
+            start = _find(text, content, position)
+            if start < 0 and (stripped := content.strip()) and stripped != content:
+                start = _find(text, stripped, position)
+                value = stripped.encode("utf-8", "surrogatepass")
+                content = stripped
+        if start < 0:
+            spans.append((position, data, False))
+        else:
+            spans.append((start, value, True))
+            position = start + len(content)
+    return spans
+
+
+def _find(text: str, value: str, position: int) -> int:
+    if len(value) < _SHORT_CHARS:
+        return text.find(value, position, position + _SHORT_WINDOW_CHARS + len(value))
+    return text.find(value, position)
+
+
+def _char_count(value: bytes, byte_end: int) -> int:
+    """Whole characters in the first `byte_end` bytes."""
+    head = value[:byte_end]
+    return len(head) if head.isascii() else len(head.decode("utf-8", "ignore"))

@@ -1,0 +1,85 @@
+"""IncrementalDetokenizer: token ids to text as they arrive, and stop strings across token boundaries.
+
+Invariant: the concatenation of what `update` and the final flush return does not depend on how the tokens were
+grouped into calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.sample.params import SamplingParams
+
+_PRIMING_TOKENS = 6
+"""Prompt tokens the decoder sees first, so that the output's first token is decoded in its context."""
+
+
+class IncrementalDetokenizer:
+    """Text of one request's output.
+
+    `stop_reason` is set to the stop string that ended the text; what follows it is dropped, and it is itself unless
+    `include_stop_str_in_output`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._stream = self._new_stream(prompt_token_ids[-_PRIMING_TOKENS:])
+        # Characters that could still become the beginning of a stop string are held back.
+        self._hold_back = (
+            0
+            if params.include_stop_str_in_output
+            else max((len(stop) for stop in params.stop), default=1) - 1
+        )
+        self._pending = ""
+        self._tail = ""
+        self.stop_reason: str | None = None
+
+    def update(self, token_ids: Sequence[int], is_last: bool) -> str:
+        """The text that these tokens make certain. With `is_last` nothing is held back any more."""
+        fresh = "".join(self._step(token_id) for token_id in token_ids)
+        if self._params.stop:
+            return self._match_stop(fresh, is_last)
+        return fresh
+
+    def _match_stop(self, fresh: str, is_last: bool) -> str:
+        """Looks for the stop string that completes first; `_tail` is released text that a match may still need."""
+        text = self._tail + self._pending + fresh
+        released = len(self._tail)
+        match = min(
+            (
+                (text.find(stop) + len(stop), order)
+                for order, stop in enumerate(self._params.stop)
+                if stop in text
+            ),
+            default=None,
+        )
+        if match is not None:
+            end, order = match
+            self.stop_reason = self._params.stop[order]
+            cut = end if self._params.include_stop_str_in_output else end - len(self.stop_reason)
+            self._pending = ""
+            return text[released : max(cut, released)]
+        keep = 0 if is_last else min(self._hold_back, len(text) - released)
+        boundary = len(text) - keep
+        self._pending = text[boundary:]
+        longest = max(len(stop) for stop in self._params.stop)
+        self._tail = text[max(0, boundary - longest + 1) : boundary]
+        return text[released:boundary]
+
+    def _step(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._tokenizer.backend, token_id) or ""
+        except Exception as error:
+            # A byte sequence that is no UTF-8 can make the decoder's view of the prefix inconsistent
+            # (huggingface/tokenizers: "Invalid prefix encountered"): start over from this token.
+            if "Invalid prefix" not in str(error):
+                raise
+            self._stream = self._new_stream(())
+            return self._stream.step(self._tokenizer.backend, token_id) or ""
+
+    def _new_stream(self, ids: Sequence[int]) -> DecodeStream:
+        return DecodeStream(ids=list(ids), skip_special_tokens=self._params.skip_special_tokens)

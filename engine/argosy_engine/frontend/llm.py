@@ -1,0 +1,184 @@
+"""LLM: offline generation with the core in this process. `LLM(model).generate(prompts)` and `.chat(messages)`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.client import InprocClient
+from argosy_engine.core.messages import FinishReason
+from argosy_engine.errors import EngineError, InvalidRequest
+from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_engine.protocol.openai import ChatCompletionRequest
+from argosy_engine.sample.params import SamplingParams
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One finished generation."""
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None
+    num_cached_tokens: int
+
+
+class LLM:
+    """A model, loaded in this process.
+
+    Args:
+        model: `builtin://tiny` or a model directory.
+        **engine_args: any field of `EngineArgs`.
+
+    Raises:
+        ConfigError: the model or an argument cannot work.
+    """
+
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        self.client = InprocClient(EngineArgs.of(model=model, **engine_args))
+        self.config = self.client.config
+        self.processor = InputProcessor(self.config)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes texts or token-id prompts, batched, in the order given.
+
+        Args:
+            use_tqdm: vLLM's name for: show a progress bar on a terminal.
+
+        Raises:
+            InvalidRequest: a prompt is empty or too long, or parameters are out of bounds.
+        """
+        return self._run([self._prompt(prompt) for prompt in _as_list(prompts)], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them.
+
+        Raises:
+            InvalidRequest: malformed messages, or the chat template cannot take them.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        fields = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        prompts = []
+        for conversation in conversations:
+            try:
+                request = msgspec.convert({"messages": conversation, **fields}, ChatCompletionRequest)
+            except msgspec.ValidationError as error:
+                raise InvalidRequest(str(error), param="messages") from None
+            prompts.append(self.processor.chat_prompt(request))
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _prompt(self, prompt: str | Sequence[int]) -> Prompt:
+        if isinstance(prompt, str):
+            return self.processor.text_prompt(prompt)
+        token_ids = list(prompt)
+        self.processor.check_token_ids(token_ids)
+        return Prompt(token_ids, [])
+
+    def _run(
+        self, prompts: list[Prompt], params: SamplingParams | None, use_bar: bool
+    ) -> list[RequestOutput]:
+        params = params or SamplingParams()
+        params.verify()
+        requests = [self.processor.core_request(prompt, params, choice=i) for i, prompt in enumerate(prompts)]
+        outputs = [RequestOutput(prompt.token_ids, "", [], "", None, 0) for prompt in prompts]
+        index_of = {request.request_id: index for index, request in enumerate(requests)}
+        detokenizers = [
+            IncrementalDetokenizer(
+                self.processor.tokenizer, request.sampling_params, request.prompt_token_ids
+            )
+            for request in requests
+        ]
+        for request in requests:
+            self.client.add_request(request)
+        try:
+            with _progress(len(requests), use_bar) as bar:
+                while self.client.has_work:
+                    for out in self.client.step().outputs:
+                        index = index_of[out.request_id]
+                        if out.finish_reason is FinishReason.ERROR:
+                            raise EngineError(out.error)
+                        result, detokenizer = outputs[index], detokenizers[index]
+                        result.token_ids += out.new_token_ids
+                        result.text += detokenizer.update(out.new_token_ids, out.finish_reason is not None)
+                        if out.prefill_stats is not None:
+                            result.num_cached_tokens = out.prefill_stats.num_cached_tokens
+                        is_stopped = detokenizer.stop_reason is not None
+                        if is_stopped and out.finish_reason is None:
+                            self.client.abort_requests([out.request_id])
+                        if is_stopped or out.finish_reason is not None:
+                            result.finish_reason = "stop" if is_stopped else str(out.finish_reason)
+                            result.stop_reason = detokenizer.stop_reason if is_stopped else out.stop_reason
+                        bar.advance(len(out.new_token_ids), is_stopped or out.finish_reason is not None)
+        finally:
+            # After an error or Ctrl-C nothing of this call may linger in the core.
+            self.client.abort_requests(list(index_of))
+        return outputs
+
+
+class _Bar:
+    """Progress over requests, with the rate in tokens per second."""
+
+    def __init__(self, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]}"),
+        )  # fmt: skip
+        self._task = self._progress.add_task("generating", total=total, rate="")
+        self._tokens = 0
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, tokens: int, is_finished: bool) -> None:
+        self._tokens += tokens
+        elapsed = self._progress.tasks[0].elapsed or 1e-9
+        self._progress.update(
+            self._task, advance=int(is_finished), rate=f"{self._tokens / elapsed:.0f} tok/s"
+        )
+
+
+class _NoBar:
+    def advance(self, tokens: int, is_finished: bool) -> None: ...
+
+
+def _progress(total: int, use_bar: bool) -> AbstractContextManager[_Bar | _NoBar]:
+    return _Bar(total) if use_bar and sys.stderr.isatty() else nullcontext(_NoBar())
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts

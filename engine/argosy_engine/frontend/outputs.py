@@ -1,0 +1,64 @@
+"""What a generation yields: `GenerationOutput` deltas, and the collector between the core's pace and the reader's."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class GenerationOutput:
+    """New text and tokens of one choice since the last output; the counts are totals."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def merge(self, later: GenerationOutput) -> None:
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.num_cached_tokens = later.num_cached_tokens
+        self.num_output_tokens = later.num_output_tokens
+
+
+class OutputCollector:
+    """One slot per choice: when the reader lags, outputs merge instead of queueing; memory is bounded by the text."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, GenerationOutput] = {}
+        self._error: Exception | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, output: GenerationOutput) -> None:
+        earlier = self._pending.get(output.index)
+        if earlier is None:
+            self._pending[output.index] = output
+        else:
+            earlier.merge(output)
+        self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._ready.set()
+
+    async def take(self) -> list[GenerationOutput]:
+        """Everything that arrived since the last call; waits for something.
+
+        Raises:
+            EngineError: the request failed; outputs that came before are still delivered first.
+        """
+        await self._ready.wait()
+        if not self._pending and self._error is not None:
+            raise self._error
+        outputs = list(self._pending.values())
+        self._pending.clear()
+        if self._error is None:
+            self._ready.clear()
+        return outputs

@@ -1,0 +1,175 @@
+"""InputProcessor: OpenAI requests to core requests. Every check of a request's content is made here, before the core.
+
+Runs in the API process; tokenising is the only part that takes time and may run in a thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from argosy_engine.config import ResolvedConfig
+from argosy_engine.core.messages import ChunkEnd, EngineCoreRequest
+from argosy_engine.errors import InvalidRequest, PromptTooLong
+from argosy_engine.frontend.chat_template import ChatTemplate
+from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
+from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.models.config import read_json
+from argosy_engine.protocol.chunks import chain_seed
+from argosy_engine.protocol.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    unsupported,
+)
+from argosy_engine.protocol.prompt_view import Segment, SegmentKind, prompt_view
+from argosy_engine.sample.params import SamplingParams
+
+_SEED_MASK = (1 << 63) - 1
+
+
+class Prompt(NamedTuple):
+    token_ids: list[int]
+    chunk_ends: list[ChunkEnd]
+
+
+class InputProcessor:
+    def __init__(self, config: ResolvedConfig) -> None:
+        path = Path(config.model_path)
+        self.config = config
+        self.tokenizer = Tokenizer(path)
+        self.template = ChatTemplate.load(path)
+        self.defaults = _generation_defaults(path)
+
+    def chat_prompt(self, request: ChatCompletionRequest) -> Prompt:
+        """Renders and tokenises a chat.
+
+        Raises:
+            InvalidRequest: the template cannot take the messages, or the model has no template.
+        """
+        if self.template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        if request.continue_final_message:
+            raise InvalidRequest("continue_final_message is not supported", param="continue_final_message")
+        text = self.template.render(request)
+        (segments,) = prompt_view(request)
+        return self._text_prompt(text, segments, request, add_special_tokens=False)
+
+    def completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
+        """Tokenises each prompt of the batch."""
+        prompts = request.prompts()
+        return [
+            self._text_prompt(prompt, segments, request, add_special_tokens=True)
+            if isinstance(prompt, str)
+            else self._token_prompt(prompt, segments, request)
+            for prompt, segments in zip(prompts, prompt_view(request), strict=True)
+        ]
+
+    def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+        """A plain text, for offline use."""
+        segment = Segment(SegmentKind.TEXT, text.encode("utf-8", "surrogatepass"))
+        return self._text_prompt(text, [segment], GenerationRequest(), add_special_tokens=add_special_tokens)
+
+    def _text_prompt(
+        self, text: str, segments: list[Segment], request: GenerationRequest, *, add_special_tokens: bool
+    ) -> Prompt:
+        try:
+            encoded = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError:
+            raise InvalidRequest("the prompt contains lone surrogates, which are not text") from None
+        return Prompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
+
+    def _token_prompt(
+        self, token_ids: list[int], segments: list[Segment], request: GenerationRequest
+    ) -> Prompt:
+        self.check_token_ids(token_ids)
+        return Prompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
+
+    def check_token_ids(self, token_ids: list[int], param: str = "prompt") -> None:
+        if (token_ids and not 0 <= max(token_ids) < self.config.vocab_size) or (
+            token_ids and min(token_ids) < 0
+        ):
+            raise InvalidRequest(
+                f"token ids must be below the vocabulary size {self.config.vocab_size}", param=param
+            )
+
+    def sampling_params(self, request: GenerationRequest) -> SamplingParams:
+        """The request's parameters over the model's generation config.
+
+        Raises:
+            InvalidRequest: out of bounds, or asks for something this engine does not do.
+        """
+        field = unsupported(request)
+        if field is not None:
+            raise InvalidRequest(f"{field} is not supported by this engine", param=field)
+        max_tokens = request.max_tokens
+        if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+            max_tokens = request.max_completion_tokens
+        elif max_tokens is None and isinstance(request, CompletionRequest):
+            max_tokens = 16
+        stop = request.stop
+        stop_token_ids = tuple(request.stop_token_ids or ())
+        self.check_token_ids(list(stop_token_ids), "stop_token_ids")
+        return SamplingParams.of(
+            temperature=self._default("temperature", request.temperature, 1.0),
+            top_p=self._default("top_p", request.top_p, 1.0),
+            top_k=self._default("top_k", request.top_k, 0),
+            seed=request.seed,
+            max_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            stop_token_ids=stop_token_ids,
+            ignore_eos=request.ignore_eos,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+
+    def core_request(
+        self, prompt: Prompt, params: SamplingParams, *, cache_salt: str | None = None, choice: int = 0
+    ) -> EngineCoreRequest:
+        """The message for the core, with an internal id, a bounded `max_tokens` and a seed.
+
+        Raises:
+            PromptTooLong: prompt plus output would exceed the model's context.
+            InvalidRequest: the prompt is empty.
+        """
+        count, limit = len(prompt.token_ids), self.config.max_model_len
+        if not count:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if count >= limit:
+            raise PromptTooLong(
+                f"this model's maximum context length is {limit} tokens, the prompt has {count}; shorten it",
+                param="prompt",
+            )
+        room = limit - count
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise PromptTooLong(
+                f"this model's maximum context length is {limit} tokens: {count} in the prompt and "
+                f"{params.max_tokens} for the output exceed it",
+                param="max_tokens",
+            )
+        seed = secrets.randbits(63) if params.seed is None else (params.seed + choice) & _SEED_MASK
+        return EngineCoreRequest(
+            request_id=secrets.token_hex(12),
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=params.replace(max_tokens=params.max_tokens or room, seed=seed),
+            arrival_time=time.time(),
+            cache_salt=cache_salt,
+            chunk_ends=prompt.chunk_ends,
+        )
+
+    def _seed(self, request: GenerationRequest) -> int:
+        return chain_seed(self.config.model_name, cache_salt=request.cache_salt or "")
+
+    def _default(self, name: str, value: Any, fallback: Any) -> Any:
+        return value if value is not None else self.defaults.get(name, fallback)
+
+
+def _generation_defaults(path: Path) -> dict[str, Any]:
+    """temperature, top_p and top_k of generation_config.json, where it says to sample."""
+    file = path / "generation_config.json"
+    config = read_json(file) if file.is_file() else {}
+    if config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {name: config[name] for name in ("temperature", "top_p", "top_k") if config.get(name) is not None}

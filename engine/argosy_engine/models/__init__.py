@@ -1,0 +1,1 @@
+"""Model architectures: configuration, weights, and the forward pass over flattened tokens."""

@@ -1,0 +1,144 @@
+"""Errors a client can see, in OpenAI's shape.
+
+ApiError
+├── BadRequest            400  invalid_request_error   the client must change the request
+│   └── ContextLengthExceeded  400, code context_length_exceeded
+├── Unauthorized          401  authentication_error    the client must present a key
+├── NotFound              404  not_found_error         unknown model or route
+├── MethodNotAllowed      405  invalid_request_error
+├── PayloadTooLarge       413  invalid_request_error
+├── HeadersTooLarge       431  invalid_request_error
+├── RequestTimeout        408  timeout_error           the client was too slow sending
+├── TooManyRequests       429  rate_limit_error        retry after the hint
+├── InternalError         500  internal_error
+├── BadGateway            502  upstream_error          a replica failed and no other could take over
+├── Unavailable           503  service_unavailable     retry after the hint
+└── GatewayTimeout        504  timeout_error
+
+Messages are written for the client: no addresses, paths or tracebacks.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+from msgspec import Struct
+
+
+class ErrorBody(Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorResponse(Struct, frozen=True):
+    """`{"error": {"message", "type", "param", "code"}}`."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """Base of the tree: `http_status` and `error_type` are per class, the rest per instance."""
+
+    http_status: ClassVar[int] = 500
+    error_type: ClassVar[str] = "internal_error"
+    default_code: ClassVar[str | None] = None
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else self.default_code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(
+            ErrorResponse(ErrorBody(self.message, self.error_type, self.param, self.code or self.http_status))
+        )
+
+    def headers(self) -> dict[str, str]:
+        """Extra response headers; OpenAI SDKs read `retry-after-ms` before `retry-after`."""
+        if self.retry_after_s is None:
+            return {}
+        return {
+            "retry-after": str(max(1, round(self.retry_after_s))),
+            "retry-after-ms": str(max(1, round(self.retry_after_s * 1000))),
+        }
+
+
+class BadRequest(ApiError):
+    http_status = 400
+    error_type = "invalid_request_error"
+
+
+class ContextLengthExceeded(BadRequest):
+    default_code = "context_length_exceeded"
+
+
+class Unauthorized(ApiError):
+    http_status = 401
+    error_type = "authentication_error"
+    default_code = "invalid_api_key"
+
+
+class NotFound(ApiError):
+    http_status = 404
+    error_type = "not_found_error"
+
+
+class MethodNotAllowed(ApiError):
+    http_status = 405
+    error_type = "invalid_request_error"
+
+
+class RequestTimeout(ApiError):
+    http_status = 408
+    error_type = "timeout_error"
+
+
+class PayloadTooLarge(ApiError):
+    http_status = 413
+    error_type = "invalid_request_error"
+
+
+class HeadersTooLarge(ApiError):
+    http_status = 431
+    error_type = "invalid_request_error"
+
+
+class TooManyRequests(ApiError):
+    http_status = 429
+    error_type = "rate_limit_error"
+    retryable = True
+
+
+class InternalError(ApiError):
+    pass
+
+
+class BadGateway(ApiError):
+    http_status = 502
+    error_type = "upstream_error"
+    retryable = True
+
+
+class Unavailable(ApiError):
+    http_status = 503
+    error_type = "service_unavailable"
+    retryable = True
+
+
+class GatewayTimeout(ApiError):
+    http_status = 504
+    error_type = "timeout_error"
+    retryable = True

@@ -1,0 +1,120 @@
+"""The fleet document: which services exist, how they are called, and where their replicas are found.
+
+In a cluster the operator writes it into a ConfigMap beside the router; on a laptop the local fleet writes it to a
+file (`--fleet-file`). The router never reads custom resources: this document is all it knows of them.
+Invariant: names are resolved here, by one pure function, so that operator (which reports conflicts) and router
+(which routes) cannot disagree.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+FLEET_VERSION = 1
+"""Version of the document. Readers accept any version and ignore fields they do not know; a writer bumps it only
+when an old reader would route wrongly."""
+
+RoutingPolicy = Literal["cost", "least-load", "round-robin"]
+
+Name = Annotated[str, Meta(min_length=1, max_length=253)]
+ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Endpoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One replica at a fixed address (local fleet, static discovery)."""
+
+    name: Name
+    url: Annotated[str, Meta(max_length=2048)]  # scheme://host:port, no path
+    draining: bool = False
+
+
+class ServiceLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Bounds the router keeps for one service. Zero means: the router's own default."""
+
+    max_inflight_per_replica: Annotated[int, Meta(ge=0, le=65536)] = 0
+    request_timeout_s: Annotated[int, Meta(ge=0, le=86400)] = 0
+
+
+class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One InferenceService as the router sees it."""
+
+    namespace: Name
+    name: Name
+    uid: Name
+    created: str = ""
+    """RFC 3339 creation time of the resource: the older service wins a contested name."""
+    model: ModelName
+    """Canonical served name: what `/v1/models` lists and what the chunk hashes are seeded with."""
+    aliases: tuple[ModelName, ...] = ()
+    selector: dict[str, str] = {}
+    """Labels of the service's pods (Kubernetes discovery); empty when `endpoints` lists the replicas."""
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    endpoints: tuple[Endpoint, ...] = ()
+    policy: RoutingPolicy = "cost"
+    limits: ServiceLimits = ServiceLimits()
+    internal_key: str = ""
+    """Bearer key of the engines where the document itself is private (local fleet). In a cluster it is empty and
+    the router derives it from the fleet key and `uid`."""
+
+    @property
+    def key(self) -> str:
+        """`namespace/name`: always a valid model name for this service."""
+        return f"{self.namespace}/{self.name}"
+
+
+class FleetDocument(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything a router must know about the fleet."""
+
+    version: int = FLEET_VERSION
+    services: tuple[FleetService, ...] = ()
+
+
+class NameConflict(Struct, frozen=True, kw_only=True):
+    """`loser` claims `name`, which `winner` (older) owns. Both are service keys."""
+
+    name: str
+    winner: str
+    loser: str
+
+
+class NameTable(Struct, frozen=True):
+    """Result of `resolve_names`."""
+
+    names: dict[str, FleetService]
+    """Every name a client may put into `model`: canonical names, aliases, `namespace/name`."""
+    conflicts: tuple[NameConflict, ...]
+
+
+def resolve_names(document: FleetDocument) -> NameTable:
+    """Decides which service owns each model name.
+
+    The older service (creation time, then key) wins a contested name; a canonical name does not beat an older
+    alias. `namespace/name` always reaches its own service.
+    """
+    ordered = sorted(document.services, key=lambda service: (service.created, service.key))
+    names: dict[str, FleetService] = {service.key: service for service in ordered}
+    conflicts = []
+    for service in ordered:
+        for name in dict.fromkeys((service.model, *service.aliases)):
+            owner = names.setdefault(name, service)
+            if owner.key != service.key:
+                conflicts.append(NameConflict(name=name, winner=owner.key, loser=service.key))
+    return NameTable(names, tuple(conflicts))
+
+
+def encode_fleet(document: FleetDocument) -> bytes:
+    """The document as canonical JSON: equal documents give equal bytes."""
+    return msgspec.json.format(msgspec.json.encode(document, order="sorted"), indent=1)
+
+
+def decode_fleet(data: bytes | str) -> FleetDocument:
+    """Reads a document of this or a neighbouring version (unknown fields are ignored).
+
+    Raises:
+        msgspec.ValidationError: a field has the wrong type or is out of bounds.
+        msgspec.DecodeError: not JSON.
+    """
+    return msgspec.json.decode(data, type=FleetDocument)

@@ -1,0 +1,24 @@
+"""HTTP header names and content types shared by router and engine (lower case, as they are compared)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+REQUEST_ID: Final = "x-request-id"
+"""Opaque id of one client request; `[A-Za-z0-9._-]{1,128}`, anything else is replaced at the edge."""
+
+REPLICA: Final = "x-argosy-replica"
+"""Response: name of the replica that served the request."""
+
+ROUTE: Final = "x-argosy-route"
+"""Response: why that replica: `cached`, `predicted`, `load`, `session` or `only`."""
+
+PREDICTED_TOKENS: Final = "x-argosy-predicted-tokens"
+"""Response: prompt tokens the router expected to find in the replica's prefix cache."""
+
+INTERNAL_PREFIX: Final = "x-argosy-internal-"
+"""Headers with this prefix travel from router to engine only; the router strips them from clients' requests."""
+
+TELEMETRY_PATH: Final = "/internal/telemetry"
+TELEMETRY_CONTENT_TYPE: Final = "application/vnd.argosy.telemetry"
+"""Content type of the telemetry stream. A replica that answers anything else is not one of ours."""

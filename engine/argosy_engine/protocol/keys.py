@@ -1,0 +1,46 @@
+"""Bearer keys between router and engine, and how keys are compared.
+
+The operator and the routers hold one fleet key; each service's engines accept only
+`internal_key(fleet key, service UID)`. The operator can thus put a service's key into a Secret of the service's own
+namespace without handing out the key of any other service, and nothing has to be stored or synchronised.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+
+def internal_key(fleet_key: bytes, service_uid: str) -> str:
+    """The bearer key engines of one service accept: HMAC-SHA256, URL-safe base64 without padding (43 characters).
+
+    Raises:
+        ValueError: the fleet key is shorter than 16 bytes or the UID is empty.
+    """
+    if len(fleet_key) < 16:
+        raise ValueError("fleet key must have at least 16 bytes")
+    if not service_uid:
+        raise ValueError("service UID must not be empty")
+    digest = hmac.new(fleet_key, b"argosy-internal-key/1\0" + service_uid.encode(), hashlib.sha256).digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+class KeyRing:
+    """A set of accepted bearer keys, held as SHA-256 digests and compared in constant time."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys if key]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accepts(self, authorization: str | None) -> bool:
+        """Whether an `Authorization` header value carries one of the keys (`Bearer KEY`, scheme case-insensitive)."""
+        scheme, _, token = (authorization or "").partition(" ")
+        digest = hashlib.sha256(token.strip().encode()).digest()
+        accepted = False
+        for known in self._digests:  # no early exit: the time taken must not depend on which key matched
+            accepted |= hmac.compare_digest(known, digest)
+        return accepted and scheme.lower() == "bearer"

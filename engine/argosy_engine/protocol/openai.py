@@ -1,0 +1,303 @@
+"""OpenAI wire types, with vLLM's extra request fields, as msgspec structs.
+
+Router and engine decode the same bytes with the same decoder, so they cannot disagree about a request. Decoding is
+strict (`n: "1"` is an error, not 1), every field has a bound, unknown fields are ignored as OpenAI's servers do.
+A field appears here only once the engine honours it: `UNSUPPORTED` names the ones that would change an answer and
+must be refused rather than ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from argosy_engine.protocol.errors import BadRequest
+
+MAX_MODEL_NAME = 512
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 1024
+MAX_STOP_STRINGS = 16
+MAX_TOKENS = 1 << 24
+MAX_REQUEST_ID = 128
+
+ModelField = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+
+
+class StreamOptions(Struct, kw_only=True, omit_defaults=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ChatMessage(Struct, kw_only=True, omit_defaults=True):
+    """One message. Content parts and tool calls stay plain JSON values: their kinds grow faster than a schema."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Meta(max_length=256)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
+    """Fields that chat completions and completions share. `None` means: the model's generation config decides."""
+
+    model: ModelField = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    """vLLM's: every chunk carries `token_ids` for its choice, and the first response `prompt_token_ids`."""
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
+    # Decoded only to be refused where their value would change the answer (see `unsupported`).
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    min_p: Probability | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: Any = None
+    response_format: dict[str, Any] | None = None
+    prompt_logprobs: int | None = None
+    use_beam_search: bool = False
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=512)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
+    prompt: (
+        str
+        | Annotated[
+            list[str | TokenId | Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]], Meta(min_length=1)
+        ]
+    )
+    """A text, a list of texts, one list of token ids, or a list of such lists."""
+    echo: bool = False
+    suffix: str | None = None
+    best_of: int | None = None
+    logprobs: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts of the batch, each a text or token ids.
+
+        Raises:
+            BadRequest: kinds are mixed, a prompt is empty, or there are more than `MAX_PROMPTS`.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(item) for item in self.prompt}
+        if kinds == {int}:
+            return [self.prompt]  # type: ignore[list-item]
+        if len(kinds) != 1:
+            raise BadRequest("prompt mixes texts and token ids", param="prompt")
+        if len(self.prompt) > MAX_PROMPTS:
+            raise BadRequest(f"prompt has more than {MAX_PROMPTS} entries", param="prompt")
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "min_p": (None, 0, 0.0),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "prompt_logprobs": (None,),
+    "use_beam_search": (False,),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+}
+"""Fields this engine does not implement yet, and the values that ask for nothing."""
+
+
+def unsupported(request: GenerationRequest) -> str | None:
+    """Name of the first field that asks for something this engine cannot do, or None."""
+    for field, neutral in _NEUTRAL.items():
+        value = getattr(request, field, None)
+        if value is not None and value not in neutral:
+            return field
+    return None
+
+
+Endpoint = Literal["chat/completions", "completions"]
+
+_CHAT = msgspec.json.Decoder(ChatCompletionRequest)
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+
+
+def decode_request(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
+    """Decodes a request body.
+
+    Raises:
+        BadRequest: not JSON, nested too deeply, wrong types or out of bounds; `param` names the field.
+    """
+    decoder = _CHAT if endpoint == "chat/completions" else _COMPLETION
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        raise BadRequest(message, param=path.rstrip("`").lstrip(".") or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"request body is not valid JSON: {str(error)[:200]}") from None
+    except RecursionError:
+        raise BadRequest("request body is nested too deeply") from None
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ResponseMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Assistant message of a response. `omit_defaults` drops what is absent; `role` and `content` always travel."""
+
+    role: str
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class FunctionCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    arguments: str
+    name: str | None = None
+
+
+class ToolCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool call, whole or (with `index`) one delta of it."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+
+
+class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    message: ResponseMessage
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    logprobs: None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunkChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """`text_completion`; the same struct serves whole responses and chunks, as in OpenAI's API."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "argosy"
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]

@@ -1,0 +1,104 @@
+"""`prompt_view`: the typed fields of a request that shape its prompt, in prompt order, as byte segments.
+
+Router and engine call this one pure function on the decoded request, so it depends on the values, not on how a
+client serialised its JSON. It knows no tokenizer and no chat template.
+
+Order: tools, documents, template arguments, then each message: role, name, text parts (or a digest for each part
+that is not text), tool calls, tool call id. Two requests whose segments agree up to some byte render to prompts that
+agree up to the tokens of that byte, for every template that renders in this order; for one that does not, the
+engine's mapping (`frontend.chunk_map`) rounds down. A chain is a hint for routing: a wrong hint costs speed only.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import msgspec
+import xxhash
+
+from argosy_engine.protocol.openai import ChatCompletionRequest, CompletionRequest
+
+
+class SegmentKind(IntEnum):
+    """Mixed into every chunk hash of the segment, so equal bytes in different places do not collide."""
+
+    TEXT = 0
+    TOKENS = 1
+    """little-endian int32 token ids"""
+    TOOLS = 2
+    DOCUMENT = 3
+    TEMPLATE = 4
+    ROLE = 5
+    NAME = 6
+    DIGEST = 7
+    """xxh3-128 of a part that is not text"""
+    TOOL_CALLS = 8
+    TOOL_CALL_ID = 9
+    REASONING = 10
+
+
+class Segment(NamedTuple):
+    kind: SegmentKind
+    data: bytes
+
+
+_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+def prompt_view(request: ChatCompletionRequest | CompletionRequest) -> list[list[Segment]]:
+    """One segment list per prompt of the request (completions may carry a batch; a chat is one prompt).
+
+    Raises:
+        BadRequest: a completion's `prompt` mixes texts and token ids.
+    """
+    if isinstance(request, CompletionRequest):
+        return [[_prompt_segment(prompt)] for prompt in request.prompts()]
+    return [_chat_segments(request)]
+
+
+def _prompt_segment(prompt: str | list[int]) -> Segment:
+    if isinstance(prompt, str):
+        return Segment(SegmentKind.TEXT, prompt.encode("utf-8", "surrogatepass"))
+    return Segment(SegmentKind.TOKENS, struct.pack(f"<{len(prompt)}i", *prompt))
+
+
+def _chat_segments(request: ChatCompletionRequest) -> list[Segment]:
+    segments: list[Segment] = []
+    add = segments.append
+    for tool in request.tools or ():
+        add(Segment(SegmentKind.TOOLS, _encoder.encode(tool)))
+    for document in request.documents or ():
+        add(Segment(SegmentKind.DOCUMENT, _encoder.encode(document)))
+    template_arguments: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        template_arguments["reasoning_effort"] = request.reasoning_effort
+    if template_arguments:
+        add(Segment(SegmentKind.TEMPLATE, _encoder.encode(template_arguments)))
+    for message in request.messages:
+        add(Segment(SegmentKind.ROLE, message.role.encode()))
+        if message.name is not None:
+            add(Segment(SegmentKind.NAME, message.name.encode("utf-8", "surrogatepass")))
+        reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
+        if reasoning:
+            add(Segment(SegmentKind.REASONING, reasoning.encode("utf-8", "surrogatepass")))
+        content = message.content
+        if isinstance(content, str):
+            add(Segment(SegmentKind.TEXT, content.encode("utf-8", "surrogatepass")))
+        elif content is not None:
+            for part in content:
+                add(_part_segment(part))
+        if message.tool_calls:
+            add(Segment(SegmentKind.TOOL_CALLS, _encoder.encode(message.tool_calls)))
+        if message.tool_call_id is not None:
+            add(Segment(SegmentKind.TOOL_CALL_ID, message.tool_call_id.encode("utf-8", "surrogatepass")))
+    return segments
+
+
+def _part_segment(part: Mapping[str, Any]) -> Segment:
+    text = part.get("text")
+    if part.get("type") == "text" and isinstance(text, str):
+        return Segment(SegmentKind.TEXT, text.encode("utf-8", "surrogatepass"))
+    return Segment(SegmentKind.DIGEST, xxhash.xxh3_128_digest(_encoder.encode(part)))

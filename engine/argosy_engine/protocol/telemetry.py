@@ -1,0 +1,200 @@
+"""Telemetry frames: what an engine tells the routers about its prefix cache and load.
+
+One long-lived HTTP response (`headers.TELEMETRY_PATH`) carries frames, each a little-endian u32 length and a
+msgpack map tagged by `type`. The first frame is `Hello`, then `Snapshot` slices until one has `last`, then deltas
+and at least one `Load` per `HEARTBEAT_INTERVAL_S`. TCP keeps the stream ordered and gap-free; a reader that cannot
+keep up is cut off and starts over with a new snapshot.
+
+Versions: fields are only ever added, with defaults; a reader skips frame types it does not know. A change that a
+reader of version N cannot follow raises `min_reader_version`, and such a reader then treats the replica as foreign.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from msgspec import Struct
+
+PROTOCOL_VERSION = 1
+HEARTBEAT_INTERVAL_S = 1.0
+STALE_AFTER_S = 5.0
+"""A reader that saw no frame for this long calls the stream stale (five missed heartbeats)."""
+MAX_FRAME_BYTES = 1 << 20
+SNAPSHOT_SLICE_CHUNKS = 8192
+"""Chunks per snapshot frame: about 100 kB, so that building one never stalls the engine."""
+
+
+class Hello(Struct, frozen=True, kw_only=True, tag="hello", tag_field="type", omit_defaults=True):
+    """Who is speaking. `epoch` is new with every start of the engine core: other epochs' knowledge is void."""
+
+    version: int = PROTOCOL_VERSION
+    min_reader_version: int = 1
+    epoch: str
+    rank: int = 0
+    model: str
+    """Canonical served model name, the one chunk hashes are seeded with."""
+    model_fingerprint: str
+    """Digest of weights' identity, config and dtype: streams may migrate only between equal fingerprints."""
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_tokens: int
+    engine_version: str = ""
+
+
+class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot", tag_field="type", omit_defaults=True):
+    """A slice of the resident chunks. The reader clears its knowledge when `first`, trusts it after `last`."""
+
+    hashes: bytes = b""
+    """u64 little-endian array"""
+    tokens: bytes = b""
+    """u32 little-endian array: prompt tokens covered up to and including that chunk"""
+    first: bool = False
+    last: bool = False
+
+
+class Stored(Struct, frozen=True, kw_only=True, tag="stored", tag_field="type"):
+    """These chunks became resident."""
+
+    hashes: bytes
+    tokens: bytes
+
+
+class Removed(Struct, frozen=True, kw_only=True, tag="removed", tag_field="type"):
+    """These chunks are no longer resident."""
+
+    hashes: bytes
+
+
+class Cleared(Struct, frozen=True, kw_only=True, tag="cleared", tag_field="type"):
+    """The whole prefix cache was reset."""
+
+
+class Load(Struct, frozen=True, kw_only=True, tag="load", tag_field="type", omit_defaults=True):
+    """Heartbeat and load in one."""
+
+    core_step_age_s: float
+    """Seconds since the core's loop last turned: the heartbeat of the core, not of the HTTP server."""
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_uncached_tokens: int = 0
+    """Prompt tokens of admitted requests that still have to be computed."""
+    kv_usage: float = 0.0
+    """Share of KV blocks in use by running requests, 0..1."""
+    prefill_tokens_per_s: float = 0.0
+    """Measured rate while prefilling; 0 when not measured yet."""
+    decode_step_s: float = 0.0
+    """Measured seconds per decode step; 0 when not measured yet."""
+
+
+class Draining(Struct, frozen=True, kw_only=True, tag="draining", tag_field="type"):
+    """No new requests, please: running ones are finished, then the stream ends."""
+
+
+Frame = Hello | Snapshot | Stored | Removed | Cleared | Load | Draining
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+class _Tag(Struct):
+    type: str
+
+
+_tag_decoder = msgspec.msgpack.Decoder(_Tag)
+_KNOWN = {"hello", "snapshot", "stored", "removed", "cleared", "load", "draining"}
+
+
+class TelemetryError(Exception):
+    """The stream broke the protocol: drop the connection and start over."""
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """Length prefix and payload of one frame."""
+    payload = _encoder.encode(frame)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts a byte stream into frames.
+
+    Raises (from `feed`):
+        TelemetryError: a frame is longer than `MAX_FRAME_BYTES` or not what its type promises.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self.skipped = 0
+        """Frames of a type this version does not know."""
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Yields the frames that `data` completes."""
+        self._buffer += data
+        position = 0
+        try:
+            while len(self._buffer) - position >= 4:
+                (length,) = _LENGTH.unpack_from(self._buffer, position)
+                if length > MAX_FRAME_BYTES:
+                    raise TelemetryError(f"frame of {length} bytes")
+                if len(self._buffer) - position - 4 < length:
+                    break
+                payload = bytes(self._buffer[position + 4 : position + 4 + length])
+                position += 4 + length
+                frame = self._decode(payload)
+                if frame is not None:
+                    yield frame
+        finally:
+            del self._buffer[:position]
+
+    def _decode(self, payload: bytes) -> Frame | None:
+        try:
+            return _decoder.decode(payload)
+        except msgspec.ValidationError as error:
+            try:
+                known = _tag_decoder.decode(payload).type in _KNOWN
+            except msgspec.DecodeError:
+                known = True
+            if known:
+                raise TelemetryError(f"malformed frame: {error}") from None
+        except msgspec.DecodeError as error:
+            raise TelemetryError(f"malformed frame: {error}") from None
+        self.skipped += 1
+        return None
+
+
+def pack_u64(values: Sequence[int]) -> bytes:
+    """Hashes as a little-endian u64 array."""
+    return _to_little_endian(array("Q", values))
+
+
+def unpack_u64(data: bytes) -> array[int]:
+    return _from_little_endian(array("Q"), data)
+
+
+def pack_u32(values: Sequence[int]) -> bytes:
+    """Token counts as a little-endian u32 array."""
+    return _to_little_endian(array("I", values))
+
+
+def unpack_u32(data: bytes) -> array[int]:
+    return _from_little_endian(array("I"), data)
+
+
+def _to_little_endian(values: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _from_little_endian(values: array[int], data: bytes) -> array[int]:
+    if len(data) % values.itemsize:
+        raise TelemetryError(f"array of {len(data)} bytes is no multiple of {values.itemsize}")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

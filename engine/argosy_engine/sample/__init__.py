@@ -1,0 +1,1 @@
+"""Turning logits into tokens: parameters, and the batched sampler."""

@@ -1,0 +1,1 @@
+"""One device: weights, KV cache tensor, and the runner that executes a scheduled step."""

@@ -1,0 +1,134 @@
+"""ModelRunner: turns a SchedulerOutput into tensors, runs the model and samples.
+
+Owns the KV cache tensor and the input batch. Rows with one new token come first in the flattened batch, because the
+attention backend handles them together.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import torch
+
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.models.config import ModelConfig
+from argosy_engine.models.decoder import Decoder
+from argosy_engine.sample.sampler import SamplingBatch, sample
+from argosy_engine.worker.input_batch import InputBatch
+from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: Decoder,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.block_size = block_size
+        shape = (
+            config.num_hidden_layers,
+            2,
+            num_blocks,
+            block_size,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.kv_cache = _allocate(shape, dtype, device)
+        self.batch = InputBatch(max_num_seqs, max_model_len, -(-max_model_len // block_size) + 1)
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self._apply(step)
+        if not step.num_scheduled_tokens:
+            return ModelRunnerOutput([], [])
+        # One new token first; sorted() is stable, so equal rows keep the scheduler's order.
+        scheduled = sorted(step.num_scheduled_tokens.items(), key=lambda item: item[1] > 1)
+        request_ids = [request_id for request_id, _ in scheduled]
+        slots = np.fromiter(
+            (self.batch.slot_of[request_id] for request_id in request_ids), np.int64, len(scheduled)
+        )
+        query_lens = np.fromiter((count for _, count in scheduled), np.int64, len(scheduled))
+        computed = self.batch.num_computed[slots]
+        seq_lens = computed + query_lens
+        token_ids, positions, meta = self._inputs(slots, query_lens, computed, seq_lens)
+
+        hidden = self.model.forward(token_ids, positions, self.kv_cache, meta)
+        # Only rows that reach the end of their known tokens give a next token.
+        is_sampled = seq_lens >= self.batch.num_tokens[slots]
+        sampled: list[list[int]] = [[] for _ in request_ids]
+        if is_sampled.any():
+            last_rows = np.cumsum(query_lens)[is_sampled] - 1
+            logits = self.model.logits(hidden[torch.from_numpy(last_rows).to(self.device)])
+            tokens = sample(logits, self._sampling(slots[is_sampled], seq_lens[is_sampled])).tolist()
+            for row, token in zip(np.flatnonzero(is_sampled).tolist(), tokens, strict=True):
+                sampled[row] = [token]
+            self._append(slots[is_sampled], tokens)
+        self.batch.num_computed[slots] = seq_lens
+        return ModelRunnerOutput(request_ids, sampled)
+
+    def _apply(self, step: SchedulerOutput) -> None:
+        """Books the scheduler's diff into the input batch."""
+        for request_id in step.finished_request_ids:
+            self.batch.remove(request_id)
+        cached = step.cached_requests
+        for request_id, block_ids in zip(cached.request_ids, cached.new_block_ids, strict=True):
+            if block_ids:
+                self.batch.append_blocks(self.batch.slot_of[request_id], block_ids)
+        for request in step.new_requests:
+            self.batch.add(request)
+
+    def _inputs(
+        self, slots: np.ndarray, query_lens: np.ndarray, computed: np.ndarray, seq_lens: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+        """Flattened token ids, positions and attention metadata."""
+        batch = self.batch
+        rows = np.repeat(np.arange(len(slots)), query_lens)
+        starts = np.cumsum(query_lens) - query_lens
+        positions = np.arange(len(rows)) - starts[rows] + computed[rows]
+        token_ids = batch.token_ids[slots[rows], positions]
+        blocks = batch.block_tables[slots[rows], positions // self.block_size]
+        slot_mapping = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        max_blocks = int(-(-seq_lens.max() // self.block_size))
+        num_decodes = int((query_lens == 1).sum())
+        meta = AttentionMetadata(
+            num_decodes=num_decodes,
+            query_lens=query_lens.tolist(),
+            seq_lens=seq_lens.tolist(),
+            slot_mapping=self._tensor(slot_mapping),
+            block_tables=self._tensor(batch.block_tables[slots, :max_blocks].astype(np.int64)),
+            decode_seq_lens=self._tensor(seq_lens[:num_decodes]),
+        )
+        return self._tensor(token_ids.astype(np.int64)), self._tensor(positions), meta
+
+    def _sampling(self, slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
+        batch = self.batch
+        return SamplingBatch(
+            batch.temperature[slots], batch.top_p[slots], batch.top_k[slots], batch.seeds[slots], positions
+        )
+
+    def _append(self, slots: np.ndarray, tokens: list[int]) -> None:
+        batch = self.batch
+        batch.token_ids[slots, batch.num_tokens[slots]] = tokens
+        batch.num_tokens[slots] += 1
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed tensor; on a CPU its pages are committed only when they are first written, so a generous KV cache
+    costs nothing until it is used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)

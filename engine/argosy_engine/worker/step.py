@@ -1,0 +1,46 @@
+"""What the scheduler tells the worker in each step, and what comes back.
+
+Diff-based, as in vLLM V1: a request's prompt travels once (`NewRequest`), afterwards only what changed.
+Plain token ids and block ids; no text, no hashes.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from argosy_engine.sample.params import SamplingParams
+
+
+class NewRequest(Struct, array_like=True, gc=False):
+    """First schedule of a request, or its resumption after a preemption (then with the tokens generated so far)."""
+
+    request_id: str
+    token_ids: list[int]
+    """Every token known so far: prompt, and output of before the preemption."""
+    block_ids: list[int]
+    num_computed_tokens: int
+    sampling_params: SamplingParams
+
+
+class CachedRequests(Struct, array_like=True, gc=False):
+    """Requests the worker already knows; parallel lists."""
+
+    request_ids: list[str]
+    new_block_ids: list[list[int]]
+    num_computed_tokens: list[int]
+
+
+class SchedulerOutput(Struct, array_like=True, gc=False):
+    new_requests: list[NewRequest]
+    cached_requests: CachedRequests
+    num_scheduled_tokens: dict[str, int]
+    """Request id -> tokens to compute in this step; the order is the batch order."""
+    total_num_scheduled_tokens: int
+    finished_request_ids: list[str]
+    """Requests whose slots the worker frees before this step: finished, aborted or preempted."""
+
+
+class ModelRunnerOutput(Struct, array_like=True, gc=False):
+    request_ids: list[str]
+    sampled_token_ids: list[list[int]]
+    """Per request the new tokens; empty while its prompt is still being computed."""

@@ -1,0 +1,89 @@
+"""Conversations as text with a loss weight per span; says what the chat template says.
+
+Invariant (tested): the concatenated spans of a conversation that is not dense equal what
+`chat_template.jinja` makes of its messages.
+"""
+
+import json
+from typing import Any
+
+from .conversation import Conversation, Message
+
+PROMPT_WEIGHT = 0.1
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+
+Span = tuple[str, float]
+"""Text, and the loss weight of its tokens. A negative weight: as its absolute value, first token masked."""
+
+_TOOLS_HEAD = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+_TOOLS_TAIL = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def reply_text(message: Message) -> str:
+    """The assistant's visible text: content, then its tool calls."""
+    parts = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        parts.append(
+            f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {_json(function["arguments"])}}}\n</tool_call>'
+        )
+    return "\n".join(parts)
+
+
+def _head(conversation: Conversation) -> str:
+    first = conversation.messages[0]
+    system = first["content"] if first["role"] == "system" else ""
+    if conversation.tools:
+        tools = "".join("\n" + _json(tool) for tool in conversation.tools)
+        lead = system + "\n\n" if system else ""
+        return f"{IM_START}system\n{lead}{_TOOLS_HEAD}{tools}{_TOOLS_TAIL}{IM_END}\n"
+    return f"{IM_START}system\n{system}{IM_END}\n" if system else ""
+
+
+def _block(message: Message) -> tuple[str, bool]:
+    thought = message.get("reasoning_content", "")
+    return f"<think>\n{thought}\n</think>\n\n", bool(thought)
+
+
+def spans(conversation: Conversation) -> list[Span]:
+    """The whole conversation, final assistant turn (or, dense, every one) weighted 1."""
+    messages = conversation.messages
+    made: list[Span] = []
+    head = _head(conversation)
+    if head:
+        made.append((head, PROMPT_WEIGHT))
+    last_query = max(i for i, m in enumerate(messages) if m["role"] == "user")
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role == "user":
+            made.append((f"{IM_START}user\n{message['content']}{IM_END}\n", PROMPT_WEIGHT))
+        elif role == "tool":
+            opens = messages[index - 1]["role"] != "tool"
+            closes = messages[index + 1]["role"] != "tool"
+            text = f"\n<tool_response>\n{message['content']}\n</tool_response>"
+            made.append((f"{IM_START}user{text}" if opens else text, PROMPT_WEIGHT))
+            if closes:
+                made.append((f"{IM_END}\n", PROMPT_WEIGHT))
+        elif role == "assistant":
+            made.append((f"{IM_START}assistant\n", PROMPT_WEIGHT))
+            block, is_thinking = _block(message)
+            is_last = index == len(messages) - 1
+            shown = conversation.dense or is_last or (index > last_query and is_thinking)
+            if shown:
+                made.append((block, 1.0 if is_thinking else 0.0))
+                made.append((reply_text(message) + IM_END, 1.0))
+            else:
+                made.append((reply_text(message) + IM_END, -1.0))
+            made.append(("\n", 0.0))
+    return made

@@ -1,0 +1,219 @@
+"""The Kubernetes API as the operator uses it: seven verbs on a handful of kinds.
+
+Owns the client (`kubernetes.aio`), deadlines, and the translation of its errors. Must not know what is
+written or why. `Api` is the seam tests put a fake behind. Invariant: every call has a deadline and raises
+nothing but `ApiError`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+import aiohttp
+from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.dynamic.client import DynamicClient
+from kubernetes.aio.dynamic.resource import Resource
+from msgspec import Struct
+
+from argosy_operator import spec
+from argosy_operator.errors import ApiError
+from argosy_operator.names import FIELD_MANAGER
+
+Object = dict[str, Any]
+
+DEADLINE: Final = 15.0
+"""Seconds for one request. The API server answers in milliseconds; what takes longer is tried again."""
+
+
+class Kind(Struct, frozen=True):
+    """An API resource; known here, so that no discovery is needed."""
+
+    group: str
+    version: str
+    name: str
+    plural: str
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+
+SERVICES_KIND: Final = Kind("", "v1", "Service", "services")
+SECRETS: Final = Kind("", "v1", "Secret", "secrets")
+PODS: Final = Kind("", "v1", "Pod", "pods")
+CONFIGMAPS: Final = Kind("", "v1", "ConfigMap", "configmaps")
+DEPLOYMENTS: Final = Kind("apps", "v1", "Deployment", "deployments")
+BUDGETS: Final = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
+INFERENCE_SERVICES: Final = Kind(spec.GROUP, spec.VERSION, spec.KIND, spec.PLURAL)
+
+KINDS: Final[Mapping[tuple[str, str], Kind]] = {
+    (kind.api_version, kind.name): kind
+    for kind in (SERVICES_KIND, SECRETS, PODS, CONFIGMAPS, DEPLOYMENTS, BUDGETS, INFERENCE_SERVICES)
+}
+
+
+def kind_of(manifest: Mapping[str, Any]) -> Kind:
+    return KINDS[manifest["apiVersion"], manifest["kind"]]
+
+
+class Api(Protocol):
+    """What the operator asks of an API server. Every method raises `ApiError` and nothing else."""
+
+    async def serves(self, kind: Kind) -> bool:
+        """Whether the API server offers the kind: right after its CRD was made, it may not yet."""
+        ...
+
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> list[Object]: ...
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """The object; None if there is none."""
+        ...
+
+    async def apply(self, manifest: Object) -> Object:
+        """Server-side apply with the operator's field manager, conflicts forced. Returns the object as
+        stored."""
+        ...
+
+    async def patch_status(
+        self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
+    ) -> Object:
+        """Patches the status subresource: strategic merge for built-in kinds, merge patch for ours."""
+        ...
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        """Deletes exactly this object; one that is gone is no error."""
+        ...
+
+
+class KubernetesApi:
+    """`Api` over `kubernetes.aio`'s dynamic client. An async context manager."""
+
+    def __init__(self, client: kubernetes_client.ApiClient) -> None:
+        self._client = client
+        self._dynamic = DynamicClient(
+            client
+        )  # not awaited: that would discover every API group of the cluster
+
+    @classmethod
+    async def connect(cls) -> Self:
+        """A client for the cluster the process runs in, else for the one of KUBECONFIG.
+
+        Raises:
+            ApiError: neither a service account nor a kubeconfig is there.
+        """
+        configuration = kubernetes_client.Configuration()
+        try:
+            if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+                kubernetes_config.load_incluster_config(client_configuration=configuration)
+            else:
+                path = os.environ.get("KUBECONFIG")  # the client itself looks only when it is imported
+                await kubernetes_config.load_kube_config(config_file=path, client_configuration=configuration)
+        except kubernetes_config.ConfigException as error:
+            home = Path("~/.kube/config")
+            raise ApiError(f"find a cluster (service account, KUBECONFIG, {home})", 0, str(error)) from error
+        return cls(kubernetes_client.ApiClient(configuration))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.close()
+
+    async def serves(self, kind: Kind) -> bool:
+        prefix = f"/apis/{kind.group}" if kind.group else "/api"
+        try:
+            if kind.group:  # the list of groups may lag behind the group itself
+                groups = (await self._request("get", "/apis")).get("groups", ())
+                if all(group["name"] != kind.group for group in groups):
+                    return False
+            offered = await self._request("get", f"{prefix}/{kind.version}")
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return any(resource["name"] == kind.plural for resource in offered.get("resources", ()))
+
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> list[Object]:
+        path = self._resource(kind).path(namespace=namespace)
+        items: list[Object] = []
+        token = None
+        while True:  # in pages, so that a large cluster does not cost one huge answer
+            page = await self._request("get", path, label_selector=labels or None, limit=500, _continue=token)
+            items += page.get("items", ())
+            token = page.get("metadata", {}).get("continue")
+            if not token:
+                return items
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        try:
+            return await self._request("get", self._path(kind, namespace, name))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def apply(self, manifest: Object) -> Object:
+        metadata = manifest["metadata"]
+        return await self._request(
+            "patch",
+            self._path(kind_of(manifest), metadata["namespace"], metadata["name"]),
+            body=manifest,
+            content_type="application/apply-patch+yaml",
+            field_manager=FIELD_MANAGER,
+            force_conflicts="true",
+        )
+
+    async def patch_status(
+        self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
+    ) -> Object:
+        style = "strategic-merge-patch" if strategic else "merge-patch"
+        return await self._request(
+            "patch",
+            f"{self._path(kind, namespace, name)}/status",
+            body=patch,
+            content_type=f"application/{style}+json",
+            field_manager=FIELD_MANAGER,
+        )
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        try:
+            await self._request("delete", self._path(kind, namespace, name), body=options)
+        except ApiError as error:
+            if error.status not in (404, 409):  # gone, or replaced by a namesake
+                raise
+
+    def _resource(self, kind: Kind) -> Resource:
+        return Resource(
+            prefix="apis" if kind.group else "api",
+            group=kind.group,
+            api_version=kind.version,
+            kind=kind.name,
+            name=kind.plural,
+            namespaced=True,
+            client=self._dynamic,
+        )
+
+    def _path(self, kind: Kind, namespace: str, name: str) -> str:
+        return self._resource(kind).path(name=name, namespace=namespace)
+
+    async def _request(self, method: str, path: str, **params: Any) -> Object:
+        action = f"{method.upper()} {path}"
+        timeout = aiohttp.ClientTimeout(total=DEADLINE)
+        try:
+            response = await self._dynamic.request(
+                method, path, serialize=False, _request_timeout=timeout, **params
+            )
+            return await response.json()
+        except ApiException as error:
+            raise ApiError(action, error.status or 0, str(error.body or error.reason)) from error
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            raise ApiError(action, 0, f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,68 @@
+"""What the operator itself is told: by its environment, which the Helm chart writes.
+
+Owns the operator's settings and where they come from. Knows nothing of resources.
+Invariant: a wrong setting stops the operator at the start, with the name of the variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class ConfigError(Exception):
+    """The operator's environment must be changed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorConfig:
+    """Settings of one operator process."""
+
+    namespace: str
+    """Namespace of operator, routers and fleet document (`POD_NAMESPACE`)."""
+    fleet_key: bytes
+    """Key that every service's internal key is derived from, shared with the routers (`ARGOSY_FLEET_KEY`)."""
+    engine_image: str
+    """Image of services that name none (`ARGOSY_ENGINE_IMAGE`)."""
+    image_pull_policy: str = "IfNotPresent"
+    """Pull policy of engine images (`ARGOSY_IMAGE_PULL_POLICY`). Weights make images large, so they are not
+    pulled again unless asked."""
+    router_url: str = ""
+    """URL clients reach the router at, without a path (`ARGOSY_ROUTER_URL`); shown in status. Empty: no
+    router is expected, and services are ready without one."""
+    watch_namespaces: tuple[str, ...] = ()
+    """Namespaces to serve (`ARGOSY_WATCH_NAMESPACES`, by comma); all if empty."""
+    resync_seconds: float = 300.0
+    """How often everything is read anew and reconciled, whatever events said: heals a missed event."""
+    workers: int = 8
+    """Resources reconciled at the same time. Bounds the load on the API server after a restart."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> OperatorConfig:
+        """Reads the environment.
+
+        Raises:
+            ConfigError: a variable is missing or has a value that cannot work.
+        """
+        fleet_key = _required(env, "ARGOSY_FLEET_KEY").encode()
+        if len(fleet_key) < 16:
+            raise ConfigError("ARGOSY_FLEET_KEY must have at least 16 bytes")
+        pull_policy = env.get("ARGOSY_IMAGE_PULL_POLICY") or "IfNotPresent"
+        if pull_policy not in ("Always", "IfNotPresent", "Never"):
+            raise ConfigError("ARGOSY_IMAGE_PULL_POLICY must be Always, IfNotPresent or Never")
+        watched = (name.strip() for name in env.get("ARGOSY_WATCH_NAMESPACES", "").split(","))
+        return cls(
+            namespace=_required(env, "POD_NAMESPACE"),
+            fleet_key=fleet_key,
+            engine_image=_required(env, "ARGOSY_ENGINE_IMAGE"),
+            image_pull_policy=pull_policy,
+            router_url=env.get("ARGOSY_ROUTER_URL", "").rstrip("/"),
+            watch_namespaces=tuple(name for name in watched if name),
+        )
+
+
+def _required(env: Mapping[str, str], name: str) -> str:
+    value = env.get(name, "")
+    if not value:
+        raise ConfigError(f"environment variable {name} is not set")
+    return value

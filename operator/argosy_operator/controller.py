@@ -1,0 +1,296 @@
+"""Decides when what is reconciled: events and timers mark keys, workers take them.
+
+Owns the queue, the workers, the resync, and the fleet document's ConfigMap. Must not know kopf (`main` feeds
+events in), nor what reconciling a resource means. Invariants: no reconcile before everything was listed once,
+so an empty or half-read cluster is never published; one worker per key; a lost event costs at most one resync
+period.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from argosy_engine.protocol.fleet import NameConflict, encode_fleet, resolve_names
+from argosy_operator.api import (
+    BUDGETS,
+    CONFIGMAPS,
+    DEPLOYMENTS,
+    INFERENCE_SERVICES,
+    PODS,
+    SERVICES_KIND,
+    Api,
+    Kind,
+)
+from argosy_operator.config import OperatorConfig
+from argosy_operator.drift import must_apply, stamped
+from argosy_operator.errors import ApiError, OperatorError
+from argosy_operator.fleet_doc import fleet_document
+from argosy_operator.metrics import OperatorMetrics
+from argosy_operator.names import (
+    COMPONENT_LABEL,
+    FIELD_MANAGER,
+    FLEET_CONFIGMAP,
+    FLEET_KEY,
+    MANAGED_BY_LABEL,
+    NAME_LABEL,
+)
+from argosy_operator.reconcile import Reconciler
+from argosy_operator.routers import Fetch, RouterWatch, read_router_pod
+from argosy_operator.spec import InferenceService, parse
+from argosy_operator.store import Name, Object, Store, object_name, service_of
+from argosy_operator.workqueue import WorkQueue
+
+logger = logging.getLogger(__name__)
+
+POD_SELECTOR: Final = f"{NAME_LABEL}=argosy,{COMPONENT_LABEL} in (engine,router)"
+CHILD_SELECTOR: Final = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
+WATCHED: Final[Mapping[Kind, str]] = {
+    INFERENCE_SERVICES: "",
+    DEPLOYMENTS: CHILD_SELECTOR,
+    SERVICES_KIND: CHILD_SELECTOR,
+    BUDGETS: CHILD_SELECTOR,
+    PODS: POD_SELECTOR,
+}
+"""What is watched and listed, and by which labels (filtered by the API server)."""
+
+FLEET: Final[Name] = ("", "")
+"""The key that stands for the fleet document."""
+
+_RESYNC_RETRY: Final = 5.0
+_START_RETRY: Final = 1.0
+_START_PATIENCE: Final = 60.0
+"""A chart installs the CRD and the operator together, and the API server takes a moment to serve the former."""
+
+
+def utc_now() -> str:
+    """Now, as Kubernetes writes times."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Controller:
+    """The operator without its event source."""
+
+    def __init__(
+        self, api: Api, config: OperatorConfig, *, fetch: Fetch, metrics: OperatorMetrics | None = None
+    ) -> None:
+        self._api = api
+        self._config = config
+        self.metrics = metrics or OperatorMetrics()
+        self.store = Store()
+        self.queue: WorkQueue[Name] = WorkQueue()
+        self.routers = RouterWatch(fetch, self._routers_changed)
+        self._reconciler = Reconciler(
+            api,
+            self.store,
+            config,
+            metrics=self.metrics,
+            now=utc_now,
+            routers=lambda: self.routers.view,
+        )
+        self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
+        self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
+        self.resynced_at = time.monotonic()
+        """When everything was last read anew; the liveness probe watches it."""
+
+    async def start(self, patience: float = _START_PATIENCE) -> None:
+        """Lists everything for the first time, waiting for the CRD to be served.
+
+        Raises:
+            ApiError: it did not work for `patience` seconds: no CRD, no permission, no API server.
+        """
+        deadline = asyncio.get_running_loop().time() + patience
+        while True:
+            try:
+                if not await self._api.serves(INFERENCE_SERVICES):
+                    raise ApiError(
+                        "find InferenceServices", 404, "the CustomResourceDefinition is not served"
+                    )
+                await self.resync()
+                return
+            except ApiError as error:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
+                logger.info("waiting for the API server: %s", error)
+                await asyncio.sleep(_START_RETRY)
+
+    async def run(self) -> None:
+        """Works until cancelled; `start` comes first."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(self._config.workers):
+                    tasks.create_task(self._work())
+                tasks.create_task(self._resync_forever())
+        finally:
+            self.routers.close()
+            self.queue.close()
+
+    def handle(self, kind: Kind, event: str | None, obj: Object) -> None:
+        """Takes in one event: `ADDED`, `MODIFIED`, `DELETED`, or None for an object that was there
+        already."""
+        if kind is INFERENCE_SERVICES and not self._is_served(obj):
+            return
+        if event == "DELETED":
+            held = self.store.remove(kind, obj)
+            if held:
+                self._changed(kind, obj, None)
+            return
+        before = self.store.get(kind, *object_name(obj))
+        if self.store.put(kind, obj):
+            self._changed(kind, obj, before)
+
+    async def resync(self) -> None:
+        """Reads everything anew and marks every resource."""
+        served: tuple[str | None, ...] = self._config.watch_namespaces or (None,)
+        for kind, labels in WATCHED.items():
+            own = (self._config.namespace,) if kind is PODS and None not in served else ()
+            for namespace in dict.fromkeys((*served, *own)):
+                listed = await self._api.list(kind, namespace=namespace, labels=labels)
+                self.store.replace(kind, [_with_kind(obj, kind) for obj in listed], namespace=namespace)
+        self._refresh_routers()
+        for obj in self.store.all(INFERENCE_SERVICES):
+            self.queue.add(object_name(obj))
+        self.queue.add(FLEET)
+        self.resynced_at = time.monotonic()
+        self.metrics.resync_timestamp.set_to_current_time()
+
+    def _is_served(self, obj: Object) -> bool:
+        namespaces = self._config.watch_namespaces
+        return not namespaces or obj["metadata"].get("namespace") in namespaces
+
+    def _changed(self, kind: Kind, obj: Object, before: Object | None) -> None:
+        if kind is INFERENCE_SERVICES:
+            self.queue.add(object_name(obj))
+            if before is None or _identity(before) != _identity(obj):
+                self.queue.add(FLEET)
+            return
+        service = service_of(obj)
+        if service is not None:
+            self.queue.add(service)
+        if kind is PODS and obj["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "router":
+            self._refresh_routers()
+
+    def _refresh_routers(self) -> None:
+        found = (
+            read_router_pod(obj)
+            for obj in self.store.all(PODS)
+            if obj["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "router"
+            and obj["metadata"].get("namespace") == self._config.namespace
+        )
+        self.routers.set_pods(pod for pod in found if pod is not None)
+
+    def _routers_changed(self, affected: frozenset[str] | None) -> None:
+        self.metrics.routers.set(self.routers.view.alive)
+        for obj in self.store.all(INFERENCE_SERVICES):
+            name = object_name(obj)
+            if affected is None or "/".join(name) in affected:
+                self.queue.add(name)
+
+    async def _work(self) -> None:
+        while True:
+            key = await self.queue.get()
+            started, outcome = time.perf_counter(), "ok"
+            try:
+                if key == FLEET:
+                    await self._publish_fleet()
+                else:
+                    await self._reconciler.reconcile(key, self._conflicts.get("/".join(key), ()))
+            except OperatorError as error:
+                outcome = "error"
+                logger.warning("%s: %s", _shown(key), error)
+            except Exception:  # a defect in one resource must not stop the others
+                outcome = "defect"
+                logger.exception("%s: reconcile failed", _shown(key))
+            finally:
+                self.queue.done(key, failed=outcome != "ok")
+                self.metrics.queued.set(len(self.queue))
+                self.metrics.reconcile_seconds.labels(outcome).observe(time.perf_counter() - started)
+
+    async def _resync_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.resync_seconds * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
+            while True:
+                try:
+                    await self.resync()
+                    break
+                except OperatorError as error:
+                    logger.warning("resync: %s", error)
+                    await asyncio.sleep(_RESYNC_RETRY)
+
+    async def _publish_fleet(self) -> None:
+        """Writes the fleet document if it changed, and has resources reconciled whose names are contested
+        now."""
+        services = self._services()
+        document = fleet_document(services)
+        wanted = stamped(self._fleet_configmap(encode_fleet(document).decode()))
+        live = await self._api.get(CONFIGMAPS, *object_name(wanted))
+        if must_apply(wanted, live):
+            self.metrics.writes.labels(CONFIGMAPS.name, "apply").inc()
+            await self._api.apply(wanted)
+        conflicts: dict[str, tuple[NameConflict, ...]] = {}
+        for conflict in resolve_names(document).conflicts:
+            conflicts[conflict.loser] = (*conflicts.get(conflict.loser, ()), conflict)
+        before, self._conflicts = self._conflicts, conflicts
+        for service in services:
+            if before.get(service.key) != conflicts.get(service.key):
+                self.queue.add((service.metadata.namespace, service.metadata.name))
+
+    def _services(self) -> list[InferenceService]:
+        """Every resource that can be read; parsed once per version."""
+        parsed: dict[Name, tuple[Object, InferenceService]] = {}
+        for obj in self.store.all(INFERENCE_SERVICES):
+            name = object_name(obj)
+            cached = self._parsed.get(name)
+            if cached is not None and cached[0] is obj:
+                parsed[name] = cached
+                continue
+            try:
+                parsed[name] = (obj, parse(obj))
+            except msgspec.ValidationError as error:
+                logger.warning("%s/%s is left out of the fleet document: %s", *name, error)
+        self._parsed = parsed
+        return [service for _, service in parsed.values()]
+
+    def _fleet_configmap(self, text: str) -> Object:
+        return {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": FLEET_CONFIGMAP,
+                "namespace": self._config.namespace,
+                "labels": {NAME_LABEL: "argosy", COMPONENT_LABEL: "fleet"},
+            },
+            "data": {FLEET_KEY: text},
+        }
+
+    def count_services(self) -> None:
+        """Brings the gauge of services up to date, before it is read."""
+        counts = Counter(
+            next((each.status for each in service.status.conditions if each.type == "Ready"), "Unknown")
+            for service in self._services()
+        )
+        for value in ("True", "False", "Unknown"):
+            self.metrics.services.labels(value).set(counts[value])
+
+
+def _with_kind(obj: Object, kind: Kind) -> Object:
+    """Items of a list carry no kind of their own."""
+    return {"apiVersion": kind.api_version, "kind": kind.name, **obj}
+
+
+def _identity(obj: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What of a resource the fleet document depends on."""
+    metadata = obj["metadata"]
+    return metadata.get("uid"), metadata.get("generation"), bool(metadata.get("deletionTimestamp"))
+
+
+def _shown(key: Name) -> str:
+    return "fleet document" if key == FLEET else "/".join(key)

@@ -1,0 +1,230 @@
+"""Generates the CustomResourceDefinition from the typed spec.
+
+Owns the translation of `spec`'s structs into a structural schema (types, bounds, defaults, CEL, list types,
+descriptions), the printer columns and the subresources. Knows nothing of single fields.
+Invariant: the files in the repository are what `render()` returns; a test compares them.
+
+    python -m argosy_operator.crd [REPOSITORY]     writes both copies
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+from msgspec import inspect as types
+
+from argosy_operator import spec
+from argosy_operator.schema_types import rule_schema
+
+Schema = dict[str, Any]
+
+FILES: Final = ("crds/inferenceservices.yaml", "charts/argosy/templates/crd-inferenceservices.yaml")
+"""Where the CRD lies. The chart holds it as a template, because Helm never upgrades what is in a chart's
+crds/."""
+
+HEADER: Final = "# Generated from argosy_operator.spec by `python -m argosy_operator.crd`; do not edit.\n"
+
+_INT32_MAX: Final = 2**31 - 1
+_CONDITION: Final = '.status.conditions[?(@.type=="Ready")]'
+_COLUMNS: Final[tuple[Schema, ...]] = (
+    {"name": "Ready", "type": "string", "jsonPath": f"{_CONDITION}.status"},
+    {"name": "Routable", "type": "string", "jsonPath": ".status.routable"},
+    {"name": "Model", "type": "string", "jsonPath": ".status.model"},
+    {"name": "GPU", "type": "integer", "jsonPath": ".spec.resources.gpu.count"},
+    {"name": "URL", "type": "string", "jsonPath": ".status.url"},
+    {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+    {"name": "Revision", "type": "string", "jsonPath": ".status.revision", "priority": 1},
+    {"name": "Reason", "type": "string", "jsonPath": f"{_CONDITION}.reason", "priority": 1},
+)
+
+
+def attribute_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Docstrings that follow the attributes of a struct, by attribute name."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(struct)))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    docs = {}
+    for statement, following in itertools.pairwise(body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        ):
+            docs[statement.target.id] = " ".join(following.value.value.split())
+    return docs
+
+
+def struct_schema(struct: type[msgspec.Struct], *, defaults: bool) -> Schema:
+    """Structural schema of a struct. `defaults` is off for status, which nobody but the operator fills in."""
+    info = types.type_info(struct)
+    assert isinstance(info, types.StructType)
+    docs = attribute_docs(struct)
+    properties: Schema = {}
+    for field in info.fields:
+        schema = {"description": docs[field.name], **type_schema(field.type, defaults=defaults)}
+        if defaults:
+            default = field_default(field, schema)
+            if default is not None:
+                schema["default"] = default
+        properties[field.encode_name] = schema
+    result: Schema = {"type": "object", "properties": properties}
+    required = [field.encode_name for field in info.fields if field.required]
+    if required:
+        result["required"] = required
+    if rules := getattr(struct, "rules", ()):
+        result["x-kubernetes-validations"] = [rule_schema(rule) for rule in rules]
+    return result
+
+
+def field_default(field: types.Field, schema: Schema) -> object:
+    """The default the API server writes: a scalar's own, `{}` where a nested field has one, else none."""
+    if schema["type"] == "object":
+        nested = schema.get("properties", {}).values()
+        is_optional = isinstance(field.type, types.UnionType)
+        return (
+            {}
+            if not field.required and not is_optional and any("default" in each for each in nested)
+            else None
+        )
+    if schema["type"] == "array" or field.default is msgspec.NODEFAULT or field.default == "":
+        return None
+    return field.default
+
+
+def type_schema(info: types.Type, *, defaults: bool) -> Schema:
+    """Structural schema of any type the spec is built from."""
+    match info:
+        case types.Metadata(type=inner, extra_json_schema=extra):
+            schema = type_schema(inner, defaults=defaults)
+            for key, value in (extra or {}).items():
+                schema[key] = [*schema.get(key, []), *value] if key == "x-kubernetes-validations" else value
+            return schema
+        case types.UnionType(types=members):
+            (member,) = (each for each in members if not isinstance(each, types.NoneType))
+            return type_schema(member, defaults=defaults)
+        case types.StructType(cls=struct):
+            return struct_schema(struct, defaults=defaults)
+        case types.BoolType():
+            return {"type": "boolean"}
+        case types.IntType(ge=low, le=high):
+            width = "int32" if high is not None and high <= _INT32_MAX else "int64"
+            return {"type": "integer", "format": width, **_bounds(minimum=low, maximum=high)}
+        case types.FloatType(ge=low, le=high):
+            return {"type": "number", **_bounds(minimum=low, maximum=high)}
+        case types.StrType(min_length=low, max_length=high, pattern=pattern):
+            return {"type": "string", **_bounds(minLength=low, maxLength=high, pattern=pattern)}
+        case types.LiteralType(values=values):
+            return {"type": "string", "enum": list(values)}
+        case types.DictType(value_type=value, max_length=high):
+            nested = type_schema(value, defaults=defaults)
+            return {"type": "object", "additionalProperties": nested, **_bounds(maxProperties=high)}
+        case types.VarTupleType(item_type=item, min_length=low, max_length=high):
+            nested = type_schema(item, defaults=defaults)
+            return {"type": "array", "items": nested, **_bounds(minItems=low, maxItems=high)}
+    raise TypeError(f"no structural schema for {info!r}")
+
+
+def _bounds(**bounds: object) -> Schema:
+    return {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+def schema() -> Schema:
+    """`openAPIV3Schema` of the resource."""
+    root = spec.InferenceService
+    docs = attribute_docs(root)
+    wanted = struct_schema(spec.InferenceServiceSpec, defaults=True)
+    reported = struct_schema(spec.InferenceServiceStatus, defaults=False)
+    return {
+        "description": " ".join((root.__doc__ or "").split()),
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"description": "Version of this schema.", "type": "string"},
+            "kind": {"description": "Kind of this resource.", "type": "string"},
+            "metadata": {"type": "object"},
+            "spec": {"description": docs["spec"], **wanted},
+            "status": {
+                "description": docs["status"],
+                **reported,
+            },
+        },
+        "x-kubernetes-validations": [rule_schema(rule) for rule in root.rules],
+    }
+
+
+def definition() -> Schema:
+    """The whole CustomResourceDefinition."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{spec.PLURAL}.{spec.GROUP}",
+            # Deleting the chart must not delete every InferenceService of the cluster.
+            "annotations": {"helm.sh/resource-policy": "keep"},
+            "labels": {"app.kubernetes.io/name": "argosy", "app.kubernetes.io/component": "crd"},
+        },
+        "spec": {
+            "group": spec.GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": spec.KIND,
+                "listKind": f"{spec.KIND}List",
+                "plural": spec.PLURAL,
+                "singular": spec.SINGULAR,
+                "shortNames": [spec.SHORT_NAME],
+                "categories": ["all"],
+            },
+            "versions": [
+                {
+                    "name": spec.VERSION,
+                    "served": True,
+                    "storage": True,
+                    "additionalPrinterColumns": [dict(column) for column in _COLUMNS],
+                    "subresources": {
+                        "status": {},
+                        "scale": {
+                            "specReplicasPath": ".spec.replicas",
+                            "statusReplicasPath": ".status.replicas",
+                            "labelSelectorPath": ".status.selector",
+                        },
+                    },
+                    "schema": {"openAPIV3Schema": schema()},
+                }
+            ],
+        },
+    }
+
+
+class _NoAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def render() -> str:
+    """The CustomResourceDefinition as YAML."""
+    text = yaml.dump(definition(), Dumper=_NoAliases, sort_keys=False, width=110, allow_unicode=True)
+    assert "{{" not in text, "the chart holds this file as a template"
+    return HEADER + text
+
+
+def main(argv: list[str]) -> int:
+    root = Path(argv[0] if argv else ".")
+    for name in FILES:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(), encoding="utf-8")
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

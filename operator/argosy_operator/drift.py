@@ -1,0 +1,75 @@
+"""Whether an object has to be applied: what makes rest cost no writes.
+
+Owns the comparison of a wanted manifest with the live object. Must not talk to an API server.
+Invariant: an object that was applied as it is wanted, and not changed by anyone since, is never written
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+from argosy_operator.names import APPLIED_ANNOTATION
+
+Object = dict[str, Any]
+
+_QUANTITY_FIELDS: Final = ("limits", "requests", "sizeLimit")
+_SUFFIXES: Final = {
+    "m": Decimal("0.001"),
+    "k": Decimal(10**3),
+    "M": Decimal(10**6),
+    "G": Decimal(10**9),
+    "T": Decimal(10**12),
+    "Ki": Decimal(2**10),
+    "Mi": Decimal(2**20),
+    "Gi": Decimal(2**30),
+    "Ti": Decimal(2**40),
+}
+
+
+def stamped(manifest: Object) -> Object:
+    """The manifest with the hash of itself as annotation: what is sent."""
+    digest = xxhash.xxh3_64_hexdigest(msgspec.json.encode(manifest, order="deterministic"))
+    metadata = manifest["metadata"]
+    annotations = {**metadata.get("annotations", {}), APPLIED_ANNOTATION: digest}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}
+
+
+def must_apply(wanted: Object, live: Mapping[str, Any] | None) -> bool:
+    """Whether `wanted` (stamped) differs from what lives: never applied, applied otherwise, or changed
+    since."""
+    return live is None or not contains(live, wanted)
+
+
+def contains(live: Any, wanted: Any, *, field: str = "") -> bool:
+    """Whether every value of `wanted` is in `live`. What `live` has beyond it (server defaults, status, other
+    managers' fields) does not count; quantities are compared by value, since the API server rewrites them."""
+    if isinstance(wanted, Mapping):
+        return isinstance(live, Mapping) and all(
+            contains(live.get(name), value, field=field if field in _QUANTITY_FIELDS else name)
+            for name, value in wanted.items()
+        )
+    if isinstance(wanted, list):
+        return (
+            isinstance(live, list)
+            and len(live) == len(wanted)
+            and all(contains(*pair, field=field) for pair in zip(live, wanted, strict=True))
+        ) or (not wanted and live is None)
+    if live is None:
+        return wanted in ("", None, False)  # the API server omits what is empty
+    if field in _QUANTITY_FIELDS:
+        return _quantity(live) == _quantity(wanted)
+    return live == wanted
+
+
+def _quantity(text: object) -> Decimal | str:
+    digits = str(text).rstrip("mkMGTi")
+    suffix = str(text)[len(digits) :]
+    if not digits.replace(".", "", 1).isdigit() or (suffix and suffix not in _SUFFIXES):
+        return str(text)
+    return Decimal(digits) * _SUFFIXES.get(suffix, Decimal(1))

@@ -1,0 +1,67 @@
+"""The command line and environment of one replica's engine, from its resource.
+
+Owns the translation of `spec.model` and `spec.engine` into flags of `argosy serve` (vLLM's names). Shared by
+pods and by the local fleet. Must not know pods, ports beyond its arguments, or keys. Invariant: only what the
+user set becomes a flag, so the engine's own defaults stay in one place.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from argosy_operator.names import ENGINE_PORT
+from argosy_operator.spec import InferenceService
+
+MODEL_MOUNT: Final = "/model"
+"""Where the volume of a `pvc://` source is mounted."""
+
+ANY_HOST: Final = "0.0.0.0"  # noqa: S104 - a pod's network namespace is its own
+
+_PVC: Final = "pvc://"
+_FILE: Final = "file://"
+
+
+def claim_name(source: str) -> str | None:
+    """The PersistentVolumeClaim of a `pvc://CLAIM/PATH` source, else None."""
+    return source.removeprefix(_PVC).partition("/")[0] if source.startswith(_PVC) else None
+
+
+def model_path(source: str) -> str:
+    """What the engine is told to load: a path, or the source itself (`builtin://tiny`)."""
+    if source.startswith(_PVC):
+        path = source.removeprefix(_PVC).partition("/")[2].strip("/")
+        return f"{MODEL_MOUNT}/{path}" if path else MODEL_MOUNT
+    return source.removeprefix(_FILE)
+
+
+def engine_args(service: InferenceService, *, host: str = ANY_HOST, port: int = ENGINE_PORT) -> list[str]:
+    """Arguments after `argosy`: `serve SOURCE --host ... --served-model-name NAME ALIAS... ...`."""
+    model, engine = service.spec.model, service.spec.engine
+    values: tuple[tuple[str, object], ...] = (
+        ("--device", None if engine.device == "auto" else engine.device),
+        ("--dtype", None if engine.dtype == "auto" else engine.dtype),
+        ("--max-model-len", engine.max_model_len),
+        ("--max-num-seqs", engine.max_num_seqs),
+        ("--max-num-batched-tokens", engine.max_num_batched_tokens),
+        ("--block-size", engine.block_size),
+        ("--kv-cache-memory-bytes", engine.kv_cache_memory_bytes),
+        ("--gpu-memory-utilization", engine.gpu_memory_utilization),
+        ("--threads", engine.threads),
+        ("--shutdown-timeout", engine.shutdown_timeout_seconds),
+    )
+    args = ["serve", model_path(model.source), "--host", host, "--port", str(port)]
+    args += ["--served-model-name", service.served_name, *model.aliases]
+    for flag, value in values:
+        if value is not None:
+            args += [flag, str(value)]
+    if not engine.enable_prefix_caching:
+        args.append("--no-enable-prefix-caching")
+    return args
+
+
+def engine_env(service: InferenceService) -> dict[str, str]:
+    """Literal environment variables: `spec.engine.env`, over them those of the podTemplate overlay."""
+    env = {variable.name: variable.value for variable in service.spec.engine.env}
+    for container in service.spec.pod_template.spec.containers:
+        env |= {variable.name: variable.value for variable in container.env if variable.value is not None}
+    return env

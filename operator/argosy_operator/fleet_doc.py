@@ -1,0 +1,51 @@
+"""The fleet document, from resources.
+
+Owns how an InferenceService appears to routers. Must not know how the document travels (a ConfigMap in a
+cluster, a file on a laptop), nor how names are resolved: `argosy_engine.protocol.fleet.resolve_names` does
+that on both sides. Invariant: equal resources give an equal document, byte for byte, in whatever order they
+come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, NameConflict, resolve_names
+from argosy_operator.names import ENGINE_PORT, selector
+from argosy_operator.spec import InferenceService
+
+
+def fleet_service(
+    service: InferenceService, *, endpoints: tuple[Endpoint, ...] = (), internal_key: str = ""
+) -> FleetService:
+    """One resource as routers see it. `endpoints` and `internal_key` are for the local fleet, which has no
+    pods."""
+    return FleetService(
+        namespace=service.metadata.namespace,
+        name=service.metadata.name,
+        uid=service.metadata.uid or service.key,
+        created=service.metadata.creation_timestamp,
+        model=service.served_name,
+        aliases=service.spec.model.aliases,
+        selector={} if endpoints else selector(service),
+        port=ENGINE_PORT,
+        endpoints=endpoints,
+        policy=service.spec.router.policy,
+        internal_key=internal_key,
+    )
+
+
+def fleet_document(services: Iterable[InferenceService]) -> FleetDocument:
+    """The document of a cluster; resources that are being deleted are left out."""
+    living = [service for service in services if not service.metadata.deletion_timestamp]
+    return FleetDocument(
+        services=tuple(fleet_service(service) for service in sorted(living, key=lambda service: service.key))
+    )
+
+
+def name_conflicts(
+    services: Iterable[InferenceService], service: InferenceService
+) -> tuple[NameConflict, ...]:
+    """Names that `service` claims and an older service owns."""
+    conflicts = resolve_names(fleet_document(services)).conflicts
+    return tuple(conflict for conflict in conflicts if conflict.loser == service.key)

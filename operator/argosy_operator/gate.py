@@ -1,0 +1,50 @@
+"""The `routable` readiness gate: when it opens, when it closes.
+
+Owns the decision on a pod's condition and the patch that carries it. Must not know how routers are asked
+(`routers`) or when (`reconcile`). The operator is the gate's sole writer. Invariants: a gate opens when a
+living router sends the pod requests, or when it is known that no router lives, so a fleet without routers
+does not lock up; it closes only on drain or deletion: a router that loses a replica for a moment must not
+shake rollouts and disruption budgets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from argosy_operator.names import ROUTABLE_GATE
+from argosy_operator.observed import Pod, Routers
+
+
+def decide(pod: Pod, routers: Routers) -> Literal["True", "False"] | None:
+    """The status the gate should change to; None to leave it."""
+    is_open = pod.gate == "True"
+    if pod.is_terminating:
+        return "False" if is_open else None
+    if pod.is_finished or not routers.known:
+        return None
+    if is_open:
+        return "False" if pod.uid in routers.draining else None
+    if pod.uid in routers.routable:
+        return "True"
+    if routers.alive == 0 and pod.containers_ready:
+        return "True"
+    return None
+
+
+def gate_patch(pod: Pod, status: Literal["True", "False"], *, now: str, router_lives: bool) -> dict[str, Any]:
+    """Strategic merge patch of the pod's status. The UID guards against a namesake (StatefulSet, fast
+    recreation)."""
+    if status == "False":
+        reason, message = "Draining", "the replica takes no new requests"
+    elif router_lives:
+        reason, message = "RouterSynced", "a router sends requests to the replica"
+    else:
+        reason, message = "NoRouter", "no router lives; the Service alone leads to the replica"
+    condition = {
+        "type": ROUTABLE_GATE,
+        "status": status,
+        "reason": reason,
+        "message": message,
+        "lastTransitionTime": now,
+    }
+    return {"metadata": {"uid": pod.uid}, "status": {"conditions": [condition]}}

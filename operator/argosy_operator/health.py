@@ -1,0 +1,39 @@
+"""The operator's own HTTP port: liveness and metrics.
+
+Owns `/healthz` and `/metrics`. Must not know what the operator does beyond what it is given.
+Invariant: alive means that everything was read anew within three resync periods; a process whose watches or
+API access died silently does not stay alive for longer than that.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from argosy_operator.controller import Controller
+
+_PERIODS: Final = 3
+
+
+def health_app(controller: Controller, *, resync_seconds: float) -> web.Application:
+    """The application; serving it is the caller's business."""
+
+    async def healthz(request: web.Request) -> web.Response:
+        age = time.monotonic() - controller.resynced_at
+        alive = age < _PERIODS * resync_seconds
+        body = {"alive": alive, "lastResyncSeconds": round(age, 1), "queuedKeys": len(controller.queue)}
+        return web.json_response(body, status=200 if alive else 503)
+
+    async def metrics(request: web.Request) -> web.Response:
+        controller.count_services()
+        return web.Response(
+            body=generate_latest(controller.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    app = web.Application()
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/metrics", metrics)
+    return app

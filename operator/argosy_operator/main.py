@@ -1,0 +1,195 @@
+"""The operator's process: `argosy operator`.
+
+Owns the wiring: kopf as the event source, the controller, the health port, and how they start and stop
+together. kopf handlers only hand events over; there are no diff handlers, no daemons and no finalizers, so
+removing the operator never blocks the deletion of anything. Invariant: when any of the parts ends, all end,
+and the process exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import aiohttp
+import kopf
+from aiohttp import web
+
+from argosy_operator.api import Kind, KubernetesApi
+from argosy_operator.config import ConfigError, OperatorConfig
+from argosy_operator.controller import WATCHED, Controller
+from argosy_operator.errors import OperatorError
+from argosy_operator.health import health_app
+from argosy_operator.kopf_storage import NoDiffBase, NoProgress
+from argosy_operator.routers import http_fetch
+
+logger = logging.getLogger(__name__)
+
+EXIT_CONFIG: Final = 2
+EXIT_CLUSTER: Final = 3
+EXIT_ADDRESS: Final = 4
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs until SIGTERM. Exit code 0: stopped; 1: a part failed; 2: wrong settings; 3: no usable cluster; 4: the
+    health port is taken."""
+    parser = argparse.ArgumentParser(
+        prog="argosy operator",
+        description="Reconciles InferenceServices. Settings come from the environment: POD_NAMESPACE, "
+        "ARGOSY_FLEET_KEY, ARGOSY_ENGINE_IMAGE, and optionally ARGOSY_IMAGE_PULL_POLICY, ARGOSY_ROUTER_URL, "
+        "ARGOSY_WATCH_NAMESPACES.",
+    )
+    parser.add_argument(
+        "--health-port", type=int, default=8082, help="port of /healthz and /metrics; 0 for none"
+    )
+    parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    args = parser.parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    if args.log_level != "DEBUG":
+        logging.getLogger("kopf").setLevel(logging.WARNING)
+    try:
+        config = OperatorConfig.from_env(os.environ)
+    except ConfigError as error:
+        print(f"argosy operator: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    try:
+        return asyncio.run(run(config, health_port=args.health_port))
+    except OperatorError as error:
+        print(f"argosy operator: {error}", file=sys.stderr)
+        return EXIT_CLUSTER
+    except OSError as error:
+        print(f"argosy operator: cannot serve port {args.health_port}: {error}", file=sys.stderr)
+        return EXIT_ADDRESS
+
+
+async def run(config: OperatorConfig, *, health_port: int) -> int:
+    """Runs every part until one of them ends.
+
+    Raises:
+        OperatorError: there is no cluster, or it could not be read the first time.
+    """
+    async with await KubernetesApi.connect() as api, aiohttp.ClientSession() as session:
+        controller = Controller(api, config, fetch=http_fetch(session, config.fleet_key))
+        async with _served(controller, config, health_port):
+            await controller.start()  # before kopf, which finds out once which resources are served
+            stop, ready = asyncio.Event(), asyncio.Event()
+            work = asyncio.create_task(controller.run(), name="controller")
+            source = asyncio.create_task(
+                event_source(controller, config, stop=stop, ready=ready), name="kopf"
+            )
+            signals = asyncio.create_task(_stop_signal(ready), name="signals")
+            try:
+                await asyncio.wait((work, source, signals), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                # The controller first: kopf would wait for tasks it does not know.
+                work.cancel()
+                signals.cancel()
+                await asyncio.gather(work, signals, return_exceptions=True)
+                stop.set()
+                await asyncio.gather(source, return_exceptions=True)
+            for task in (work, source):
+                error = None if task.cancelled() else task.exception()
+                if isinstance(error, OperatorError):
+                    raise error
+                if error is not None:
+                    logger.error("stopped by a failure", exc_info=error)
+                    return 1
+            return 0
+
+
+async def _stop_signal(ready: asyncio.Event) -> None:
+    """Returns at SIGTERM or SIGINT; takes them over from kopf once that runs."""
+    await ready.wait()
+    stopped = asyncio.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    await stopped.wait()
+
+
+class _served:  # noqa: N801 - used like a function
+    """Serves the health port while the context lasts."""
+
+    def __init__(self, controller: Controller, config: OperatorConfig, port: int) -> None:
+        self._runner = web.AppRunner(
+            health_app(controller, resync_seconds=config.resync_seconds), access_log=None
+        )
+        self._port = port
+
+    async def __aenter__(self) -> None:
+        await self._runner.setup()
+        if self._port:
+            await web.TCPSite(self._runner, None, self._port).start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+
+async def event_source(
+    controller: Controller, config: OperatorConfig, *, stop: asyncio.Event, ready: asyncio.Event
+) -> None:
+    """Runs kopf; every event of what is watched goes to the controller."""
+    await kopf.operator(
+        registry=handlers(controller),
+        settings=kopf_settings(),
+        identity=kopf_identity(),
+        standalone=True,
+        clusterwide=not config.watch_namespaces,
+        namespaces=sorted({*config.watch_namespaces, config.namespace}) if config.watch_namespaces else (),
+        stop_flag=stop,
+        ready_flag=ready,
+    )
+
+
+def kopf_identity() -> Any:
+    """kopf would ask for the user's name, which a numeric user of a container does not have."""
+    os.environ.setdefault("USER", "argosy")
+    from kopf._core.engines.peering import Identity
+
+    return Identity(os.environ.get("HOSTNAME", "argosy-operator"))
+
+
+def kopf_settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.persistence.diffbase_storage = NoDiffBase()
+    settings.persistence.progress_storage = NoProgress()
+    # What is watched is known: no permission on CRDs and namespaces is needed to find it out.
+    settings.scanning.disabled = True
+    for kind, labels in WATCHED.items():
+        if labels:
+            settings.watching.label_selectors[kind.group, kind.version, kind.plural] = labels
+    return settings
+
+
+def handlers(controller: Controller) -> kopf.OperatorRegistry:
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    def login(**kwargs: Any) -> Any:
+        if "KUBECONFIG" in os.environ:
+            return kopf.login_with_kubeconfig(**kwargs)
+        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+    for kind in WATCHED:
+        _listen(registry, controller, kind)
+    return registry
+
+
+def _listen(registry: kopf.OperatorRegistry, controller: Controller, kind: Kind) -> None:
+    @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=kind.plural)
+    async def on_event(event: Any, **_: Any) -> None:
+        controller.handle(kind, event["type"], dict(event["object"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Prometheus metrics of the operator, in one place.
+
+Invariant: no label has unbounded values; resources are counted, not named.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class OperatorMetrics:
+    """Metrics of one operator process, on a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.reconcile_seconds = Histogram(
+            "argosy_operator_reconcile_seconds",
+            "Time to reconcile one resource, API calls included.",
+            ["outcome"],
+            registry=self.registry,
+            buckets=(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 15.0),
+        )
+        self.writes = Counter(
+            "argosy_operator_api_writes",
+            "Writes to the API server.",
+            ["kind", "verb"],
+            registry=self.registry,
+        )
+        self.services = Gauge(
+            "argosy_operator_services",
+            "InferenceServices by status of their Ready condition.",
+            ["ready"],
+            registry=self.registry,
+        )
+        self.queued = Gauge(
+            "argosy_operator_queued_keys", "Keys waiting to be reconciled.", registry=self.registry
+        )
+        self.routers = Gauge("argosy_operator_routers_alive", "Routers that answer.", registry=self.registry)
+        self.resync_timestamp = Gauge(
+            "argosy_operator_last_resync_timestamp_seconds",
+            "When everything was last read anew.",
+            registry=self.registry,
+        )

@@ -1,0 +1,73 @@
+"""Names, labels and annotations the operator gives to what it owns.
+
+Owns every string by which operator, router and cluster find each other's objects. Knows no object's content.
+Invariant: a generated name is a DNS label of at most 63 characters, and so are the names Kubernetes derives
+from it (ReplicaSet, Pod); long names end in a hash, so that two resources never share a child.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import xxhash
+
+from argosy_operator.spec import GROUP, InferenceService
+
+FIELD_MANAGER: Final = "argosy-operator"
+
+ROUTABLE_GATE: Final = f"{GROUP}/routable"
+"""Readiness gate, and the pod condition of the same name. The operator is its sole writer."""
+
+SERVICE_LABEL: Final = f"{GROUP}/service"
+"""On every child: the name of the resource that owns it. Kubernetes discovery selects by it."""
+REVISION_LABEL: Final = f"{GROUP}/revision"
+"""On every pod: hash of the pod template it was made from."""
+APPLIED_ANNOTATION: Final = f"{GROUP}/applied"
+"""On every child: hash of the object as it was applied, so that an unchanged one is not written again."""
+
+COMPONENT_LABEL: Final = "app.kubernetes.io/component"
+NAME_LABEL: Final = "app.kubernetes.io/name"
+INSTANCE_LABEL: Final = "app.kubernetes.io/instance"
+MANAGED_BY_LABEL: Final = "app.kubernetes.io/managed-by"
+
+ENGINE_PORT: Final = 8000
+ROUTER_ADMIN_PORT: Final = 8081
+FLEET_CONFIGMAP: Final = "argosy-fleet"
+FLEET_KEY: Final = "fleet.json"
+API_KEY_ENV: Final = "ARGOSY_API_KEY"
+"""Environment variable, and field of the service's Secret, that holds the engines' internal key."""
+
+_POD_SUFFIX: Final = len("-0123456789-abcde")
+"""What ReplicaSet (template hash) and Pod (random) append to a Deployment's name."""
+
+
+def shorten(name: str, limit: int) -> str:
+    """`name`, or its beginning and a hash of all of it, in at most `limit` characters."""
+    if len(name) <= limit:
+        return name
+    return f"{name[: limit - 9].rstrip('-.')}-{xxhash.xxh3_64_hexdigest(name.encode())[:8]}"
+
+
+def child_name(service: InferenceService, suffix: str = "engine") -> str:
+    """Name of a child object: `NAME-SUFFIX`."""
+    return f"{shorten(service.metadata.name, 63 - _POD_SUFFIX - len(suffix) - 1)}-{suffix}"
+
+
+def service_label(service: InferenceService) -> str:
+    """Value of `SERVICE_LABEL`: the resource's name, which CEL keeps to the length of a label."""
+    return service.metadata.name
+
+
+def selector(service: InferenceService) -> dict[str, str]:
+    """Labels that select the service's pods inside its namespace."""
+    return {COMPONENT_LABEL: "engine", SERVICE_LABEL: service_label(service)}
+
+
+def child_labels(service: InferenceService) -> dict[str, str]:
+    """Labels of every child object."""
+    return {
+        NAME_LABEL: "argosy",
+        INSTANCE_LABEL: service_label(service),
+        MANAGED_BY_LABEL: FIELD_MANAGER,
+        **selector(service),
+    }

@@ -1,0 +1,123 @@
+"""What the operator sees of one service: its Deployment, its pods, its routers, who contests its names.
+
+Owns the reading of Kubernetes objects into small typed views. Must not decide anything.
+Invariant: a view is a function of the objects alone, so a decision made on it can be repeated in a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from argosy_engine.protocol.fleet import NameConflict
+from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
+from argosy_operator.overlay import ENGINE_CONTAINER
+
+Object = Mapping[str, Any]
+"""A Kubernetes object as JSON."""
+
+
+class Problem(Struct, frozen=True):
+    """Why a pod does not run, in Kubernetes' own word and a sentence."""
+
+    reason: str
+    message: str
+
+
+class Pod(Struct, frozen=True, kw_only=True):
+    """One replica's pod."""
+
+    name: str
+    uid: str
+    revision: str = ""
+    node: str = ""
+    is_terminating: bool = False
+    is_finished: bool = False
+    """Failed or succeeded: it will never serve again (evicted, say)."""
+    containers_ready: bool = False
+    gate: str = ""
+    """Status of the condition `routable`; empty while it was never written."""
+    unschedulable: str = ""
+    """Message of the scheduler, while no node takes the pod."""
+    problem: Problem | None = None
+    restarts: int = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.is_terminating and not self.is_finished
+
+    @property
+    def is_routable(self) -> bool:
+        return self.is_alive and self.containers_ready and self.gate == "True"
+
+
+class Routers(Struct, frozen=True, kw_only=True):
+    """What the routers said last."""
+
+    known: bool = False
+    """Whether the routers have been asked at all since the operator started."""
+    alive: int = 0
+    """Routers that answer."""
+    routable: frozenset[str] = frozenset()
+    """UIDs of pods that at least one living router sends requests to."""
+    draining: frozenset[str] = frozenset()
+    """UIDs of pods that a living router saw draining, and that no router sends requests to."""
+
+
+class Observed(Struct, frozen=True, kw_only=True):
+    """Everything `desired` and `status` may look at, besides the resource."""
+
+    deployment: Object | None = None
+    pods: tuple[Pod, ...] = ()
+    routers: Routers = Routers()
+    conflicts: tuple[NameConflict, ...] = ()
+
+
+def read_pod(obj: Object) -> Pod:
+    """A pod's view."""
+    metadata, spec, status = obj["metadata"], obj.get("spec", {}), obj.get("status", {})
+    conditions = {each["type"]: each for each in status.get("conditions", ())}
+    scheduled = conditions.get("PodScheduled", {})
+    containers = {each["name"]: each for each in status.get("containerStatuses", ())}
+    container: Object = containers.get(ENGINE_CONTAINER, {})
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        revision=metadata.get("labels", {}).get(REVISION_LABEL, ""),
+        node=spec.get("nodeName") or "",
+        is_terminating=bool(metadata.get("deletionTimestamp")),
+        is_finished=status.get("phase") in ("Failed", "Succeeded"),
+        containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
+        gate=conditions.get(ROUTABLE_GATE, {}).get("status", ""),
+        unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
+        problem=_problem(status, container),
+        restarts=container.get("restartCount", 0),
+    )
+
+
+_HARMLESS_WAITS = ("ContainerCreating", "PodInitializing")
+
+
+def _problem(status: Object, container: Object) -> Problem | None:
+    if status.get("phase") == "Failed":
+        return Problem(status.get("reason") or "PodFailed", status.get("message") or "the pod failed")
+    ended = container.get("lastState", {}).get("terminated") or container.get("state", {}).get("terminated")
+    waiting = container.get("state", {}).get("waiting")
+    if waiting and waiting.get("reason") not in _HARMLESS_WAITS:
+        message = waiting.get("message", "")
+        if ended:
+            message = f"{message} (last exit: {_exit(ended)})".strip()
+        oom = ended is not None and ended.get("reason") == "OOMKilled"
+        return Problem("OOMKilled" if oom else waiting.get("reason", "Waiting"), message)
+    if ended and not container.get("ready"):
+        reason = ended.get("reason") or "Error"
+        return Problem(
+            "OOMKilled" if reason == "OOMKilled" else "ContainerExited", f"last exit: {_exit(ended)}"
+        )
+    return None
+
+
+def _exit(ended: Object) -> str:
+    return f"{ended.get('reason') or 'Error'}, code {ended.get('exitCode', '?')}"

@@ -1,0 +1,323 @@
+"""The podTemplate overlay: the few pod fields a user may add, and nothing else.
+
+Owns the types of `spec.podTemplate`. An allow-list, because a field passed through to a pod is a permission
+handed to whoever may write the resource: no hostPath, no service account, no security context, no extra
+containers. Invariant: an overlay never takes a pod out of the restricted Pod Security profile.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from msgspec import Meta, Struct
+
+from argosy_operator.schema_types import (
+    MAP_BY_NAME,
+    AnnotationValue,
+    LabelKey,
+    LabelValue,
+    ObjectName,
+    Quantity,
+    Rule,
+    rules_of,
+)
+
+ENGINE_CONTAINER: Final = "engine"
+
+RESERVED_ENV: Final = ("ARGOSY_API_KEY", "HOME", "POD_NAME", "POD_NAMESPACE", "POD_UID")
+"""Set by the operator; an overlay that could change them could also unlock or misname a replica."""
+
+RESERVED_MOUNTS: Final = ("/", "/dev/shm", "/home/argosy", "/model", "/tmp")  # noqa: S108 - a path in the pod
+
+VOLUME_PREFIX: Final = "argosy-"
+
+_quoted_env = ", ".join(f"'{name}'" for name in RESERVED_ENV)
+_quoted_mounts = ", ".join(f"'{path}'" for path in RESERVED_MOUNTS)
+
+_env_name_rules: Final[dict[str, Any]] = rules_of(
+    Rule(
+        rule=f"!(self in [{_quoted_env}])",
+        message=f"is set by the operator; reserved: {', '.join(RESERVED_ENV)}",
+    )
+)
+EnvName = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=256,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$",
+        extra_json_schema=_env_name_rules,
+    ),
+]
+FileMode = Annotated[int, Meta(ge=0, le=0o777)]
+MountPath = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=1024,
+        extra_json_schema=rules_of(
+            Rule(
+                rule="self.startsWith('/') && !self.contains(':') && !self.contains('..')",
+                message="must be an absolute path without ':' or '..'",
+            ),
+            Rule(
+                rule=f"!(self in [{_quoted_mounts}])",
+                message=f"is used by the operator; reserved: {', '.join(RESERVED_MOUNTS)}",
+            ),
+        ),
+    ),
+]
+RelativePath = Annotated[str, Meta(max_length=512, pattern=r"^[^/]")]
+"""Kubernetes itself refuses `..` in it, when the Deployment is applied."""
+Key = Annotated[str, Meta(min_length=1, max_length=253)]
+
+
+class KeyToPath(Struct, frozen=True, kw_only=True, rename="camel"):
+    """One key of a ConfigMap or Secret and the file it becomes."""
+
+    key: Key
+    """Key to project."""
+    path: RelativePath
+    """Path of the file below the mount."""
+    mode: FileMode | None = None
+    """Permission bits of the file."""
+
+
+KeysToPaths = Annotated[tuple[KeyToPath, ...], Meta(max_length=32)]
+
+
+class ConfigMapVolume(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A ConfigMap of the resource's own namespace."""
+
+    name: ObjectName
+    """Name of the ConfigMap."""
+    items: KeysToPaths = ()
+    """Keys to project; every key if left out."""
+    default_mode: FileMode | None = None
+    """Permission bits of the files."""
+    optional: bool | None = None
+    """Whether the pod may start without the ConfigMap."""
+
+
+class SecretVolume(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A Secret of the resource's own namespace."""
+
+    secret_name: ObjectName
+    """Name of the Secret."""
+    items: KeysToPaths = ()
+    """Keys to project; every key if left out."""
+    default_mode: FileMode | None = None
+    """Permission bits of the files."""
+    optional: bool | None = None
+    """Whether the pod may start without the Secret."""
+
+
+class SecretProjection(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A Secret inside a projected volume."""
+
+    name: ObjectName
+    """Name of the Secret."""
+    items: KeysToPaths = ()
+    """Keys to project; every key if left out."""
+    optional: bool | None = None
+    """Whether the pod may start without the Secret."""
+
+
+class ConfigMapProjection(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A ConfigMap inside a projected volume."""
+
+    name: ObjectName
+    """Name of the ConfigMap."""
+    items: KeysToPaths = ()
+    """Keys to project; every key if left out."""
+    optional: bool | None = None
+    """Whether the pod may start without the ConfigMap."""
+
+
+class VolumeProjection(Struct, frozen=True, kw_only=True, rename="camel"):
+    """One source of a projected volume. Service account tokens are not offered."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule="has(self.configMap) != has(self.secret)", message="name exactly one of configMap and secret"
+        ),
+    )
+    config_map: ConfigMapProjection | None = None
+    """Files from a ConfigMap."""
+    secret: SecretProjection | None = None
+    """Files from a Secret."""
+
+
+class ProjectedVolume(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Several ConfigMaps and Secrets in one folder."""
+
+    sources: Annotated[tuple[VolumeProjection, ...], Meta(min_length=1, max_length=16)]
+    """What to project."""
+    default_mode: FileMode | None = None
+    """Permission bits of the files."""
+
+
+class EmptyDirVolume(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Scratch space that lives as long as the pod."""
+
+    medium: Literal["", "Memory"] | None = None
+    """`Memory` for a tmpfs; it counts against the memory limit."""
+    size_limit: Quantity | None = None
+    """Upper bound of its size."""
+
+
+class ClaimVolume(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A PersistentVolumeClaim of the resource's own namespace."""
+
+    claim_name: ObjectName
+    """Name of the claim."""
+    read_only: bool | None = None
+    """Whether to mount it read-only."""
+
+
+class Volume(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A volume of one of the allowed kinds."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule=(
+                "size([has(self.configMap), has(self.secret), has(self.emptyDir), "
+                "has(self.persistentVolumeClaim), has(self.projected)].filter(x, x)) == 1"
+            ),
+            message=(
+                "name exactly one of configMap, secret, emptyDir, persistentVolumeClaim and projected "
+                "(no other kind of volume is allowed)"
+            ),
+        ),
+        Rule(
+            rule=f"!self.name.startsWith('{VOLUME_PREFIX}')",
+            message=f"names that begin with '{VOLUME_PREFIX}' are the operator's own",
+            field_path=".name",
+        ),
+    )
+    name: Annotated[str, Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+    """Name that volumeMounts refer to."""
+    config_map: ConfigMapVolume | None = None
+    """Files from a ConfigMap."""
+    secret: SecretVolume | None = None
+    """Files from a Secret."""
+    empty_dir: EmptyDirVolume | None = None
+    """Scratch space."""
+    persistent_volume_claim: ClaimVolume | None = None
+    """A PersistentVolumeClaim."""
+    projected: ProjectedVolume | None = None
+    """Several ConfigMaps and Secrets in one folder."""
+
+
+class VolumeMount(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Where a volume appears in the engine container."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=63)]
+    """Name of a volume in podTemplate.spec.volumes."""
+    mount_path: MountPath
+    """Absolute path in the container."""
+    sub_path: RelativePath | None = None
+    """Folder or file of the volume to mount instead of its root."""
+    read_only: bool | None = None
+    """Whether the engine may only read it."""
+
+
+class KeySelector(Struct, frozen=True, kw_only=True, rename="camel"):
+    """One key of a ConfigMap or Secret of the resource's own namespace."""
+
+    name: ObjectName
+    """Name of the object."""
+    key: Key
+    """Key whose value is taken."""
+    optional: bool | None = None
+    """Whether the pod may start without it."""
+
+
+class EnvVarSource(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Where a variable's value comes from."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule="has(self.configMapKeyRef) != has(self.secretKeyRef)",
+            message="name exactly one of configMapKeyRef and secretKeyRef",
+        ),
+    )
+    config_map_key_ref: KeySelector | None = None
+    """A key of a ConfigMap."""
+    secret_key_ref: KeySelector | None = None
+    """A key of a Secret."""
+
+
+class EnvVar(Struct, frozen=True, kw_only=True, rename="camel"):
+    """An environment variable with a literal value."""
+
+    name: EnvName
+    """Name of the variable."""
+    value: Annotated[str, Meta(max_length=32768)] = ""
+    """Its value."""
+
+
+class ContainerEnvVar(Struct, frozen=True, kw_only=True, rename="camel"):
+    """An environment variable whose value may come from a ConfigMap or Secret."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(rule="!(has(self.value) && has(self.valueFrom))", message="set value or valueFrom, not both"),
+    )
+    name: EnvName
+    """Name of the variable."""
+    value: Annotated[str, Meta(max_length=32768)] | None = None
+    """A literal value."""
+    value_from: EnvVarSource | None = None
+    """Where the value comes from."""
+
+
+class ContainerOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What may be added to a container."""
+
+    name: Literal["engine"]
+    """Which container: the pod has one, `engine`."""
+    env: Annotated[tuple[ContainerEnvVar, ...], Meta(max_length=128, extra_json_schema=MAP_BY_NAME)] = ()
+    """Variables, merged by name over spec.engine.env."""
+    volume_mounts: Annotated[tuple[VolumeMount, ...], Meta(max_length=32)] = ()
+    """Mounts of the volumes below podTemplate.spec.volumes."""
+
+
+class PodSpecOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What may be added to the pod's spec."""
+
+    volumes: Annotated[tuple[Volume, ...], Meta(max_length=32, extra_json_schema=MAP_BY_NAME)] = ()
+    """Volumes of the allowed kinds."""
+    containers: Annotated[
+        tuple[ContainerOverlay, ...], Meta(max_length=1, extra_json_schema=MAP_BY_NAME)
+    ] = ()
+    """Additions to the engine container."""
+
+
+_own_key_rule = (
+    "self.all(key, !key.startsWith('inference.argosy.dev/') && !key.startsWith('app.kubernetes.io/'))"
+)
+_own_key_message = "keys below inference.argosy.dev/ and app.kubernetes.io/ are the operator's own"
+
+
+class PodMetadataOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What may be added to the pod's metadata."""
+
+    labels: Annotated[
+        dict[LabelKey, LabelValue],
+        Meta(max_length=32, extra_json_schema=rules_of(Rule(rule=_own_key_rule, message=_own_key_message))),
+    ] = {}
+    """Labels added to every replica."""
+    annotations: Annotated[
+        dict[LabelKey, AnnotationValue],
+        Meta(max_length=32, extra_json_schema=rules_of(Rule(rule=_own_key_rule, message=_own_key_message))),
+    ] = {}
+    """Annotations added to every replica."""
+
+
+class PodTemplate(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A restricted overlay over the pods the operator renders."""
+
+    metadata: PodMetadataOverlay = PodMetadataOverlay()
+    """Labels and annotations."""
+    spec: PodSpecOverlay = PodSpecOverlay()
+    """Volumes, and the engine container's variables and mounts."""

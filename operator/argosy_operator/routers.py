@@ -1,0 +1,200 @@
+"""Asks every living router which replicas it sends requests to, and puts the answers together.
+
+Owns one long poll per router pod and the view `Routers`. Must not know gates, or what anybody does with the
+view. Invariants: a router counts as alive while it answers, with a grace for one missed answer; while that is
+open, or before the first answers, the view says that it does not know, and nobody decides anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from argosy_engine.protocol.keys import internal_key
+from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_operator.names import ROUTER_ADMIN_PORT
+from argosy_operator.observed import Routers
+
+logger = logging.getLogger(__name__)
+
+WAIT: Final = 25
+"""Seconds a router may hold an answer back while nothing changes."""
+GRACE: Final = 10.0
+"""Seconds without an answer until a router counts as dead. Covers a restart of its pod's container."""
+RETRY: Final = 1.0
+"""Seconds until a router that did not answer, or that does not hold answers back, is asked again."""
+PAUSE: Final = 0.05
+"""Seconds between two reports of one router: bounds the work while a fleet starts."""
+
+Fetch = Callable[[str, "int | None"], Awaitable[RoutableReport]]
+"""`fetch(pod address, revision seen)`: the router's next report."""
+
+
+class RouterPod(Struct, frozen=True, kw_only=True):
+    """A router's pod, as far as it matters here."""
+
+    uid: str
+    name: str
+    address: str
+
+
+def read_router_pod(obj: Mapping[str, Any]) -> RouterPod | None:
+    """The pod, if a router can answer there."""
+    status = obj.get("status", {})
+    if (
+        obj["metadata"].get("deletionTimestamp")
+        or status.get("phase") != "Running"
+        or not status.get("podIP")
+    ):
+        return None
+    return RouterPod(uid=obj["metadata"]["uid"], name=obj["metadata"]["name"], address=status["podIP"])
+
+
+class _Peer:
+    """One router being polled."""
+
+    def __init__(self, pod: RouterPod, now: float) -> None:
+        self.pod = pod
+        self.report: RoutableReport | None = None
+        self.failing_since: float | None = now
+        """Since when it has not answered; None after an answer."""
+        self.task: asyncio.Task[None] | None = None
+
+
+class RouterWatch:
+    """Polls routers; calls `on_change(names of services affected, None for all)` when the view changes."""
+
+    def __init__(self, fetch: Fetch, on_change: Callable[[frozenset[str] | None], None]) -> None:
+        self._fetch = fetch
+        self._on_change = on_change
+        self._peers: dict[str, _Peer] = {}
+        self._silent: set[str] = set()
+        """Routers that have not answered for longer than GRACE."""
+        self._alone_since: float | None = None
+        """Since when no router is alive; None before the pods were listed, and while one is."""
+        self._view = Routers()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def view(self) -> Routers:
+        return self._view
+
+    def set_pods(self, pods: Iterable[RouterPod]) -> None:
+        """The router pods that run now."""
+        now = asyncio.get_running_loop().time()
+        wanted = {pod.uid: pod for pod in pods}
+        for uid in self._peers.keys() - wanted.keys():
+            self._forget(uid)
+        for uid, pod in wanted.items():
+            if uid in self._peers and self._peers[uid].pod == pod:
+                continue
+            if uid in self._peers:
+                self._forget(uid)
+            peer = self._peers[uid] = _Peer(pod, now)
+            peer.task = asyncio.create_task(self._poll(peer), name=f"router {pod.name}")
+        self._refresh(None)
+
+    def close(self) -> None:
+        for uid in list(self._peers):
+            self._forget(uid)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _forget(self, uid: str) -> None:
+        peer = self._peers.pop(uid)
+        self._silent.discard(uid)
+        if peer.task is not None:
+            peer.task.cancel()
+
+    async def _poll(self, peer: _Peer) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            seen = None if peer.report is None or peer.failing_since is not None else peer.report.revision
+            asked = loop.time()
+            try:
+                report = await self._fetch(peer.pod.address, seen)
+            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+                if peer.failing_since is None:
+                    peer.failing_since = loop.time()
+                    logger.warning(
+                        "router %s does not answer: %s", peer.pod.name, error or type(error).__name__
+                    )
+                self._refresh(None)
+                await asyncio.sleep(RETRY)
+                continue
+            before, peer.report, peer.failing_since = peer.report, report, None
+            self._silent.discard(peer.pod.uid)
+            self._refresh(_affected(before, report))
+            was_held = report.revision != seen or loop.time() - asked >= RETRY
+            await asyncio.sleep(PAUSE if was_held else RETRY)
+
+    def _refresh(self, affected: frozenset[str] | None) -> None:
+        """Computes the view anew, tells if it changed, and looks again when a grace ends."""
+        now = asyncio.get_running_loop().time()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        ends = []
+        for uid, peer in self._peers.items():
+            if peer.failing_since is None:
+                continue
+            if now >= peer.failing_since + GRACE:
+                self._silent.add(uid)
+            else:
+                ends.append(peer.failing_since + GRACE)
+        alive = [
+            peer for uid, peer in self._peers.items() if peer.report is not None and uid not in self._silent
+        ]
+        if alive:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        if self._alone_since is not None and now < self._alone_since + GRACE:
+            ends.append(self._alone_since + GRACE)
+        if ends:
+            self._timer = asyncio.get_running_loop().call_at(min(ends), self._refresh, None)
+        is_alone = self._alone_since is not None and now >= self._alone_since + GRACE
+        view = _combined(alive, known=bool(alive) or is_alone)
+        if view == self._view:
+            return
+        turned = view.known != self._view.known or (view.alive == 0) != (self._view.alive == 0)
+        self._view = view
+        self._on_change(None if turned else affected)
+
+
+def _combined(alive: Iterable[_Peer], *, known: bool) -> Routers:
+    reports = [peer.report for peer in alive if peer.report is not None]
+    replicas = [replica for report in reports for replica in report.replicas if replica.uid]
+    routable = frozenset(replica.uid for replica in replicas if replica.routable)
+    draining = frozenset(replica.uid for replica in replicas if replica.state == "draining")
+    return Routers(known=known, alive=len(reports), routable=routable, draining=draining - routable)
+
+
+def _affected(before: RoutableReport | None, after: RoutableReport) -> frozenset[str] | None:
+    """Services whose replicas changed between two reports of one router; None where that is unknown."""
+    if before is None:
+        return None
+    changed = set(before.replicas) ^ set(after.replicas)
+    return frozenset(replica.service for replica in changed)
+
+
+def http_fetch(session: aiohttp.ClientSession, fleet_key: bytes) -> Fetch:
+    """`Fetch` over HTTP with the admin port's key."""
+    headers = {"Authorization": f"Bearer {internal_key(fleet_key, ADMIN_KEY_UID)}"}
+
+    async def fetch(address: str, seen: int | None) -> RoutableReport:
+        host = f"[{address}]" if ":" in address else address
+        query = "" if seen is None else f"?after={seen}&wait={WAIT}"
+        timeout = aiohttp.ClientTimeout(total=5 if seen is None else WAIT + 5, connect=2)
+        url = f"http://{host}:{ROUTER_ADMIN_PORT}{REPORT_PATH}{query}"
+        async with session.get(url, headers=headers, timeout=timeout) as response:
+            response.raise_for_status()
+            return msgspec.json.decode(await response.read(), type=RoutableReport)
+
+    return fetch

@@ -1,0 +1,89 @@
+"""Bounded building blocks of the custom resource: every string, number and list of the API has a limit.
+
+Owns the small types that `spec` and `overlay` are written in, and `Rule`, the CEL rule a struct carries in
+its `rules`. Knows nothing of what the fields mean. Invariant: whatever is built from these types has a schema
+the API server can bound (CEL cost, CVE lessons on unbounded fields).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct
+
+
+class Rule(Struct, frozen=True, kw_only=True):
+    """One `x-kubernetes-validations` entry.
+
+    Only the common core of CEL is used (`has`, `in`, `size`, `matches`, `startsWith`, `contains`, `all`,
+    `exists`, `filter`): the same text runs in the API server and in `validate`.
+    """
+
+    rule: str
+    message: str
+    """Says what to do, not only what is wrong."""
+    field_path: str = ""
+    """Where the error is reported, relative to the struct, such as `.engine.device`."""
+
+
+def rules_of(*rules: Rule) -> dict[str, Any]:
+    """`extra_json_schema` of a field whose value alone decides (a string's form, say)."""
+    return {"x-kubernetes-validations": [rule_schema(rule) for rule in rules]}
+
+
+def rule_schema(rule: Rule) -> dict[str, str]:
+    """The rule as the CRD holds it."""
+    schema = {"rule": rule.rule, "message": rule.message}
+    if rule.field_path:
+        schema["fieldPath"] = rule.field_path
+    return schema
+
+
+SET: Final[dict[str, Any]] = {"x-kubernetes-list-type": "set"}
+MAP_BY_TYPE: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+MAP_BY_NAME: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+
+QUANTITY_PATTERN: Final = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
+BYTES_PATTERN: Final = r"^[1-9][0-9]*(k|Ki|M|Mi|G|Gi|T|Ti)?$"
+
+Quantity = Annotated[str, Meta(pattern=QUANTITY_PATTERN, max_length=32)]
+"""A Kubernetes quantity as a string, such as `500m` or `16Gi`."""
+
+ByteQuantity = Annotated[str, Meta(pattern=BYTES_PATTERN, max_length=32)]
+"""A whole number of bytes with an optional suffix, such as `2Gi`."""
+
+LabelValue = Annotated[str, Meta(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$")]
+LabelKey = Annotated[str, Meta(max_length=317)]
+AnnotationValue = Annotated[str, Meta(max_length=16384)]
+ObjectName = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+_DOMAIN: Final = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
+ResourceName = Annotated[
+    str,
+    Meta(min_length=3, max_length=253, pattern=rf"^{_DOMAIN}/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"),
+]
+ServedName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
+
+_SUFFIXES: Final = {
+    "": 1,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
+
+
+def quantity_bytes(quantity: str) -> int:
+    """Bytes of a `ByteQuantity`.
+
+    Raises:
+        ValueError: not a whole number with a known suffix.
+    """
+    digits = quantity.rstrip("kKMGTi")
+    suffix = quantity[len(digits) :]
+    if suffix not in _SUFFIXES or not digits.isdigit():
+        raise ValueError(f"not a quantity of bytes: {quantity!r}")
+    return int(digits) * _SUFFIXES[suffix]

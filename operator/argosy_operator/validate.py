@@ -1,0 +1,325 @@
+"""Validates manifests without a cluster, by the CRD's own schema and CEL rules.
+
+Owns what an API server does to a resource before it stores it: unknown fields, defaults, the structural
+schema, list types, CEL, in that order and in its words. Must not know kopf, kubernetes or what happens to a
+valid manifest. Invariant: a manifest is accepted here if and only if an API server with our CRD accepts it;
+one table of good and bad manifests is run through both.
+
+ManifestError
+    the author must change the manifest; `errors` lists every field at fault
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import msgspec
+from msgspec import Struct
+
+from argosy_operator.spec import API_VERSION, KIND, InferenceService, parse
+
+if TYPE_CHECKING:
+    import celpy
+
+Schema = dict[str, Any]
+
+_METADATA_FIELDS = (
+    "name",
+    "namespace",
+    "labels",
+    "annotations",
+    "finalizers",
+    "ownerReferences",
+    "generateName",
+    "uid",
+    "generation",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "deletionGracePeriodSeconds",
+    "resourceVersion",
+    "managedFields",
+    "selfLink",
+)
+_METADATA_SCHEMA: Schema = {"type": "object", "properties": {name: {} for name in _METADATA_FIELDS}}
+
+
+class FieldError(Struct, frozen=True):
+    """One field at fault, in Kubernetes' words."""
+
+    path: str
+    """Such as `spec.model.aliases[1]`; empty for the resource as a whole."""
+    message: str
+    """Such as `Invalid value: -1: should be greater than or equal to 0`."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class ManifestError(Exception):
+    """A manifest that an API server would refuse."""
+
+    def __init__(self, errors: tuple[FieldError, ...], resource: str = "") -> None:
+        assert errors
+        self.errors = errors
+        self.resource = resource
+        self.path = errors[0].path
+        self.message = errors[0].message
+        text = "; ".join(str(error) for error in errors)
+        super().__init__(f"{resource} is invalid: {text}" if resource else text)
+
+
+def load_manifests(text: str, *, default_namespace: str = "default") -> list[InferenceService]:
+    """Every resource of a YAML file (several documents, or a `List`), validated and with defaults applied.
+
+    Raises:
+        ManifestError: not YAML, a key given twice, another kind, or a resource an API server would refuse.
+    """
+    services: list[InferenceService] = []
+    for document in _documents(text):
+        service = validate_manifest(document, default_namespace=default_namespace)
+        if any(service.key == other.key for other in services):
+            raise ManifestError(
+                (FieldError("metadata.name", f"Duplicate value: {service.key!r}"),), _name(document)
+            )
+        services.append(service)
+    return services
+
+
+def validate_manifest(document: object, *, default_namespace: str = "default") -> InferenceService:
+    """One resource, validated and with defaults applied.
+
+    Raises:
+        ManifestError: an API server would refuse it.
+    """
+    if not isinstance(document, dict):
+        raise ManifestError((FieldError("", f"a manifest must be a mapping, not {_type_name(document)}"),))
+    resource = _name(document)
+    errors = tuple(_identity_errors(document))
+    if errors:
+        raise ManifestError(errors, resource)
+    schema = _schema()
+    manifest: dict[str, Any] = json.loads(
+        json.dumps(document)
+    )  # a copy of plain JSON values; the caller's stays as it is
+    stages = (_unknown_fields, _schema_errors, _list_errors, _cel_errors)
+    for stage in stages:
+        if stage is _schema_errors:
+            apply_defaults(schema, manifest)
+        errors = tuple(stage(schema, manifest, ""))
+        if errors:
+            raise ManifestError(errors, resource)
+    manifest["metadata"].setdefault("namespace", default_namespace)
+    try:
+        return parse(manifest)
+    except msgspec.ValidationError as error:  # metadata has no schema of ours
+        raise ManifestError((FieldError("metadata", str(error)),), resource) from error
+
+
+@functools.cache
+def _schema() -> Schema:
+    from argosy_operator import crd
+
+    schema = crd.schema()
+    schema["properties"]["metadata"] = _METADATA_SCHEMA
+    return schema
+
+
+def _documents(text: str) -> Iterator[object]:
+    import yaml
+
+    class StrictLoader(yaml.SafeLoader):
+        """Refuses a key given twice, which PyYAML would resolve silently; dates stay strings."""
+
+        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+            first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key_node, _ in node.value:
+                if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key_node.value!r} already set in map", key_node.start_mark
+                    )
+                seen.add(key_node.value)
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        for document in yaml.load_all(text, Loader=StrictLoader):
+            if document is None:
+                continue
+            if isinstance(document, dict) and document.get("kind") == "List":
+                yield from document.get("items") or ()
+            else:
+                yield document
+    except yaml.YAMLError as error:
+        raise ManifestError((FieldError("", f"not valid YAML: {error}"),)) from error
+
+
+def _name(document: object) -> str:
+    metadata = document.get("metadata") if isinstance(document, dict) else None
+    name = metadata.get("name") if isinstance(metadata, dict) else None
+    return f'{KIND} "{name}"' if isinstance(name, str) else ""
+
+
+def _identity_errors(document: dict[str, Any]) -> Iterator[FieldError]:
+    for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if field not in document:
+            yield FieldError(field, "Required value")
+        elif document[field] != wanted:
+            found = _json(document[field])
+            yield FieldError(field, f'Unsupported value: {found}: supported values: "{wanted}"')
+    metadata = document.get("metadata")
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str) or not metadata["name"]:
+        yield FieldError("metadata.name", "Required value: name is required")
+
+
+def _unknown_fields(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
+    if isinstance(value, dict) and "properties" in schema:
+        known = schema["properties"]
+        for name, nested in value.items():
+            if name in known:
+                yield from _unknown_fields(known[name], nested, _join(path, name))
+            else:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                yield FieldError("", f'unknown field "{_join(path, name)}"{hint}')
+    elif isinstance(value, list) and "items" in schema:
+        for index, nested in enumerate(value):
+            yield from _unknown_fields(schema["items"], nested, f"{path}[{index}]")
+
+
+def apply_defaults(schema: Schema, value: object) -> None:
+    """Writes the schema's defaults into `value`, as the API server does; a null where there is a default is
+    one."""
+    if isinstance(value, dict):
+        for name, nested in schema.get("properties", {}).items():
+            if "default" in nested and value.get(name) is None:
+                value[name] = json.loads(json.dumps(nested["default"]))
+            if name in value:
+                apply_defaults(nested, value[name])
+    elif isinstance(value, list) and "items" in schema:
+        for item in value:
+            apply_defaults(schema["items"], item)
+
+
+def _schema_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(schema)
+    for error in sorted(validator.iter_errors(value), key=lambda error: [str(part) for part in error.path]):
+        where = path
+        for part in error.path:
+            where = f"{where}[{part}]" if isinstance(part, int) else _join(where, part)
+        yield from _in_their_words(error, where)
+
+
+def _in_their_words(error: Any, path: str) -> Iterator[FieldError]:
+    limit, value = error.validator_value, _json(error.instance)
+    should = f"Invalid value: {value}: {path} in body should"
+    match error.validator:
+        case "required":
+            for name in limit:
+                if name not in error.instance:
+                    yield FieldError(_join(path, name), "Required value")
+        case "type":
+            found = f'"{_type_name(error.instance)}"'
+            yield FieldError(path, f"Invalid value: {found}: {path} in body must be of type {limit}: {found}")
+        case "enum":
+            supported = ", ".join(f'"{each}"' for each in limit)
+            yield FieldError(path, f"Unsupported value: {value}: supported values: {supported}")
+        case "minimum":
+            yield FieldError(path, f"{should} be greater than or equal to {limit}")
+        case "maximum":
+            yield FieldError(path, f"{should} be less than or equal to {limit}")
+        case "pattern":
+            yield FieldError(path, f"{should} match '{limit}'")
+        case "minLength":
+            yield FieldError(path, f"{should} be at least {limit} chars long")
+        case "maxLength":
+            yield FieldError(path, f"Too long: may not be more than {limit} bytes")
+        case "minItems":
+            yield FieldError(path, f"{should} have at least {limit} items")
+        case "maxItems" | "maxProperties":
+            yield FieldError(path, f"Too many: {len(error.instance)}: must have at most {limit} items")
+        case _:
+            yield FieldError(path, f"Invalid value: {value}: {error.message}")
+
+
+def _list_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
+    """Duplicates in lists that are sets, or maps by a key."""
+    if isinstance(value, dict):
+        for name, nested in schema.get("properties", {}).items():
+            if name in value:
+                yield from _list_errors(nested, value[name], _join(path, name))
+    elif isinstance(value, list):
+        keys = schema.get("x-kubernetes-list-map-keys")
+        is_set = schema.get("x-kubernetes-list-type") == "set"
+        seen: list[object] = []
+        for index, item in enumerate(value):
+            yield from _list_errors(schema["items"], item, f"{path}[{index}]")
+            identity = {key: item.get(key) for key in keys} if keys else item
+            if (is_set or keys) and identity in seen:
+                yield FieldError(f"{path}[{index}]", f"Duplicate value: {_json(identity)}")
+            seen.append(identity)
+
+
+def _cel_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
+    for entry in schema.get("x-kubernetes-validations", ()):
+        if not _holds(entry["rule"], value):
+            shown = "" if isinstance(value, dict | list) else f"{_json(value)}: "
+            where = (path + entry.get("fieldPath", "")).lstrip(".")
+            yield FieldError(where, f"Invalid value: {shown}{entry['message']}")
+    if isinstance(value, dict):
+        for name, nested in value.items():
+            below = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
+            if below:
+                yield from _cel_errors(below, nested, _join(path, name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _cel_errors(schema.get("items", {}), item, f"{path}[{index}]")
+
+
+@functools.cache
+def _environment() -> celpy.Environment:
+    import celpy
+
+    return celpy.Environment()
+
+
+@functools.cache
+def _program(rule: str) -> celpy.Runner:
+    return _environment().program(_environment().compile(rule))
+
+
+def _holds(rule: str, value: object) -> bool:
+    from celpy.adapter import json_to_cel
+
+    return bool(_program(rule).evaluate({"self": json_to_cel(cast("dict[str, Any]", value))}))
+
+
+def _join(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _json(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def _type_name(value: object) -> str:
+    names = {
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "string",
+        list: "array",
+        dict: "object",
+        type(None): "null",
+    }
+    return names.get(type(value), type(value).__name__)

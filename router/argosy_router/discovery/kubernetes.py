@@ -1,0 +1,201 @@
+"""Replicas from Kubernetes: the fleet document from a ConfigMap, replicas from the pods its selectors name.
+
+Owns: which objects are followed, and which pods are replicas.
+Must not know: custom resources; it only reads, never writes.
+Invariants: a pod is used once its containers are ready, whatever its `Ready` condition says, because readiness waits
+for the router; a pod being deleted is draining; an unreadable document or an absent API server changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
+
+from argosy_engine.protocol.fleet import FleetDocument, FleetService, decode_fleet
+from argosy_router.discovery.base import Publish, revision_of
+from argosy_router.discovery.reflector import RELIST_S, KubernetesObject, Reflector
+from argosy_router.fleet import FleetSnapshot
+from argosy_router.replica import Member
+
+log = logging.getLogger(__name__)
+
+DOCUMENT_KEY = "fleet.json"
+"""Key of the document in the ConfigMap."""
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class ConfigMap(KubernetesObject):
+    data: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class PodCondition(msgspec.Struct):
+    type: str = ""
+    status: str = ""
+
+
+class PodStatus(msgspec.Struct):
+    pod_ip: str = msgspec.field(default="", name="podIP")
+    conditions: list[PodCondition] | None = None
+
+
+class Pod(KubernetesObject):
+    status: PodStatus = msgspec.field(default_factory=PodStatus)
+
+    @property
+    def has_ready_containers(self) -> bool:
+        return any(
+            condition.type == "ContainersReady" and condition.status == "True"
+            for condition in self.status.conditions or ()
+        )
+
+
+class KubernetesDiscovery:
+    """Follows one fleet document and its pods."""
+
+    def __init__(
+        self,
+        namespace: str,
+        configmap: str,
+        *,
+        client: kubernetes_client.ApiClient | None = None,
+        relist_s: float = RELIST_S,
+    ) -> None:
+        self._namespace = namespace
+        self._configmap = configmap
+        self._client = client
+        self._relist_s = relist_s
+        self._document = FleetDocument()
+        self._revision = ""
+        self._pods: dict[tuple[str, str], Reflector[Pod]] = {}
+        """(namespace, label selector) -> pods"""
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+
+    async def run(self, publish: Publish) -> None:
+        """Until cancelled.
+
+        Raises:
+            ConfigException: neither a service account nor a kubeconfig is there.
+        """
+        client = self._client or await connect()
+        namespace = self._namespace or own_namespace()
+        documents = Reflector(
+            client,
+            f"/api/v1/namespaces/{namespace}/configmaps",
+            ConfigMap,
+            self._changed.set,
+            field_selector=f"metadata.name={self._configmap}",
+            relist_s=self._relist_s,
+        )
+        task = asyncio.create_task(documents.run(), name="fleet document")
+        published: FleetSnapshot | None = None
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                self._read(documents.objects.values())
+                self._follow(client)
+                if not self._revision or not all(pods.is_settled for pods in self._pods.values()):
+                    continue
+                snapshot = self._snapshot()
+                if snapshot != published:
+                    published = snapshot
+                    publish(snapshot)
+        finally:
+            tasks = [task, *self._tasks.values()]
+            for each in tasks:
+                each.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await client.close()
+
+    def _read(self, objects: Iterable[ConfigMap]) -> None:
+        text = next((item.data.get(DOCUMENT_KEY) for item in objects), None)
+        if text is None or revision_of(text.encode()) == self._revision:
+            return
+        try:
+            self._document = decode_fleet(text)
+            self._revision = revision_of(text.encode())
+        except msgspec.MsgspecError as error:
+            log.error("fleet document is not usable, keeping the last one: %s", error)
+
+    def _follow(self, client: kubernetes_client.ApiClient) -> None:
+        """One watch per namespace, however many services it has."""
+        wanted = set(pod_selectors(self._document.services).items())
+        for gone in self._pods.keys() - wanted:
+            self._tasks.pop(gone).cancel()
+            del self._pods[gone]
+        for namespace, selector in wanted - self._pods.keys():
+            reflector = Reflector(
+                client,
+                f"/api/v1/namespaces/{namespace}/pods",
+                Pod,
+                self._changed.set,
+                label_selector=selector,
+                relist_s=self._relist_s,
+            )
+            self._pods[namespace, selector] = reflector
+            self._tasks[namespace, selector] = asyncio.create_task(reflector.run(), name=f"pods {namespace}")
+
+    def _snapshot(self) -> FleetSnapshot:
+        by_namespace: dict[str, list[Pod]] = {}
+        for (namespace, _), reflector in self._pods.items():
+            by_namespace.setdefault(namespace, []).extend(reflector.objects.values())
+        members = {
+            service.key: tuple(members_of(service, by_namespace.get(service.namespace, ())))
+            for service in self._document.services
+        }
+        return FleetSnapshot(self._document, self._revision, members)
+
+
+def members_of(service: FleetService, pods: Iterable[Pod]) -> list[Member]:
+    """The pods that serve `service`, by name."""
+    members = []
+    for pod in pods:
+        metadata = pod.metadata
+        if not service.selector or not pod.status.pod_ip:
+            continue
+        if any(metadata.labels.get(name) != value for name, value in service.selector.items()):
+            continue
+        is_draining = metadata.deletion_timestamp is not None
+        if is_draining or pod.has_ready_containers:
+            host = f"[{pod.status.pod_ip}]" if ":" in pod.status.pod_ip else pod.status.pod_ip
+            members.append(Member(metadata.name, metadata.uid, f"http://{host}:{service.port}", is_draining))
+    return sorted(members)
+
+
+def pod_selectors(services: Sequence[FleetService]) -> dict[str, str]:
+    """Namespace -> label selector that covers all its services' pods: what their selectors have in common."""
+    shared: dict[str, set[tuple[str, str]]] = {}
+    for service in services:
+        if service.selector:
+            labels = set(service.selector.items())
+            shared[service.namespace] = shared.get(service.namespace, labels) & labels
+    return {
+        namespace: ",".join(f"{name}={value}" for name, value in sorted(labels))
+        for namespace, labels in shared.items()
+    }
+
+
+async def connect() -> kubernetes_client.ApiClient:
+    """A client for the cluster the process runs in, else for the one of KUBECONFIG."""
+    configuration = kubernetes_client.Configuration()
+    if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+        kubernetes_config.load_incluster_config(client_configuration=configuration)
+    else:
+        await kubernetes_config.load_kube_config(client_configuration=configuration)
+    return kubernetes_client.ApiClient(configuration)
+
+
+def own_namespace() -> str:
+    """The namespace the router's pod runs in; `default` outside a cluster."""
+    try:
+        return _NAMESPACE_FILE.read_text().strip()
+    except OSError:
+        return os.environ.get("POD_NAMESPACE", "default")

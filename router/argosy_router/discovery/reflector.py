@@ -1,0 +1,208 @@
+"""A local copy of one Kubernetes collection, kept by list and watch.
+
+Owns: one list-then-watch loop. Must not know: what the objects mean.
+Invariants: the periodic list is the truth and the watch only a faster hint, so a lost event lives one period at most;
+while the API server is away the copy keeps its last state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Generic, TypeVar
+
+import aiohttp
+import msgspec
+from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio.client.exceptions import ApiException
+
+log = logging.getLogger(__name__)
+
+RELIST_S = 30.0
+"""Period of the list: how long a replica whose deletion event was lost can stay."""
+LIST_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+BACKOFF_BASE_S = 0.2
+BACKOFF_CAP_S = 5.0
+PAGE = 500
+MAX_EVENT_BYTES = 4 * 1024 * 1024
+"""A ConfigMap holds 1 MiB; escaped in JSON it may take more."""
+
+
+class Metadata(msgspec.Struct, rename="camel"):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    resource_version: str = ""
+    deletion_timestamp: str | None = None
+
+
+class KubernetesObject(msgspec.Struct):
+    """What every object has; collections add the fields they need."""
+
+    metadata: Metadata
+
+
+class _ListMetadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class _Page(msgspec.Struct):
+    metadata: _ListMetadata
+    items: list[msgspec.Raw] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class WatchExpired(Exception):
+    """The watch cannot go on from here: list again."""
+
+
+T = TypeVar("T", bound=KubernetesObject)
+
+
+class Reflector(Generic[T]):
+    """The objects of one collection under one selector."""
+
+    def __init__(
+        self,
+        client: kubernetes_client.ApiClient,
+        path: str,
+        kind: type[T],
+        on_change: Callable[[], None],
+        *,
+        label_selector: str = "",
+        field_selector: str = "",
+        relist_s: float = RELIST_S,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._client = client
+        self._path = path
+        self._decoder = msgspec.json.Decoder(kind)
+        self._on_change = on_change
+        self._selectors = [
+            pair for pair in (("labelSelector", label_selector), ("fieldSelector", field_selector)) if pair[1]
+        ]
+        self._relist_s = relist_s
+        self._rng = rng or random.Random()  # noqa: S311 - jitter
+        self.objects: dict[str, T] = {}
+        self.is_settled = False
+        """Whether one list succeeded, or was refused for good: before that, an empty copy means nothing."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        failures = 0
+        while True:
+            try:
+                version = await self._list()
+                failures = 0
+                await self._watch(version)
+            except WatchExpired:
+                continue
+            except (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+                failures += 1
+                status = getattr(error, "status", 0) or 0
+                if 400 <= status < 500 and not self.is_settled:
+                    self.is_settled = True  # one forbidden namespace must not hold up the others
+                    self._on_change()
+                log.warning(
+                    "kubernetes %s: %s %s", self._path, type(error).__name__, status or str(error)[:256]
+                )
+                pause = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(failures, 8))
+                await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
+
+    async def _list(self) -> str:
+        objects: dict[str, T] = {}
+        token = version = ""
+        while True:
+            query = [("limit", str(PAGE)), *([("continue", token)] if token else [])]
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                response = await self._get(query, LIST_TIMEOUT_S)
+                async with response:
+                    page = msgspec.json.decode(await response.read(), type=_Page)
+            for raw in page.items or ():
+                item = self._decoder.decode(raw)
+                objects[item.metadata.uid or item.metadata.name] = item
+            version, token = page.metadata.resource_version, page.metadata.continue_
+            if not token:
+                break
+        self.objects = objects
+        self.is_settled = True
+        self._on_change()
+        return version
+
+    async def _watch(self, version: str) -> None:
+        """Applies events until the period is over."""
+        period = self._relist_s * self._rng.uniform(0.8, 1.0)
+        query = [
+            ("watch", "true"),
+            ("resourceVersion", version),
+            ("timeoutSeconds", str(max(1, int(period)))),
+        ]
+        response = await self._get(query, period + LIST_TIMEOUT_S)
+        try:
+            async with response:
+                async for line in _lines(response):
+                    self._apply(msgspec.json.decode(line, type=_Event))
+        except TimeoutError:
+            return  # a silent connection: the next list tells
+
+    def _apply(self, event: _Event) -> None:
+        if event.type == "ERROR":
+            raise WatchExpired
+        if event.type == "BOOKMARK":
+            return
+        item = self._decoder.decode(event.object)
+        key = item.metadata.uid or item.metadata.name
+        if event.type == "DELETED":
+            self.objects.pop(key, None)
+        else:
+            self.objects[key] = item
+        self._on_change()
+
+    async def _get(self, query: list[tuple[str, str]], timeout_s: float) -> aiohttp.ClientResponse:
+        """Raises: ApiException, for any status but 200; WatchExpired, for 410."""
+        method, url, headers, body, form = await self._client.param_serialize(
+            "GET",
+            self._path,
+            query_params=[*self._selectors, *query],
+            header_params={"Accept": "application/json"},
+            auth_settings=["BearerToken"],
+        )
+        answer = await self._client.call_api(
+            method,
+            url,
+            headers,
+            body,
+            form,
+            _request_timeout=aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_TIMEOUT_S),
+        )
+        response: aiohttp.ClientResponse = answer.response
+        if response.status != 200:
+            text = (await response.read())[:256]
+            response.release()
+            if response.status == 410:
+                raise WatchExpired
+            raise ApiException(status=response.status, reason=text.decode("utf-8", "replace"))
+        return response
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Lines of a watch, without aiohttp's own bound on a line's length."""
+    buffer = bytearray()
+    async for piece in response.content.iter_any():
+        buffer += piece
+        if len(buffer) > MAX_EVENT_BYTES and b"\n" not in buffer:
+            raise WatchExpired
+        *lines, rest = bytes(buffer).split(b"\n")
+        buffer = bytearray(rest)
+        for line in lines:
+            if line.strip():
+                yield line

@@ -1,0 +1,207 @@
+"""The live fleet: discovery's latest word, as services and replicas with their tasks.
+
+Owns: the life of services, replicas, telemetry tasks; the name table; the revision operators wait for.
+Must not know: where snapshots come from, how requests are sent.
+Invariants: replacing a snapshot never interrupts a request under way; every telemetry task ends with its replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from argosy_engine.protocol.fleet import FleetDocument, FleetService, NameTable, resolve_names
+from argosy_engine.protocol.keys import internal_key
+from argosy_engine.protocol.report import RoutableReport
+from argosy_router.http.client import ClientLimits
+from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.pool import ConnectionPool
+from argosy_router.index import DEFAULT_CAPACITY
+from argosy_router.replica import Member, Replica
+from argosy_router.residency import Residency
+from argosy_router.service import Service
+from argosy_router.telemetry import TelemetryClient
+
+log = logging.getLogger(__name__)
+
+MAINTENANCE_S = 0.25
+"""Pause between rounds of guess expiry and index scrubbing."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSnapshot:
+    """What discovery knows: the document, and each service's members by service key."""
+
+    document: FleetDocument = field(default_factory=FleetDocument)
+    revision: str = ""
+    """xxh3 hex digest of the document as read."""
+    members: Mapping[str, tuple[Member, ...]] = field(default_factory=dict)
+
+
+class Fleet:
+    """All services and replicas of one router."""
+
+    def __init__(
+        self,
+        wheel: TimerWheel,
+        limits: ClientLimits,
+        *,
+        fleet_key: bytes = b"",
+        index_capacity: int = DEFAULT_CAPACITY,
+        policy: str = "",
+        rng: random.Random | None = None,
+    ) -> None:
+        self._wheel = wheel
+        self._limits = limits
+        self._fleet_key = fleet_key
+        self._index_capacity = index_capacity
+        self.policy = policy
+        """Overrides every service's own policy unless empty."""
+        self.rng = rng or random.Random()  # noqa: S311 - ties, not secrets
+        self.services: dict[str, Service] = {}
+        self.names = NameTable({}, ())
+        self.fleet_revision = ""
+        self.is_loaded = False
+        self.revision = 0
+        self._changed = asyncio.Event()
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._clients: dict[Replica, TelemetryClient] = {}
+
+    def apply(self, snapshot: FleetSnapshot) -> None:
+        """Makes the fleet equal to `snapshot`."""
+        document = snapshot.document
+        capacity = self._index_capacity // max(1, len(document.services))
+        wanted = {spec.key: spec for spec in document.services}
+        for key in [key for key in self.services if key not in wanted]:
+            self._remove_service(key)
+        for key, spec in wanted.items():
+            service = self._keep_service(spec, capacity)
+            self._apply_members(service, snapshot.members.get(key, ()))
+        self.names = resolve_names(document)
+        for conflict in self.names.conflicts:
+            log.warning("model name %r: %s wins over %s", conflict.name, conflict.winner, conflict.loser)
+        self.fleet_revision = snapshot.revision
+        self.is_loaded = True
+        self.changed()
+
+    def service_of(self, name: str) -> Service | None:
+        """The service behind a model name, or None."""
+        spec = self.names.names.get(name)
+        return self.services.get(spec.key) if spec is not None else None
+
+    def replicas(self) -> Iterator[Replica]:
+        for service in self.services.values():
+            yield from service.replicas.values()
+
+    def skipped_frames(self) -> int:
+        return sum(client.skipped_frames for client in self._clients.values())
+
+    # revisions
+
+    def changed(self) -> None:
+        """Something an operator waits for changed."""
+        self.revision += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_for_change(self, after: int, timeout_s: float) -> None:
+        """Returns once the revision differs from `after`, or after `timeout_s`."""
+        if self.revision != after:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def report(self, router: str) -> RoutableReport:
+        return RoutableReport(
+            router=router,
+            revision=self.revision,
+            fleet_revision=self.fleet_revision,
+            replicas=tuple(replica.report() for replica in self.replicas()),
+        )
+
+    # life
+
+    async def maintain(self) -> None:
+        """Until cancelled: expires guesses and scrubs departed replicas out of the indexes, a slice per turn."""
+        while True:
+            await asyncio.sleep(MAINTENANCE_S)
+            for replica in list(self.replicas()):
+                replica.residency.expire(time.monotonic())
+            for service in list(self.services.values()):
+                is_dirty = True
+                while is_dirty:
+                    is_dirty = service.index.scrub()
+                    await asyncio.sleep(0)  # one shard per turn of the loop
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for key in list(self.services):
+            self._remove_service(key)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _keep_service(self, spec: FleetService, capacity: int) -> Service:
+        service = self.services.get(spec.key)
+        key = self._engine_key(spec)
+        if service is not None and (service.spec.uid, service.spec.model, service.key) != (
+            spec.uid,
+            spec.model,
+            key,
+        ):
+            self._remove_service(
+                spec.key
+            )  # another model or key behind the same name: nothing known still holds
+            service = None
+        if service is None:
+            service = self.services[spec.key] = Service(spec, key, capacity)
+        service.spec = spec
+        service.index.resize(capacity)
+        return service
+
+    def _engine_key(self, spec: FleetService) -> str:
+        if spec.internal_key or not self._fleet_key:
+            return spec.internal_key
+        return internal_key(self._fleet_key, spec.uid)
+
+    def _apply_members(self, service: Service, members: tuple[Member, ...]) -> None:
+        wanted = {member.name: member for member in members}
+        for name, replica in list(service.replicas.items()):
+            member = wanted.get(name)
+            if member is None or (member.uid, member.url) != (replica.uid, replica.url):
+                self._remove_replica(service, replica)
+            else:
+                replica.is_draining = member.is_draining
+        for name, member in wanted.items():
+            if name not in service.replicas:
+                self._add_replica(service, member)
+
+    def _add_replica(self, service: Service, member: Member) -> None:
+        try:
+            pool = ConnectionPool(member.url, self._limits, self._wheel)
+        except ValueError as error:
+            log.error("replica %s of %s is left out: %s", member.name, service.spec.key, error)
+            return
+        replica = Replica(service.spec.key, member, pool, Residency(service.index))
+        service.replicas[member.name] = replica
+        client = TelemetryClient(replica, service.spec.model, service.key, self.changed, self.rng)
+        self._clients[replica] = client
+        self._tasks[replica] = asyncio.create_task(client.run(), name=f"telemetry {member.name}")
+
+    def _remove_replica(self, service: Service, replica: Replica) -> None:
+        del service.replicas[replica.name]
+        self._tasks.pop(replica).cancel()
+        del self._clients[replica]
+        replica.is_draining = True  # requests that still hold it must not retry on it
+        replica.residency.close()
+        replica.pool.close()
+
+    def _remove_service(self, key: str) -> None:
+        service = self.services.pop(key)
+        for replica in list(service.replicas.values()):
+            self._remove_replica(service, replica)

@@ -1,0 +1,82 @@
+"""Whether a replica should get requests, judged by what happened to the last ones.
+
+Owns: one replica's health and the rule how many may be ejected.
+Must not know: requests, telemetry, how a replica is chosen.
+Invariant: failing requests eject at most half of a service's replicas and never the last; a success ends an ejection.
+
+healthy --failures--> ejected --back-off over--> half-open (one probe request) --success--> healthy
+                         ^------------------------------- failure ---------------------'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+CONSECUTIVE_FAILURES = 3
+"""Gateway failures in a row (resets, missed first bytes, malformed answers) before ejection. One refused connection is
+enough: nobody listens."""
+BASE_EJECTION_S = 1.0
+"""First ejection; doubles with each in a row up to `MAX_EJECTION_S`."""
+MAX_EJECTION_S = 30.0
+SUSPECT_STEP_AGE_S = 15.0
+"""A core that has not turned for this long while its HTTP server reports is stuck in a kernel, or dead. Longer than a
+long prefill step."""
+
+
+class Health:
+    """Health of one replica. Times are a monotonic clock's, passed in."""
+
+    __slots__ = ("_ejected_until", "_ejections", "_failures", "_is_probing", "is_suspect")
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._ejections = 0
+        self._ejected_until: float | None = None
+        self._is_probing = False
+        self.is_suspect = False
+        """Used only when nothing better is there."""
+
+    @property
+    def is_ejected(self) -> bool:
+        return self._ejected_until is not None
+
+    def admits(self, now: float) -> bool:
+        """Whether a request may be sent: healthy, or half-open with no probe under way."""
+        return self._ejected_until is None or (now >= self._ejected_until and not self._is_probing)
+
+    def dispatched(self, now: float) -> None:
+        """A request is being sent; during half-open it is the probe."""
+        if self._ejected_until is not None and now >= self._ejected_until:
+            self._is_probing = True
+
+    def abandoned(self) -> None:
+        """A request ended without a verdict on the replica (the client left)."""
+        self._is_probing = False
+
+    def succeeded(self) -> bool:
+        """Returns whether this ended an ejection."""
+        was_ejected = self._ejected_until is not None
+        self._failures = 0
+        self._ejections = 0
+        self._ejected_until = None
+        self._is_probing = False
+        return was_ejected
+
+    def failed(self, now: float, *, refused: bool = False, may_eject: bool = True) -> bool:
+        """Returns whether this failure began or renewed an ejection."""
+        self._failures += 1
+        probing, self._is_probing = self._is_probing, False
+        due = probing or refused or self._failures >= CONSECUTIVE_FAILURES
+        if not due or not (may_eject or self.is_ejected):
+            return False
+        if self._ejected_until is not None and now < self._ejected_until:
+            return False  # sent before the ejection, or in panic: it says nothing new
+        self._ejected_until = now + min(MAX_EJECTION_S, BASE_EJECTION_S * 2**self._ejections)
+        self._ejections = min(self._ejections + 1, 10)
+        return True
+
+
+def may_eject(replicas: Sequence[Health]) -> bool:
+    """Whether one more of a service's replicas may be ejected: at most half, never the last."""
+    ejected = sum(health.is_ejected for health in replicas)
+    return ejected + 1 <= len(replicas) // 2

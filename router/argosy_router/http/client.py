@@ -1,0 +1,239 @@
+"""The replica-facing side of a connection: send a request, report the response as it arrives.
+
+Owns: one connection to a replica and its deadlines.
+Must not know: why the request is sent, retries, metrics.
+Invariant: every `send` ends in exactly one `on_end` or `on_failed`, unless the caller aborts first; a connection is
+offered for reuse only when the response's framing ended it and nothing followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import httptools
+
+from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.errors import (
+    ConnectionLost,
+    FirstByteTimeout,
+    IdleTimeout,
+    MalformedResponse,
+    UpstreamError,
+)
+from argosy_router.http.messages import Headers
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """Deadlines and bounds of one connection to a replica. Times in seconds."""
+
+    connect_timeout_s: float = 1.0
+    """Replicas are in the same network: a second is a thousand round trips. Bounds what a black hole costs."""
+    idle_timeout_s: float = 60.0
+    """Between two reads of a response."""
+    keep_alive_s: float = 4.0
+    """Below the shortest keep-alive among engines' servers (uvicorn: 5 s), so that reuse rarely races a close."""
+    max_idle_connections: int = 256
+    max_header_bytes: int = 64 * 1024
+
+
+class ResponseSink(Protocol):
+    """Whoever sent the request."""
+
+    def on_response(self, status: int, headers: Headers) -> None: ...
+
+    def on_data(self, data: bytes) -> None:
+        """Body bytes, joined per read; never empty."""
+        ...
+
+    def on_end(self) -> None: ...
+
+    def on_failed(self, error: UpstreamError) -> None: ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection to a replica."""
+
+    def __init__(
+        self,
+        limits: ClientLimits,
+        wheel: TimerWheel,
+        on_idle: Callable[[ClientConnection], None],
+        on_closed: Callable[[ClientConnection], None],
+    ) -> None:
+        self._limits = limits
+        self._on_idle = on_idle
+        self._on_closed = on_closed
+        self._deadline = Deadline(wheel, self._on_deadline)
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self._sink: ResponseSink | None = None
+        self._idle_timeout_s = limits.idle_timeout_s
+        self._is_paused = False
+        self.is_closed = False
+        self.is_reused = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._headers: Headers = []
+        self._header_bytes = 0
+        self._status = 0
+        self._parts: list[bytes] = []
+        self._has_head = False
+        self._is_head_reported = False
+        self._is_complete = False
+        self._keeps_alive = False
+        self._ends_with_connection = False
+        self._has_bytes = False
+
+    # what the owner calls
+
+    def send(
+        self,
+        sink: ResponseSink,
+        payload: bytes,
+        first_byte_timeout_s: float,
+        idle_timeout_s: float | None = None,
+    ) -> None:
+        """Sends one request; `sink` hears about the response."""
+        assert self._sink is None, "one request at a time"
+        self._sink = sink
+        self._idle_timeout_s = self._limits.idle_timeout_s if idle_timeout_s is None else idle_timeout_s
+        self._deadline.set(first_byte_timeout_s)
+        self._transport.write(payload)
+
+    def pause_reading(self) -> None:
+        """Back-pressure: the client cannot keep up. The idle deadline rests meanwhile."""
+        if not self._is_paused and not self.is_closed:
+            self._is_paused = True
+            self._deadline.clear()
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._is_paused and not self.is_closed:
+            self._is_paused = False
+            self._deadline.set(self._idle_timeout_s)
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Drops the connection and forgets the sink: the replica sees a reset and aborts the work."""
+        self._sink = None
+        self._shut()
+
+    def expire_after(self, seconds: float) -> None:
+        """Closes the idle connection unless it is used before."""
+        self._deadline.set(seconds)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's does not inherit from it
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._sink is not None and self._ends_with_connection and exc is None:
+            self._complete()
+        stale = self.is_reused and not self._has_bytes
+        self._fail(ConnectionLost(str(exc or "closed by the replica"), stale=stale))
+
+    def data_received(self, data: bytes) -> None:
+        if self._sink is None:
+            self._shut()  # a response nobody asked for
+            return
+        self._has_bytes = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(MalformedResponse(f"malformed response: {type(error).__name__}"))
+            return
+        self._report()
+
+    # parsing
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value) + 4
+        if self._header_bytes > self._limits.max_header_bytes:
+            raise ValueError("response headers are too large")
+        if not self._has_head:  # trailers are dropped
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._is_complete:
+            raise ValueError("a second response")
+        status: int = self._parser.get_status_code()
+        if status == 101:
+            raise ValueError("protocol switch")
+        self._status = status
+        if status >= 200:
+            self._has_head = True
+            self._keeps_alive = self._parser.should_keep_alive()
+            framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
+            self._ends_with_connection = not framed and status not in (204, 304)
+
+    def on_body(self, data: bytes) -> None:
+        if self._is_complete:
+            raise ValueError("bytes after the response")
+        self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._has_head:
+            self._is_complete = True
+        else:  # an interim response (100, 103): the real one follows
+            self._headers = []
+
+    # reporting: after the parser returned, so that the sink may abort, or send again, from its callbacks
+
+    def _report(self) -> None:
+        sink = self._sink
+        if sink is None or not self._has_head:
+            return
+        if not self._is_paused:
+            self._deadline.set(self._idle_timeout_s)
+        if not self._is_head_reported:
+            self._is_head_reported = True
+            sink.on_response(self._status, self._headers)
+        parts = self._parts
+        if parts and self._sink is sink:
+            self._parts = []
+            sink.on_data(parts[0] if len(parts) == 1 else b"".join(parts))
+        if self._is_complete and self._sink is sink:
+            self._complete()
+
+    def _complete(self) -> None:
+        sink, self._sink = self._sink, None
+        self._deadline.clear()
+        reusable = self._keeps_alive and not self._ends_with_connection and not self.is_closed
+        self._reset()
+        if reusable:
+            if self._is_paused:
+                self._is_paused = False
+                self._transport.resume_reading()
+            self.is_reused = True
+            self._on_idle(self)
+        else:
+            self._shut()
+        if sink is not None:
+            sink.on_end()
+
+    def _on_deadline(self) -> None:
+        if self._sink is None:
+            self._shut()
+        elif self._is_head_reported:
+            self._fail(IdleTimeout(f"no data for {self._idle_timeout_s:g} s"))
+        else:
+            self._fail(FirstByteTimeout("no response in time"))
+
+    def _fail(self, error: UpstreamError) -> None:
+        sink, self._sink = self._sink, None
+        self._shut()
+        if sink is not None:
+            sink.on_failed(error)
+
+    def _shut(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self._deadline.clear()
+            self._transport.abort()
+            self._on_closed(self)

@@ -1,0 +1,108 @@
+"""Deadlines for thousands of connections at the price of an attribute write.
+
+Owns: when a deadline fires. Must not know: what it means.
+Invariant: a deadline fires once, never early, and at most one tick late.
+
+A connection moves its deadline with every read, and nearly never reaches it. `loop.call_later` would allocate and
+cancel a timer each time; here moving a deadline later only writes `_when`, and the wheel looks at it again when the
+bucket it was first put into comes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+TICK_S = 0.1
+"""Precision of deadlines: a tenth of the shortest default (connect, 1 s)."""
+
+
+class Deadline:
+    """One re-armable deadline; `callback` runs on the loop when it passes."""
+
+    __slots__ = ("_bucket", "_callback", "_wheel", "_when")
+
+    def __init__(self, wheel: TimerWheel, callback: Callable[[], None]) -> None:
+        self._wheel = wheel
+        self._callback = callback
+        self._when: float | None = None
+        self._bucket: int | None = None
+
+    def set(self, seconds: float) -> None:
+        """(Re)arms: the callback runs `seconds` from now unless set or cleared before."""
+        self._when = when = self._wheel.time() + seconds
+        bucket = self._wheel.bucket_of(when)
+        if self._bucket is None or bucket < self._bucket:
+            self._wheel.put(self, bucket)
+
+    def clear(self) -> None:
+        """Disarms. The wheel drops the object when its bucket comes up."""
+        self._when = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._when is not None
+
+    def visit(self, bucket: int, now: float) -> None:
+        """The wheel reached `bucket`: fire, move on, or leave the wheel."""
+        if self._bucket != bucket:
+            return  # an earlier bucket took over
+        self._bucket = None
+        if self._when is None:
+            return
+        if self._when > now:
+            self._wheel.put(self, self._wheel.bucket_of(self._when))
+            return
+        self._when = None
+        self._callback()
+
+    def place(self, bucket: int) -> None:
+        self._bucket = bucket
+
+
+class TimerWheel:
+    """Buckets of deadlines, one per tick. Ticks run only while some deadline is in a bucket."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tick_s: float = TICK_S) -> None:
+        self.time = loop.time
+        self._loop = loop
+        self._tick_s = tick_s
+        self._buckets: dict[int, list[Deadline]] = {}
+        self._next = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def bucket_of(self, when: float) -> int:
+        return int(when / self._tick_s) + 1
+
+    def put(self, deadline: Deadline, bucket: int) -> None:
+        deadline.place(bucket)
+        entries = self._buckets.get(bucket)
+        if entries is None:
+            self._buckets[bucket] = [deadline]
+        else:
+            entries.append(deadline)
+        if self._timer is None:
+            self._next = int(self.time() / self._tick_s)
+            self._arm()
+
+    def close(self) -> None:
+        """Stops the ticks; deadlines still set never fire."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._buckets.clear()
+
+    def _arm(self) -> None:
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now = self.time()
+        last = int(now / self._tick_s)
+        while self._next <= last:
+            bucket = self._next
+            self._next += 1
+            for deadline in self._buckets.pop(bucket, ()):
+                deadline.visit(bucket, now)
+        if self._buckets and self._timer is None:
+            self._arm()

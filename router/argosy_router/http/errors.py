@@ -1,0 +1,44 @@
+"""What can go wrong between the router and a replica.
+
+UpstreamError
+├── ConnectFailed       no connection: refused, unreachable, or the connect deadline passed
+├── ConnectionLost      the connection ended before the response did
+├── FirstByteTimeout    connected, but no response in time
+├── IdleTimeout         the response stalled
+└── MalformedResponse   not HTTP, over our limits, or a status no proxy may forward
+
+Messages are for the log; clients get `argosy_engine.protocol.errors`.
+"""
+
+from __future__ import annotations
+
+
+class UpstreamError(Exception):
+    """Base of the tree."""
+
+
+class ConnectFailed(UpstreamError):
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+        """The host answered that nobody listens: the process is gone, no need to try again to be sure."""
+
+
+class ConnectionLost(UpstreamError):
+    def __init__(self, message: str, *, stale: bool = False) -> None:
+        super().__init__(message)
+        self.stale = stale
+        """A kept-alive connection died before one byte of the response: the usual race with the replica's own
+        keep-alive timeout, which says nothing about its health."""
+
+
+class FirstByteTimeout(UpstreamError):
+    pass
+
+
+class IdleTimeout(UpstreamError):
+    pass
+
+
+class MalformedResponse(UpstreamError):
+    pass

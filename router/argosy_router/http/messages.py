@@ -1,0 +1,74 @@
+"""Requests as parsed, and the few header rules every hop needs.
+
+Owns: the shape of a parsed request, hop-by-hop header names, status lines.
+Must not know: connections.
+Invariant: header names are lower-case bytes; values are as received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from http import HTTPStatus
+
+Headers = list[tuple[bytes, bytes]]
+
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+"""RFC 9110, 7.6.1. Names listed in `Connection` join them per message (`connection_options`)."""
+
+_REASONS = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
+
+
+class Request:
+    """One complete request: head and body."""
+
+    __slots__ = ("body", "headers", "is_http10", "keep_alive", "method", "target")
+
+    def __init__(
+        self, method: bytes, target: bytes, headers: Headers, *, is_http10: bool, keep_alive: bool
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.is_http10 = is_http10
+        self.keep_alive = keep_alive
+        self.body = b""
+
+    def header(self, name: bytes) -> bytes | None:
+        """First value of a header (`name` in lower case), or None."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+
+def connection_options(headers: Headers) -> frozenset[bytes]:
+    """Header names the `Connection` header declares hop-by-hop, in lower case."""
+    options: frozenset[bytes] = frozenset()
+    for name, value in headers:
+        if name == b"connection":
+            options |= {option.strip().lower() for option in value.split(b",")}
+    return options
+
+
+def status_line(status: int) -> bytes:
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+def render_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Header lines, each with its line end."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
+
+
+_STATUS_LINES = {status: b"HTTP/1.1 %d %b\r\n" % (status, reason) for status, reason in _REASONS.items()}

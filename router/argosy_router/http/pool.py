@@ -1,0 +1,129 @@
+"""Kept-alive connections to one replica, last in first out.
+
+Owns: connecting (with its deadline), reuse, expiry. Must not know: requests.
+Invariant: a connection is idle in the pool, or in one caller's hands, or closed; connecting tasks belong to the pool
+and end with it.
+
+LIFO keeps the working set small: after a burst the surplus connections go cold and expire instead of being rotated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from argosy_router.http.client import ClientConnection, ClientLimits
+from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.errors import ConnectFailed
+
+
+class Waiter(Protocol):
+    """Whoever asked for a connection. Exactly one of the two is called, perhaps before `acquire` returns."""
+
+    def on_connected(self, connection: ClientConnection) -> None: ...
+
+    def on_connect_failed(self, error: ConnectFailed) -> None: ...
+
+
+class ConnectionPool:
+    """Connections to one `http://host:port`."""
+
+    def __init__(self, url: str, limits: ClientLimits, wheel: TimerWheel) -> None:
+        self.host, self.port = split_url(url)
+        self.authority = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        self.authority_bytes = self.authority.encode("latin-1")
+        self._limits = limits
+        self._wheel = wheel
+        self._idle: list[ClientConnection] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def acquire(self, waiter: Waiter, *, fresh: bool = False) -> None:
+        """Hands `waiter` an idle connection at once, or a new one later (always a new one if `fresh`)."""
+        while self._idle and not fresh:
+            connection = self._idle.pop()
+            if not connection.is_closed:
+                waiter.on_connected(connection)
+                return
+        task = asyncio.ensure_future(self._connect_for(waiter))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def connect(self) -> ClientConnection:
+        """A new connection of the caller's own: it never enters the pool, and closes after one response.
+
+        Raises:
+            ConnectFailed: refused, unreachable, or slower than the connect deadline.
+        """
+        return await self._open(ClientConnection.abort)
+
+    async def _open(self, on_idle: Callable[[ClientConnection], None]) -> ClientConnection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._limits.connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: ClientConnection(self._limits, self._wheel, on_idle, self._on_closed),
+                    self.host,
+                    self.port,
+                )
+        except TimeoutError:
+            raise ConnectFailed("connect deadline passed") from None
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            raise ConnectFailed(f"connect failed: {error.strerror or error}", refused=refused) from None
+        return connection
+
+    def release(self, connection: ClientConnection) -> None:
+        """Takes back a connection between two requests."""
+        if self._is_closed or len(self._idle) >= self._limits.max_idle_connections:
+            connection.abort()
+            return
+        self._idle.append(connection)
+        connection.expire_after(self._limits.keep_alive_s)
+
+    def close(self) -> None:
+        """Closes what is idle or connecting; connections in use finish and close then."""
+        self._is_closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        for connection in self._idle[:]:
+            connection.abort()
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def _on_closed(self, connection: ClientConnection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    async def _connect_for(self, waiter: Waiter) -> None:
+        try:
+            connection = await self._open(self.release)
+        except ConnectFailed as error:
+            waiter.on_connect_failed(error)
+        except asyncio.CancelledError:
+            waiter.on_connect_failed(ConnectFailed("replica was removed"))
+            raise
+        else:
+            waiter.on_connected(connection)
+
+
+def split_url(url: str) -> tuple[str, int]:
+    """Host and port of a replica's `http://host:port`.
+
+    Raises:
+        ValueError: another scheme, a path, credentials, or no host.
+    """
+    parts = urlsplit(url)
+    if (
+        parts.scheme != "http"
+        or not parts.hostname
+        or parts.path not in ("", "/")
+        or parts.query
+        or parts.username
+    ):
+        raise ValueError(f"replica URL must look like http://HOST:PORT, not {url!r}")
+    return parts.hostname, parts.port or 80

@@ -1,0 +1,191 @@
+"""Which replica holds which prefix: chunk hash -> bitset of replicas, and prompt tokens up to that chunk.
+
+Owns: what is believed to be cached where, for one service.
+Must not know: replicas' addresses, telemetry frames, policies, time.
+Invariants: entries never exceed `capacity`; a slot is handed out again only when no entry mentions it; a wrong entry
+costs speed, never correctness.
+
+A chunk hash covers everything before it, so a chain needs no tree: `match` walks the hashes of a prompt and drops a
+replica at its first missing chunk. Each entry is one Python int, `bits << 32 | tokens` (tokens are a function of the
+prompt and the model, hence stored once), and entries live in 256 dicts by the hash's low byte, so that neither a
+dict's growth nor the scrubbing of a departed replica's bits stops the loop for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+SHARDS = 256
+DEFAULT_CAPACITY = 1_000_000
+"""Chunks, over all services of a router. An entry costs about 130 bytes with up to 32 replicas, 200 with 512."""
+
+_TOKEN_BITS = 32
+_TOKEN_MASK = (1 << _TOKEN_BITS) - 1
+
+
+class PrefixIndex:
+    """The index of one service."""
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self._free: list[int] = []
+        self._slots = 0
+        self._retired: dict[int, int] = {}
+        """slot -> shards still to scrub"""
+        self._live = 0
+        """Bits of the slots in use."""
+        self.resize(capacity)
+
+    def resize(self, capacity: int) -> None:
+        """Changes the cap; surplus entries leave as new ones come."""
+        self.capacity = max(SHARDS, capacity)
+        self._shard_capacity = self.capacity // SHARDS
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards))
+
+    # slots
+
+    def acquire_slot(self) -> int:
+        """A slot no entry mentions."""
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._slots
+            self._slots += 1
+        self._live |= 1 << slot
+        return slot
+
+    def retire_slot(self, slot: int) -> None:
+        """The slot's knowledge is void from now on. Costs nothing here: `scrub` erases its bits later."""
+        self._live &= ~(1 << slot)
+        self._retired[slot] = SHARDS
+
+    def scrub(self) -> bool:
+        """Erases retired slots' bits from one shard; call until it returns False.
+
+        A shard of a full index has 4 thousand entries: well under a millisecond.
+        """
+        if not self._retired:
+            return False
+        shard_number = max(self._retired.values()) - 1
+        due = [slot for slot, left in self._retired.items() if left > shard_number]
+        keep = ~sum(1 << (slot + _TOKEN_BITS) for slot in due)
+        shard = self._shards[shard_number]
+        emptied = []
+        for chunk, entry in shard.items():
+            kept = entry & keep
+            if kept != entry:
+                shard[chunk] = kept
+                if not kept >> _TOKEN_BITS:
+                    emptied.append(chunk)
+        for chunk in emptied:
+            del shard[chunk]
+        for slot in due:
+            if shard_number:
+                self._retired[slot] = shard_number
+            else:
+                del self._retired[slot]
+                self._free.append(slot)
+        return bool(self._retired)
+
+    # knowledge
+
+    def add(self, slot: int, hashes: Iterable[int], tokens: Iterable[int]) -> None:
+        """`slot` holds these chunks; `tokens[i]` are the prompt tokens up to and including chunk i."""
+        bit = 1 << (slot + _TOKEN_BITS)
+        shards = self._shards
+        for chunk, count in zip(hashes, tokens, strict=True):
+            shard = shards[chunk & 255]
+            entry = shard.get(chunk)
+            if entry is not None:
+                shard[chunk] = (entry & ~_TOKEN_MASK) | bit | (count & _TOKEN_MASK)
+            else:
+                if len(shard) >= self._shard_capacity:
+                    self._evict(shard)
+                shard[chunk] = bit | (count & _TOKEN_MASK)
+
+    def guess(self, slot: int, hashes: Sequence[int], tokens_per_chunk: float, *, touch: bool) -> list[int]:
+        """Like `add` for chunks that are only expected: tokens already known stay, others are estimated.
+
+        `touch` counts known chunks as recently used, for replicas that never announce evictions. Returns the chunks
+        that were new to the slot.
+        """
+        bit = 1 << (slot + _TOKEN_BITS)
+        shards = self._shards
+        added = []
+        # Deepest first, so that a chain's root outlives its leaves.
+        for position in range(len(hashes) - 1, -1, -1):
+            chunk = hashes[position]
+            shard = shards[chunk & 255]
+            entry = shard.get(chunk)
+            if entry is None:
+                if len(shard) >= self._shard_capacity:
+                    self._evict(shard)
+                shard[chunk] = bit | int(tokens_per_chunk * (position + 1))
+                added.append(chunk)
+            elif not entry & bit:
+                shard[chunk] = entry | bit
+                added.append(chunk)
+            elif touch:
+                del shard[chunk]
+                shard[chunk] = entry
+        return added
+
+    def remove(self, slot: int, hashes: Iterable[int]) -> None:
+        """`slot` no longer holds these chunks."""
+        bit = 1 << (slot + _TOKEN_BITS)
+        shards = self._shards
+        for chunk in hashes:
+            shard = shards[chunk & 255]
+            entry = shard.get(chunk)
+            if entry is not None and entry & bit:
+                entry ^= bit
+                if entry >> _TOKEN_BITS:
+                    shard[chunk] = entry
+                else:
+                    del shard[chunk]
+
+    def holds(self, slot: int, chunk: int) -> bool:
+        return bool(self._shards[chunk & 255].get(chunk, 0) >> (slot + _TOKEN_BITS) & 1)
+
+    def match(self, hashes: Sequence[int]) -> tuple[dict[int, int], int]:
+        """Longest run of held chunks from the start, per slot.
+
+        Returns `{slot: prompt tokens of its run}` (slots without the first chunk are absent) and the number of chunks
+        of the longest run.
+        """
+        shards = self._shards
+        alive = self._live
+        runs: dict[int, int] = {}
+        tokens = 0
+        length = 0
+        for chunk in hashes:
+            entry = shards[chunk & 255].get(chunk)
+            if entry is None:
+                break
+            held = alive & (entry >> _TOKEN_BITS)
+            if held != alive:
+                if length:
+                    _assign(runs, alive ^ held, tokens)
+                alive = held
+                if not held:
+                    break
+            tokens = entry & _TOKEN_MASK
+            length += 1
+        if length and alive:
+            _assign(runs, alive, tokens)
+        return runs, length
+
+    def _evict(self, shard: dict[int, int]) -> None:
+        """Makes room: the oldest 1/64 of the shard goes."""
+        surplus = len(shard) - self._shard_capacity + 1 + (self._shard_capacity >> 6)
+        for chunk in [chunk for chunk, _ in zip(shard, range(surplus), strict=False)]:
+            del shard[chunk]
+
+
+def _assign(runs: dict[int, int], bits: int, tokens: int) -> None:
+    while bits:
+        low = bits & -bits
+        runs[low.bit_length() - 1] = tokens
+        bits ^= low

@@ -1,0 +1,168 @@
+"""`argosy router`: the command line of the router.
+
+Owns: flags, environment, logging set-up. Must not know: how a router works.
+Order of sources: flag, then environment, then default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from argosy_router.config import ConfigError, RouterConfig
+
+POLICIES = ("cost", "least-load", "round-robin")
+EXIT_USAGE = 2
+EXIT_ADDRESS = 3
+_DEFAULTS = RouterConfig()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags, grouped."""
+    parser = argparse.ArgumentParser(
+        prog="argosy router",
+        description="One OpenAI endpoint in front of many engines, routed by what they have cached.",
+        epilog="Environment: ARGOSY_ROUTER_API_KEY (like --api-key), ARGOSY_FLEET_KEY (engines' keys derive from it), "
+        "ARGOSY_REPLICA_KEY (like --replica-key). Exit codes: 0 drained, 2 usage, 3 address not available.",
+    )
+    listen = parser.add_argument_group("listening")
+    listen.add_argument("--host", default=_DEFAULTS.host, help="address of the OpenAI endpoint (%(default)s)")
+    listen.add_argument(
+        "--port", type=int, default=_DEFAULTS.port, help="port of the OpenAI endpoint (%(default)s)"
+    )
+    listen.add_argument("--admin-host", default="", help="address of the admin port (same as --host)")
+    listen.add_argument(
+        "--admin-port", type=int, default=_DEFAULTS.admin_port, help="admin port; -1 for none (%(default)s)"
+    )
+    replicas = parser.add_argument_group("replicas (one of the three)")
+    replicas.add_argument(
+        "--replica",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="http://HOST:PORT of an engine; repeatable",
+    )
+    replicas.add_argument(
+        "--fleet-file", type=Path, metavar="FILE", help="fleet document, followed as it changes"
+    )
+    replicas.add_argument(
+        "--kubernetes", action="store_true", help="fleet document and pods from the API server"
+    )
+    replicas.add_argument(
+        "--fleet-namespace", default="", help="namespace of the fleet document (the router's own)"
+    )
+    replicas.add_argument(
+        "--fleet-configmap",
+        default=_DEFAULTS.fleet_configmap,
+        help="ConfigMap of the fleet document (%(default)s)",
+    )
+    replicas.add_argument("--replica-key", help="bearer key of the engines given by --replica")
+    access = parser.add_argument_group("access")
+    access.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="key of clients; repeatable"
+    )
+    access.add_argument(
+        "--api-keys-file", type=Path, metavar="FILE", help="one key per line, reread when it changes"
+    )
+    access.add_argument("--no-auth", action="store_true", help="serve a non-loopback address without keys")
+    access.add_argument("--guard-metrics", action="store_true", help="/metrics needs a key too")
+    routing = parser.add_argument_group("routing")
+    routing.add_argument(
+        "--policy", choices=POLICIES, default="", help="for all services, instead of their own"
+    )
+    routing.add_argument(
+        "--index-max-chunks",
+        type=int,
+        default=_DEFAULTS.index_capacity,
+        help="cap of the prefix index, 130-200 bytes each (%(default)s)",
+    )
+    times = parser.add_argument_group("times (seconds)")
+    times.add_argument("--request-timeout", type=float, default=_DEFAULTS.request_timeout_s, metavar="S")
+    times.add_argument(
+        "--first-byte-timeout", type=float, default=_DEFAULTS.first_byte_timeout_s, metavar="S"
+    )
+    times.add_argument("--shutdown-timeout", type=float, default=_DEFAULTS.shutdown_timeout_s, metavar="S")
+    times.add_argument("--drain-settle", type=float, default=_DEFAULTS.drain_settle_s, metavar="S")
+    logs = parser.add_argument_group("logs")
+    logs.add_argument("--no-access-log", action="store_true", help="no line per request")
+    logs.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return parser
+
+
+def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> RouterConfig:
+    """The configuration, checked.
+
+    Raises:
+        ConfigError: it contradicts itself or is not safe.
+    """
+    keys = list(arguments.api_key)
+    if not keys and (key := environment.get("ARGOSY_ROUTER_API_KEY")):
+        keys = [key]
+    config = RouterConfig(
+        host=arguments.host,
+        port=arguments.port,
+        admin_host=arguments.admin_host,
+        admin_port=arguments.admin_port,
+        replicas=tuple(arguments.replica),
+        replica_key=arguments.replica_key or environment.get("ARGOSY_REPLICA_KEY", ""),
+        fleet_file=arguments.fleet_file,
+        kubernetes=arguments.kubernetes,
+        fleet_namespace=arguments.fleet_namespace,
+        fleet_configmap=arguments.fleet_configmap,
+        api_keys=tuple(keys),
+        api_keys_file=arguments.api_keys_file,
+        is_open=arguments.no_auth,
+        guards_metrics=arguments.guard_metrics,
+        fleet_key=environment.get("ARGOSY_FLEET_KEY", "").encode(),
+        policy=arguments.policy,
+        index_capacity=arguments.index_max_chunks,
+        shutdown_timeout_s=arguments.shutdown_timeout,
+        drain_settle_s=arguments.drain_settle,
+        first_byte_timeout_s=arguments.first_byte_timeout,
+        request_timeout_s=arguments.request_timeout,
+        access_log=not arguments.no_access_log,
+    )
+    config.check()
+    return config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the router until it is told to stop. Returns the exit code."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(
+        level=arguments.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    try:
+        config = config_of(arguments, dict(os.environ))
+        return _run(config)
+    except (ConfigError, ValueError) as error:
+        print(f"argosy router: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        print(f"argosy router: cannot listen: {error}", file=sys.stderr)
+        return EXIT_ADDRESS
+
+
+def _run(config: RouterConfig) -> int:
+    import uvloop
+
+    from argosy_router.server import Router
+
+    async def serve() -> None:
+        await Router(config).run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

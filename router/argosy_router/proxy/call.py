@@ -1,0 +1,87 @@
+"""A client's request, decoded once.
+
+Owns: what the router needs to know about a request after reading it. Must not know: connections, replicas.
+Invariant: the body that is forwarded is the client's own bytes, except for the value of `model` where the engine
+would not know the name the client used.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from argosy_engine.protocol.errors import BadRequest, NotFound
+from argosy_engine.protocol.openai import Endpoint, decode_request
+from argosy_engine.protocol.prompt_view import prompt_view
+from argosy_router.fleet import Fleet
+from argosy_router.http.messages import Request
+from argosy_router.proxy import headers
+from argosy_router.service import Prompt, Service
+
+
+class UnsupportedMediaType(BadRequest):
+    """A body that is not plain JSON. Requiring the content type also keeps web pages of other origins out: it makes
+    their requests subject to CORS."""
+
+    http_status = 415
+
+
+class Call(NamedTuple):
+    """One generation request."""
+
+    service: Service
+    prompt: Prompt
+    is_stream: bool
+    request_id: bytes
+    payload: bytes
+    """Headers and body as every replica gets them, after the replica's own lines."""
+    path: bytes
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def decode_call(fleet: Fleet, endpoint: Endpoint, request: Request, request_id: bytes) -> Call:
+    """Reads a request and finds its service.
+
+    Raises:
+        BadRequest: not JSON, wrong types, out of bounds.
+        NotFound: no service has this model name.
+    """
+    media_type = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    if media_type != b"application/json":
+        raise UnsupportedMediaType("content-type must be application/json")
+    if request.header(b"content-encoding") is not None:
+        raise UnsupportedMediaType("content-encoding is not supported")
+    body = request.body
+    decoded = decode_request(endpoint, body)
+    if not decoded.model:
+        raise BadRequest("you must provide a model parameter", param="model")
+    service = fleet.service_of(decoded.model)
+    if service is None:
+        raise unknown_model(decoded.model)
+    if decoded.model == service.spec.key and decoded.model != service.spec.model:
+        body = with_model(body, service.spec.model)
+    prompt = service.prompt(decoded, prompt_view(decoded))
+    payload = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
+        headers.forwarded(request.headers),
+        request_id,
+        len(body),
+        body,
+    )
+    return Call(service, prompt, decoded.stream, request_id, payload, request.target.partition(b"?")[0])
+
+
+def unknown_model(name: str) -> NotFound:
+    return NotFound(f"the model `{name[:256]}` does not exist", param="model", code="model_not_found")
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """`body` with another `model`; all other values keep their bytes.
+
+    A key given twice keeps its last value, which is what every JSON decoder on the way reads.
+    """
+    fields = _fields.decode(body)
+    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(fields)

@@ -1,0 +1,164 @@
+"""What exchanges need of the rest: the choice, the clock, the retry budget, and where events are counted.
+
+Owns: policy of attempts (deadlines, budget), health verdicts, metrics and the access line of every request.
+Must not know: the bytes of requests and answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from argosy_engine.protocol.errors import ApiError
+from argosy_router.access_log import AccessLog
+from argosy_router.fleet import Fleet
+from argosy_router.http.errors import ConnectFailed, UpstreamError
+from argosy_router.http.messages import render_headers
+from argosy_router.metrics import Metrics
+from argosy_router.proxy.call import Call
+from argosy_router.proxy.exchange import Exchange, Refused
+from argosy_router.proxy.retry import RetryBudget
+from argosy_router.proxy.usage import TokenUsage
+from argosy_router.replica import Replica
+from argosy_router.service import Choice
+
+log = logging.getLogger(__name__)
+
+FIRST_BYTE_TIMEOUT_S = 120.0
+"""For streams: a long prompt behind a long queue. A unary answer begins when it is complete, so its deadline is the
+whole request's."""
+REQUEST_TIMEOUT_S = 600.0
+"""OpenAI's SDK waits as long by default."""
+
+
+class Dispatcher:
+    """Shared by all exchanges of one router."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        access_log: AccessLog,
+        *,
+        first_byte_timeout_s: float = FIRST_BYTE_TIMEOUT_S,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._access_log = access_log
+        self._first_byte_timeout_s = first_byte_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self.now = time.monotonic
+        """Not the loop's clock, which stands still between turns and counts milliseconds."""
+        self._budget = RetryBudget(self.now())
+        self.inflight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def begin(self) -> None:
+        """A request was accepted; `finished` ends it."""
+        self._budget.earn()
+        self.inflight += 1
+        self.idle.clear()
+
+    def choose(self, call: Call, tried: Sequence[Replica]) -> Choice:
+        """Raises: ApiError, when no replica can take the request."""
+        started = self.now()
+        choice = call.service.choose(call.prompt, started, self._fleet.rng, tried, self._fleet.policy)
+        self._metrics.decision.observe((), self.now() - started)
+        return choice
+
+    def dispatched(self, call: Call, choice: Choice) -> None:
+        call.service.dispatched(choice, call.prompt, self.now())
+        self._metrics.routes.add((call.service.spec.model, choice.decision.reason))
+
+    def request_line(self, call: Call, replica: Replica) -> bytes:
+        """Request line and the headers that differ by replica."""
+        key = f"authorization: Bearer {call.service.key}\r\n".encode("latin-1") if call.service.key else b""
+        return b"POST %b HTTP/1.1\r\nhost: %b\r\n%b" % (call.path, replica.pool.authority_bytes, key)
+
+    def first_byte_timeout_s(self, call: Call) -> float:
+        whole = call.service.spec.limits.request_timeout_s or self._request_timeout_s
+        return min(self._first_byte_timeout_s, whole) if call.is_stream else whole
+
+    def may_retry(self) -> bool:
+        return self._budget.spend(self.now())
+
+    # verdicts
+
+    def retried(self, call: Call, reason: str) -> None:
+        self._metrics.retries.add((call.service.spec.model, reason))
+
+    def attempt_failed(self, call: Call, replica: Replica, error: UpstreamError, reason: str) -> None:
+        labels = (call.service.spec.model, replica.name)
+        self._metrics.failures.add((*labels, reason))
+        log.info("replica %s failed a request: %s (%s)", replica.name, reason, error)
+        if isinstance(error, Refused) and error.status == 503:
+            replica.health.abandoned()  # busy or draining is not broken
+            return
+        refused = isinstance(error, ConnectFailed) and error.refused
+        if replica.health.failed(self.now(), refused=refused, may_eject=call.service.may_eject()):
+            self._metrics.ejections.add(labels)
+            self._fleet.changed()
+
+    def succeeded(self, call: Call, replica: Replica) -> None:
+        if replica.health.succeeded():
+            self._fleet.changed()
+
+    def interrupted(self, call: Call, replica: Replica) -> None:
+        self._metrics.interrupted.add((call.service.spec.model, replica.name))
+
+    def client_lost(self, call: Call) -> None:
+        self._metrics.disconnects.add((call.service.spec.model,))
+
+    def measured(self, call: Call, choice: Choice, usage: TokenUsage) -> None:
+        """An answer told its token counts."""
+        service = call.service
+        labels = (service.spec.model, choice.replica.name)
+        self._metrics.prompt_tokens.add(labels, usage.prompt_tokens)
+        self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
+        self._metrics.actual.add(labels, usage.cached_tokens)
+        service.learn(call.prompt, usage.prompt_tokens)
+
+    def finished(self, exchange: Exchange) -> None:
+        duration = self.now() - exchange.started
+        call = exchange.call
+        model = call.service.spec.model
+        metrics = self._metrics
+        metrics.requests.add((model, str(exchange.status)))
+        metrics.duration.observe((model,), duration)
+        if exchange.first_event_s is not None:
+            metrics.ttft.observe((model,), exchange.first_event_s)
+        if self._access_log.is_enabled:
+            self._log(exchange, model, duration)
+        self.inflight -= 1
+        if not self.inflight:
+            self.idle.set()
+
+    def _log(self, exchange: Exchange, model: str, duration: float) -> None:
+        choice = exchange.choice
+        replica, route, predicted = "-", "-", 0
+        if choice is not None:
+            replica, route, predicted = (
+                choice.replica.name,
+                choice.decision.reason,
+                choice.decision.predicted_tokens,
+            )
+        first = "-" if exchange.first_event_s is None else f"{exchange.first_event_s * 1000:.1f}"
+        self._access_log.write(
+            f"request={exchange.call.request_id.decode()} model={model} status={exchange.status} replica={replica} "
+            f"route={route} predicted_tokens={predicted} attempts={exchange.attempts} ttft_ms={first} "
+            f"duration_ms={duration * 1000:.1f}"
+        )
+
+    def error_headers(self, error: ApiError) -> bytes:
+        """Headers of an answer of our own; `x-should-retry` is what OpenAI's SDKs obey first."""
+        lines = b"content-type: application/json\r\n"
+        extra = error.headers()
+        if extra:
+            lines += render_headers([(name.encode(), value.encode()) for name, value in extra.items()])
+        if error.http_status >= 500 or error.retryable:
+            lines += b"x-should-retry: true\r\n" if error.retryable else b"x-should-retry: false\r\n"
+        return lines

@@ -1,0 +1,357 @@
+"""One generation request from dispatch to its end: attempts, retries, forwarding.
+
+Owns: the request's charge and its connection to a replica, and everything written to the client.
+Must not know: parsing, discovery, policies.
+Invariants: the client's answer begins once; until then a failed attempt may be repeated on another replica, after
+that never; the charge of each attempt is released exactly once; a client that leaves aborts the replica's work at
+once; of a stream only whole events are forwarded.
+
+    connecting -> waiting -> (unary)  buffering -> answered
+                          -> (stream) streaming -> answered, or an error event when the replica dies
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from argosy_engine.protocol.errors import (
+    ApiError,
+    BadGateway,
+    GatewayTimeout,
+    InternalError,
+    Unavailable,
+)
+from argosy_router.http.client import ClientConnection
+from argosy_router.http.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    FirstByteTimeout,
+    IdleTimeout,
+    MalformedResponse,
+    UpstreamError,
+)
+from argosy_router.http.messages import Headers
+from argosy_router.http.server import ServerConnection
+from argosy_router.http.sse import EventCutter, EventTooLarge
+from argosy_router.load import Charge
+from argosy_router.proxy import headers as header_rules
+from argosy_router.proxy.call import Call
+from argosy_router.proxy.usage import TAIL_BYTES, find_usage
+from argosy_router.replica import Replica
+from argosy_router.service import Choice
+
+if TYPE_CHECKING:
+    from argosy_router.proxy.dispatcher import Dispatcher
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+MAX_BUFFERED_BYTES = 1024 * 1024
+"""Unary answers up to this size reach the client whole or not at all; longer ones are streamed and cannot be retried
+once they have begun."""
+
+_REASONS: dict[type[UpstreamError], str] = {
+    ConnectFailed: "connect",
+    ConnectionLost: "reset",
+    FirstByteTimeout: "first_byte_timeout",
+    IdleTimeout: "idle_timeout",
+    MalformedResponse: "malformed",
+}
+
+
+class Refused(UpstreamError):
+    """The replica answered, but with a status that asks for another replica."""
+
+    def __init__(self, status: int, head: bytes, body: bytes) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.head = head
+        self.body = body
+
+
+class Finished(Protocol):
+    """Told once about the end of the request."""
+
+    def __call__(self, exchange: Exchange) -> None: ...
+
+
+class Exchange:
+    """One request under way."""
+
+    def __init__(self, dispatcher: Dispatcher, client: ServerConnection, call: Call, started: float) -> None:
+        self._dispatcher = dispatcher
+        self._client = client
+        self.call = call
+        self.started = started
+        self.status = 0
+        """Status sent to the client; 499 when it left before one was."""
+        self.attempts = 0
+        self.choice: Choice | None = None
+        self.first_event_s: float | None = None
+        self._tried: list[Replica] = []
+        self._charge: Charge | None = None
+        self._connection: ClientConnection | None = None
+        self._is_over = False
+        self._is_started = False
+        self._is_client_paused = False
+        self._is_fresh_retry = False
+        self._cutter: EventCutter | None = None
+        self._upstream_status = 0
+        self._upstream_headers = b""
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._tail = b""
+
+    # attempts
+
+    def start(self) -> None:
+        """Sends the request to the best replica."""
+        try:
+            choice = self._dispatcher.choose(self.call, self._tried)
+        except ApiError as error:
+            self._answer_error(error)
+            return
+        self._attempt(choice)
+
+    def _attempt(self, choice: Choice) -> None:
+        self.attempts += 1
+        self.choice = choice
+        self._tried.append(choice.replica)
+        self._charge = choice.replica.load.charge(choice.uncached_tokens)
+        self._dispatcher.dispatched(self.call, choice)
+        choice.replica.pool.acquire(self)
+
+    def on_connected(self, connection: ClientConnection) -> None:
+        choice = self.choice
+        assert choice is not None
+        if self._is_over:  # the client left while we connected
+            choice.replica.pool.release(connection)
+            return
+        self._connection = connection
+        connection.send(
+            self,
+            self._dispatcher.request_line(self.call, choice.replica) + self.call.payload,
+            self._dispatcher.first_byte_timeout_s(self.call),
+        )
+        if self._is_client_paused:
+            connection.pause_reading()
+
+    def on_connect_failed(self, error: ConnectFailed) -> None:
+        if not self._is_over:
+            self._on_attempt_failed(error)
+
+    def on_failed(self, error: UpstreamError) -> None:
+        self._connection = None
+        if not self._is_over:
+            self._on_attempt_failed(error)
+
+    def _on_attempt_failed(self, error: UpstreamError) -> None:
+        choice = self.choice
+        assert choice is not None
+        replica = choice.replica
+        if isinstance(error, ConnectionLost) and error.stale and not self._is_fresh_retry:
+            self._is_fresh_retry = True
+            replica.pool.acquire(self, fresh=True)
+            return
+        reason = _REASONS.get(type(error), "refused")
+        self._release(replica)
+        self._dispatcher.attempt_failed(self.call, replica, error, reason)
+        if self._is_started:
+            self._interrupt(replica)
+            return
+        self._forget_response()
+        if self.attempts < MAX_ATTEMPTS and self._dispatcher.may_retry():
+            try:
+                following = self._dispatcher.choose(self.call, self._tried)
+            except ApiError:
+                pass  # nobody else: the error at hand says more
+            else:
+                self._dispatcher.retried(self.call, reason)
+                self._attempt(following)
+                return
+        self._give_up(error)
+
+    def _give_up(self, error: UpstreamError) -> None:
+        model = self.call.service.spec.model
+        if isinstance(error, Refused) and error.status == 503:
+            self._answer(error.status, error.head, error.body)
+        elif isinstance(error, FirstByteTimeout):
+            self._answer_error(GatewayTimeout(f"model {model!r} did not answer in time"))
+        elif isinstance(error, ConnectFailed):
+            self._answer_error(Unavailable(f"no replica of model {model!r} is reachable", retry_after_s=1.0))
+        else:
+            self._answer_error(BadGateway(f"the replica of model {model!r} failed", retry_after_s=1.0))
+
+    def _release(self, replica: Replica) -> None:
+        charge, self._charge = self._charge, None
+        assert charge is not None, "one charge per attempt"
+        charge.release()
+        self._is_fresh_retry = False
+
+    def _forget_response(self) -> None:
+        self._cutter = None
+        self._upstream_status = 0
+        self._body = []
+        self._body_bytes = 0
+
+    # the replica's answer
+
+    def on_response(self, status: int, headers: Headers) -> None:
+        self._upstream_status = status
+        self._upstream_headers = header_rules.returned(headers)
+        content_type = next((value for name, value in headers if name == b"content-type"), b"")
+        if status == 200 and content_type.startswith(b"text/event-stream"):
+            self._cutter = EventCutter()
+
+    def on_data(self, data: bytes) -> None:
+        if self._cutter is None:
+            self._buffer(data)
+            return
+        try:
+            events = self._cutter.feed(data)
+        except EventTooLarge:
+            self._drop_connection()
+            self._on_attempt_failed(MalformedResponse("an event is too large"))
+            return
+        if events:
+            self._tail = events
+            self._forward(events)
+
+    def _buffer(self, data: bytes) -> None:
+        """Holds a unary answer back, so that a replica's death can still be hidden, up to a bound."""
+        self._body_bytes += len(data)
+        if self._is_started:
+            self._tail = (self._tail + data)[-TAIL_BYTES:]
+            self._client.send(data)
+            return
+        self._body.append(data)
+        if self._body_bytes > MAX_BUFFERED_BYTES:
+            held = b"".join(self._body)
+            self._tail = held[-TAIL_BYTES:]
+            self._body = []
+            self._forward(held)
+
+    def _forward(self, data: bytes) -> None:
+        if self._is_started:
+            self._client.send(data)
+            return
+        self._is_started = True
+        self.status = self._upstream_status
+        if self._charge is not None:
+            self._charge.first_token()
+        self.first_event_s = self._dispatcher.now() - self.started
+        self._client.start(self.status, self._upstream_headers + self._own_headers(), data)
+
+    def on_end(self) -> None:
+        self._connection = None
+        if self._is_over:
+            return
+        choice = self.choice
+        assert choice is not None
+        if self._cutter is not None:
+            self._end_stream(choice.replica, self._cutter.tail)
+            return
+        if self._is_started:
+            self._end_stream(choice.replica, b"")
+            return
+        body = b"".join(self._body)
+        status = self._upstream_status
+        if status in (401, 403, 503):
+            # 503: draining or overloaded. 401, 403: it refuses our key; the client's own is not at fault.
+            self._on_attempt_failed(Refused(status, self._upstream_headers, body))
+            return
+        self._tail = body
+        self._settle(choice.replica)
+        self._answer(status, self._upstream_headers, body)
+
+    def _end_stream(self, replica: Replica, rest: bytes) -> None:
+        if rest or not self._is_started:
+            if not rest:  # a stream without a single event
+                self._settle(replica)
+                self._answer(self._upstream_status, self._upstream_headers, b"")
+                return
+            self._forward(rest)
+        self._settle(replica)
+        self._client.finish()
+        self._end()
+
+    def _settle(self, replica: Replica) -> None:
+        """The replica did its part."""
+        self._release(replica)
+        self._dispatcher.succeeded(self.call, replica)
+        usage = find_usage(self._tail)
+        if usage is not None and self.choice is not None and self.status in (0, 200):
+            self._dispatcher.measured(self.call, self.choice, usage)
+
+    def _interrupt(self, replica: Replica) -> None:
+        """The replica died after the answer began: say so inside the answer, the status is gone."""
+        self._dispatcher.interrupted(self.call, replica)
+        if self._cutter is None:
+            self._client.abort()
+        else:
+            error = BadGateway("the replica failed while generating; the answer is incomplete")
+            self._client.send(b"data: " + error.body() + b"\n\n")
+            self._client.finish()
+        self._end()
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+
+    # the client
+
+    def on_client_lost(self) -> None:
+        if self._is_over:
+            return
+        self._drop_connection()
+        choice = self.choice
+        if choice is not None and self._charge is not None:
+            self._release(choice.replica)
+            choice.replica.health.abandoned()
+        if not self._is_started:
+            self.status = 499
+        self._dispatcher.client_lost(self.call)
+        self._end()
+
+    def on_client_paused(self) -> None:
+        self._is_client_paused = True
+        if self._connection is not None:
+            self._connection.pause_reading()
+
+    def on_client_resumed(self) -> None:
+        self._is_client_paused = False
+        if self._connection is not None:
+            self._connection.resume_reading()
+
+    # answers
+
+    def _own_headers(self) -> bytes:
+        choice = self.choice
+        identity = b"x-request-id: %b\r\n" % self.call.request_id
+        if choice is None:
+            return identity
+        decision = choice.decision
+        return b"%b%bx-argosy-route: %b\r\nx-argosy-predicted-tokens: %d\r\n" % (
+            identity,
+            choice.replica.name_header,
+            decision.reason.encode(),
+            decision.predicted_tokens,
+        )
+
+    def _answer(self, status: int, headers: bytes, body: bytes) -> None:
+        self.status = status
+        self._client.respond(status, headers + self._own_headers(), body)
+        self._end()
+
+    def _answer_error(self, error: ApiError) -> None:
+        if isinstance(error, InternalError):
+            log.error("request %s: %s", self.call.request_id.decode(), error.message)
+        self._answer(error.http_status, self._dispatcher.error_headers(error), error.body())
+
+    def _end(self) -> None:
+        assert self._charge is None, "every attempt was settled"
+        assert not self._is_over, "a request ends once"
+        self._is_over = True
+        self._dispatcher.finished(self)

@@ -1,0 +1,52 @@
+"""Which headers cross the router, and request ids.
+
+Owns: header rules of both directions. Must not know: routing.
+Invariant: nothing a client sends can look like the router's own word to an engine, and nothing an engine sends can
+look like the router's own word to a client.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from itertools import count
+
+from argosy_router.http.messages import HOP_BY_HOP, Headers, connection_options, render_headers
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_NOT_FORWARDED = HOP_BY_HOP | {
+    b"accept-encoding",  # answers are read for usage and event boundaries: no compression inside the fleet
+    b"authorization",  # the client's key is for us; the engine gets its own
+    b"content-length",
+    b"cookie",
+    b"expect",
+    b"forwarded",
+    b"host",
+    b"via",
+    b"x-request-id",
+    b"x-real-ip",
+}
+_NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"server", b"set-cookie", b"x-request-id"}
+_RESERVED = (b"x-argosy-", b"x-forwarded-")
+
+_process = secrets.token_hex(8)
+_numbers = count(1)
+
+
+def request_id(sent: bytes | None) -> bytes:
+    """The client's id if it is one we can pass on safely, else a new one."""
+    if sent is not None and _REQUEST_ID.fullmatch(sent):
+        return sent
+    return b"%b%08x" % (_process.encode(), next(_numbers))
+
+
+def forwarded(headers: Headers) -> bytes:
+    """A client's headers as an engine gets them."""
+    dropped = _NOT_FORWARDED | connection_options(headers)
+    return render_headers([h for h in headers if h[0] not in dropped and not h[0].startswith(_RESERVED)])
+
+
+def returned(headers: Headers) -> bytes:
+    """An engine's headers as the client gets them."""
+    dropped = _NOT_RETURNED | connection_options(headers)
+    return render_headers([h for h in headers if h[0] not in dropped and not h[0].startswith(_RESERVED)])

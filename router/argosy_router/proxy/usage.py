@@ -1,0 +1,34 @@
+"""Token counts out of an answer, without parsing it.
+
+Owns: finding `usage` in the last bytes. Must not know: anything else about answers.
+
+A quote inside a JSON string is escaped, so `"usage":` unescaped can only be a key.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+TAIL_BYTES = 2048
+"""Usage is the last thing an answer says; with details it takes a few hundred bytes."""
+
+_PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})')
+_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
+
+
+class TokenUsage(NamedTuple):
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def find_usage(tail: bytes) -> TokenUsage | None:
+    """Usage in the end of an answer or stream, or None when it has none."""
+    start = tail.rfind(b'"usage"', max(0, len(tail) - TAIL_BYTES))
+    if start < 0:
+        return None
+    prompt = _PROMPT.search(tail, start)
+    if prompt is None:
+        return None
+    cached = _CACHED.search(tail, start)
+    return TokenUsage(int(prompt[1]), int(cached[1]) if cached else 0)

@@ -1,0 +1,113 @@
+"""One replica as the router sees it.
+
+Owns: identity, connection pool, load, health, residency, and the state shown to operators.
+Must not know: how any of them is fed.
+Invariant: `is_routable` is the one place that says whether a replica may get requests.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from argosy_engine.protocol.report import ReplicaReport, ReplicaState
+from argosy_engine.protocol.telemetry import Hello
+from argosy_router.health import Health
+from argosy_router.http.pool import ConnectionPool
+from argosy_router.load import LoadAccount
+from argosy_router.residency import Residency
+
+
+class Member(NamedTuple):
+    """A replica as discovery names it."""
+
+    name: str
+    uid: str
+    url: str
+    is_draining: bool = False
+
+
+class Replica:
+    """One member of a service; satisfies `policy.Candidate`."""
+
+    def __init__(self, service: str, member: Member, pool: ConnectionPool, residency: Residency) -> None:
+        self.service = service
+        self.name = member.name
+        self.uid = member.uid
+        self.url = member.url
+        self.name_header = b"x-argosy-replica: %b\r\n" % member.name.encode("latin-1", "replace")
+        self.pool = pool
+        self.load = LoadAccount()
+        self.health = Health()
+        self.residency = residency
+        self.is_draining = member.is_draining
+        """Discovery says so (pod being deleted, local fleet rolling)."""
+        self.has_announced_drain = False
+        """The replica said so itself."""
+        self.link: ReplicaState = "connecting"
+        """Where the telemetry stream stands: connecting, synced, stale or foreign."""
+        self.is_answering = False
+        """Foreign replicas: whether the last health poll succeeded."""
+        self.hello: Hello | None = None
+
+    @property
+    def is_routable(self) -> bool:
+        """Whether a request may be sent, short-lived ejections aside."""
+        if self.is_draining or self.has_announced_drain:
+            return False
+        if self.link == "foreign":
+            return self.is_answering
+        return self.link != "connecting"
+
+    @property
+    def is_synced(self) -> bool:
+        return self.link == "synced"
+
+    @property
+    def state(self) -> ReplicaState:
+        if self.is_draining or self.has_announced_drain:
+            return "draining"
+        if self.health.is_ejected:
+            return "ejected"
+        return self.link
+
+    def report(self) -> ReplicaReport:
+        return ReplicaReport(
+            service=self.service,
+            name=self.name,
+            uid=self.uid,
+            url=self.url,
+            state=self.state,
+            routable=self.is_routable and not self.health.is_ejected,
+            epoch=self.hello.epoch if self.hello else "",
+            inflight=self.load.inflight,
+        )
+
+    # policy.Candidate
+
+    @property
+    def slot(self) -> int:
+        return self.residency.slot
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.load.queued_tokens
+
+    @property
+    def requests(self) -> int:
+        return self.load.requests
+
+    @property
+    def kv_usage(self) -> float:
+        return self.load.kv_usage
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.load.prefill_tokens_per_s
+
+    @property
+    def decode_step_s(self) -> float:
+        return self.load.decode_step_s
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.load.max_num_seqs

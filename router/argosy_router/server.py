@@ -1,0 +1,235 @@
+"""A whole router: parts put together, started, drained, stopped.
+
+Owns: the life of one router in one event loop. Must not know: command line, environment.
+Invariant: every task has an owner here or in the fleet, and `run` returns only when all have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from argosy_router.access_log import AccessLog
+from argosy_router.admin import AdminServer, admin_keys, build_admin
+from argosy_router.config import RouterConfig
+from argosy_router.discovery.base import Discovery
+from argosy_router.discovery.file import FileDiscovery
+from argosy_router.discovery.static import StaticDiscovery
+from argosy_router.fleet import Fleet
+from argosy_router.http.deadlines import TICK_S, TimerWheel
+from argosy_router.http.server import ServerConnection
+from argosy_router.keys import ApiKeys
+from argosy_router.metrics import Metrics
+from argosy_router.proxy.application import RouterApplication
+from argosy_router.proxy.dispatcher import Dispatcher
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+
+
+class Router:
+    """One router. Build it inside the loop that runs it."""
+
+    def __init__(
+        self, config: RouterConfig, *, discovery: Discovery | None = None, tick_s: float = TICK_S
+    ) -> None:
+        config.check()
+        self.config = config
+        self._loop = asyncio.get_running_loop()
+        self._wheel = TimerWheel(self._loop, tick_s)
+        self.fleet = Fleet(
+            self._wheel,
+            config.client,
+            fleet_key=config.fleet_key,
+            index_capacity=config.index_capacity,
+            policy=config.policy,
+        )
+        self.metrics = Metrics(self.fleet)
+        self._access_log = AccessLog(is_enabled=config.access_log)
+        self.dispatcher = Dispatcher(
+            self.fleet,
+            self.metrics,
+            self._access_log,
+            first_byte_timeout_s=config.first_byte_timeout_s,
+            request_timeout_s=config.request_timeout_s,
+        )
+        self._keys = ApiKeys(config.api_keys, config.api_keys_file)
+        self.application = RouterApplication(
+            self.fleet,
+            self.dispatcher,
+            self.metrics,
+            lambda: self._keys.ring,
+            guards_metrics=config.guards_metrics,
+        )
+        self._discovery = discovery or self._configured_discovery()
+        self._connections: set[ServerConnection] = set()
+        self._listener: asyncio.Server | None = None
+        self._admin: AdminServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.stopping = asyncio.Event()
+        """Set it to drain and stop."""
+        self._hurry = asyncio.Event()
+
+    def _configured_discovery(self) -> Discovery:
+        config = self.config
+        if config.fleet_file is not None:
+            return FileDiscovery(config.fleet_file)
+        if config.kubernetes:
+            from argosy_router.discovery.kubernetes import KubernetesDiscovery
+
+            return KubernetesDiscovery(config.fleet_namespace, config.fleet_configmap)
+        return StaticDiscovery(config.replicas, config.replica_key, self._wheel)
+
+    # addresses
+
+    @property
+    def address(self) -> tuple[str, int]:
+        assert self._listener is not None
+        host, port = self._listener.sockets[0].getsockname()[:2]
+        return host, port
+
+    @property
+    def url(self) -> str:
+        return "http://{}:{}".format(*self.address)
+
+    @property
+    def admin_url(self) -> str:
+        assert self._admin is not None
+        return "http://{}:{}".format(*self._admin.address)
+
+    # life
+
+    async def run(self) -> None:
+        """Serves until SIGTERM, SIGINT or `stopping`, then drains. A second signal cuts the drain short.
+
+        Raises:
+            OSError: an address is in use or not ours.
+        """
+        async with self.serving():
+            with self._signals():
+                log.info("router on %s", self.url)
+                await self.stopping.wait()
+                await self._drain()
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[Router]:
+        """Listens and follows the fleet inside the block; cuts everything at its end."""
+        try:
+            await self._start()
+            yield self
+        finally:
+            await self._stop()
+
+    async def _start(self) -> None:
+        config = self.config
+        self._listener = await self._loop.create_server(
+            self._connection, config.host, config.port, backlog=BACKLOG, start_serving=True
+        )
+        self._own(self._discovery.run(self.fleet.apply), "discovery")
+        self._own(self.fleet.maintain(), "maintenance")
+        self._own(self._keys.watch(), "keys")
+        if config.admin_port >= 0:
+            await self._start_admin()
+
+    async def _start_admin(self) -> None:
+        config = self.config
+        app = build_admin(
+            self.fleet,
+            self.metrics,
+            admin_keys(config.fleet_key),
+            lambda: self.application.is_ready,
+            socket.gethostname(),
+        )
+        self._admin = AdminServer(app, config.admin_host or config.host, config.admin_port)
+        listening = _bind(config.admin_host or config.host, config.admin_port)
+        self._own(self._admin.serve([listening]), "admin")
+        await self._admin.listening.wait()
+
+    def _connection(self) -> ServerConnection:
+        self.metrics.connections = len(self._connections) + 1
+        return ServerConnection(self.application, self.config.server, self._wheel, self._connections)
+
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._on_task_done)
+        self._tasks.append(task)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("%s failed", task.get_name(), exc_info=error)
+            self.stopping.set()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Any:
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            self._loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in signals:
+                self._loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self.stopping.is_set():
+            self._hurry.set()
+        self.stopping.set()
+
+    async def _drain(self) -> None:
+        """Readiness goes first, then the listener, then idle connections; requests under way get their time."""
+        self.application.is_draining = True
+        self.fleet.changed()
+        await _wait(self._hurry, self.config.drain_settle_s)
+        assert self._listener is not None
+        self._listener.close()
+        for connection in list(self._connections):
+            connection.drain()
+        log.info("draining %d requests", self.dispatcher.inflight)
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.dispatcher.idle, self._hurry)]
+        await asyncio.wait(waits, timeout=self.config.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if self.dispatcher.inflight:
+            log.warning("cutting %d requests", self.dispatcher.inflight)
+
+    async def _stop(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            if connection.is_answering:
+                connection.cut()
+            else:
+                connection.drain()
+        if self._admin is not None:
+            self._admin.should_exit = True
+        for task in self._tasks:
+            if task.get_name() != "admin":
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.fleet.close()
+        self._wheel.close()
+        self._access_log.flush()
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError:
+        listening.close()
+        raise
+    return listening

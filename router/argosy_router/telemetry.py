@@ -1,0 +1,244 @@
+"""The router's end of a replica's telemetry stream.
+
+Owns: one task per replica that keeps the stream open and applies its frames.
+Must not know: HTTP framing, policies, other replicas.
+Invariants: only a stream of our content type and a version we can read is believed; a lost stream changes the mode of
+routing (`stale`), it never ejects; whatever the peer does, the task goes on with capped, jittered back-off.
+
+connecting --hello, last snapshot slice--> synced --stream lost--> stale --hello, snapshot--> synced
+     `----- another content type, or a version that excludes us ----> foreign (health is polled)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from argosy_engine.protocol.headers import TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
+from argosy_engine.protocol.telemetry import (
+    PROTOCOL_VERSION,
+    STALE_AFTER_S,
+    Cleared,
+    Draining,
+    Frame,
+    FrameReader,
+    Hello,
+    Load,
+    Removed,
+    Snapshot,
+    Stored,
+    TelemetryError,
+    unpack_u32,
+    unpack_u64,
+)
+from argosy_router.health import SUSPECT_STEP_AGE_S
+from argosy_router.http.client import ClientConnection
+from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, UpstreamError
+from argosy_router.http.fetch import fetch, request_head
+from argosy_router.http.messages import Headers
+from argosy_router.replica import Replica
+
+log = logging.getLogger(__name__)
+
+BACKOFF_BASE_S = 0.05
+"""First pause before reconnecting: a restarted process is back soon, and its peers carry the load meanwhile."""
+BACKOFF_CAP_S = 2.0
+"""A thousand routers' worth of replicas cost 500 connects per second at most; a recovered one waits 2 s at worst."""
+HEAD_TIMEOUT_S = STALE_AFTER_S
+POLL_INTERVAL_S = 2.0
+"""Health of foreign replicas."""
+POLLS_PER_RETRY = 30
+"""Once a minute a foreign replica is asked for telemetry again: it may have been replaced at the same address."""
+
+
+class Foreign(Exception):
+    """The replica does not speak our telemetry."""
+
+
+class TelemetryClient:
+    """Keeps one replica's knowledge current."""
+
+    def __init__(
+        self, replica: Replica, model: str, key: str, on_change: Callable[[], None], rng: random.Random
+    ) -> None:
+        self._replica = replica
+        self._model = model
+        self._key = key
+        self._on_change = on_change
+        self._rng = rng
+        self.skipped_frames = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        replica = self._replica
+        failures = 0
+        while True:
+            try:
+                await self._follow()
+                failures = 0
+            except Foreign as reason:
+                if replica.link != "foreign":
+                    log.info("replica %s is not one of ours: %s", replica.name, reason)
+                self._set_link("foreign")
+                await self._poll()
+                continue
+            except (UpstreamError, TelemetryError) as error:
+                failures = 0 if replica.is_synced else failures + 1
+                self._lose(str(error))
+                if replica.link == "stale" and isinstance(error, (ConnectFailed, FirstByteTimeout)):
+                    # Not the lost stream counts, but that the replica no longer answers a new connection.
+                    self._fail_health(refused=isinstance(error, ConnectFailed) and error.refused)
+            pause = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(failures, 10))
+            await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
+
+    async def _follow(self) -> None:
+        """One connection's life."""
+        connection = await self._replica.pool.connect()
+        stream = _Stream(self._apply)
+        try:
+            head = request_head(self._replica.pool, TELEMETRY_PATH, self._key)
+            connection.send(stream, head, HEAD_TIMEOUT_S, STALE_AFTER_S)
+            stream.connection = connection
+            await stream.ended
+        finally:
+            connection.abort()
+            self.skipped_frames += stream.reader.skipped
+        self._lose("stream ended")
+
+    def _apply(self, frame: Frame) -> None:
+        replica = self._replica
+        if isinstance(frame, Load):
+            self._apply_load(frame)
+        elif isinstance(frame, Stored):
+            replica.residency.stored(unpack_u64(frame.hashes), unpack_u32(frame.tokens))
+        elif isinstance(frame, Removed):
+            replica.residency.removed(unpack_u64(frame.hashes))
+        elif isinstance(frame, Snapshot):
+            if frame.first:
+                replica.residency.clear()
+            replica.residency.stored(unpack_u64(frame.hashes), unpack_u32(frame.tokens))
+            if frame.last:
+                self._synced()
+        elif isinstance(frame, Cleared):
+            replica.residency.clear()
+        elif isinstance(frame, Hello):
+            self._apply_hello(frame)
+        elif isinstance(frame, Draining):
+            replica.has_announced_drain = True
+            self._on_change()
+
+    def _apply_hello(self, hello: Hello) -> None:
+        if hello.min_reader_version > PROTOCOL_VERSION:
+            raise Foreign(f"telemetry needs a reader of version {hello.min_reader_version}")
+        if hello.model != self._model:
+            log.warning(
+                "replica %s serves %r, expected %r: prefix hints will not match",
+                self._replica.name,
+                hello.model,
+                self._model,
+            )
+        replica = self._replica
+        replica.hello = hello
+        replica.load.max_num_seqs = hello.max_num_seqs
+        replica.load.forget()
+        replica.has_announced_drain = False
+
+    def _apply_load(self, load: Load) -> None:
+        replica = self._replica
+        account = replica.load
+        account.report(requests=load.num_running + load.num_waiting, tokens=load.queued_uncached_tokens)
+        account.kv_usage = load.kv_usage
+        account.prefill_tokens_per_s = load.prefill_tokens_per_s
+        account.decode_step_s = load.decode_step_s
+        is_suspect = load.core_step_age_s > SUSPECT_STEP_AGE_S
+        if is_suspect != replica.health.is_suspect:
+            replica.health.is_suspect = is_suspect
+            self._on_change()
+
+    def _synced(self) -> None:
+        self._replica.health.succeeded()
+        self._set_link("synced")
+
+    def _lose(self, reason: str) -> None:
+        """The stream is gone. What was known stays a good guess; the load report does not."""
+        replica = self._replica
+        if replica.link == "foreign":
+            self._set_link("connecting")
+        if replica.link == "synced":
+            log.info("replica %s: telemetry lost (%s)", replica.name, reason)
+            replica.load.forget()
+            self._set_link("stale")
+
+    def _fail_health(self, *, refused: bool) -> None:
+        if self._replica.health.failed(time.monotonic(), refused=refused):
+            self._on_change()
+
+    def _set_link(self, link: str) -> None:
+        if self._replica.link != link:
+            self._replica.link = link  # type: ignore[assignment]
+            self._on_change()
+
+    async def _poll(self) -> None:
+        """Health of a foreign replica, for a while."""
+        replica = self._replica
+        for _ in range(POLLS_PER_RETRY):
+            try:
+                response = await fetch(replica.pool, "/health", self._key, HEAD_TIMEOUT_S)
+                is_answering = response.status == 200
+            except UpstreamError:
+                is_answering = False
+            if is_answering != replica.is_answering:
+                replica.is_answering = is_answering
+                if is_answering:
+                    replica.health.succeeded()
+                self._on_change()
+            await asyncio.sleep(POLL_INTERVAL_S * self._rng.uniform(0.8, 1.0))
+
+
+class _Stream:
+    """Feeds the response's bytes to a frame reader; `ended` resolves when the stream is over."""
+
+    def __init__(self, apply: Callable[[Frame], None]) -> None:
+        self.reader = FrameReader()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.connection: ClientConnection | None = None
+        self._apply = apply
+        self._is_greeted = False
+
+    def on_response(self, status: int, headers: Headers) -> None:
+        content_type = next((value for name, value in headers if name == b"content-type"), b"")
+        if status in (401, 403):
+            self._end(UpstreamError("the replica refused the router's key"))
+        elif status >= 500:
+            self._end(UpstreamError(f"telemetry answered {status}"))
+        elif (
+            status != 200
+            or content_type.partition(b";")[0].strip().lower() != TELEMETRY_CONTENT_TYPE.encode()
+        ):
+            self._end(Foreign(f"status {status}, another content type"))
+
+    def on_data(self, data: bytes) -> None:
+        if self.ended.done():
+            return
+        try:
+            for frame in self.reader.feed(data):
+                if not self._is_greeted and not isinstance(frame, Hello):
+                    raise TelemetryError("the first frame is not a hello")
+                self._is_greeted = True
+                self._apply(frame)
+        except (TelemetryError, Foreign, ValueError) as error:
+            self._end(error if isinstance(error, (TelemetryError, Foreign)) else TelemetryError(str(error)))
+
+    def on_end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def on_failed(self, error: UpstreamError) -> None:
+        self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)

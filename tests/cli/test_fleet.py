@@ -1,0 +1,240 @@
+"""The local fleet with the real supervisor and router; the engines have no model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from local_fleet import FAKE_SUPERVISOR, Load, LocalFleet, descendants, kill, watched
+
+from argosy.local.control import FleetStatus
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def names(status: FleetStatus) -> list[str]:
+    return [replica.name for replica in status.services[0].replicas]
+
+
+def test_a_fleet_from_up_to_down(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
+    fleet.manifest(replicas=2)
+    assert fleet.start() == 0
+    out = capfd.readouterr().out
+    assert f"ready: {fleet.url}/v1\n  tiny  2/2 replicas\n" in out
+
+    assert fleet.argosy("ps") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:3]] == [
+        ["tiny-0", "tiny", "Routable"],
+        ["tiny-1", "tiny", "Routable"],
+    ]
+    assert lines[3].split()[:2] == ["router", "Ready"]
+    assert fleet.argosy("ps", "-o", "json") == 0
+    shown = json.loads(capfd.readouterr().out)
+    assert [replica["phase"] for replica in shown["services"][0]["replicas"]] == ["Routable", "Routable"]
+
+    assert fleet.argosy("chat", "tiny", "hi") == 0
+    assert capfd.readouterr().out == "hello \n"
+    assert fleet.argosy("chat", "huge", "hi") == 1
+    assert capfd.readouterr().err == "argosy chat: 404 the model `huge` does not exist; models: 'tiny'\n"
+
+    assert fleet.argosy("logs", "tiny-1") == 0
+    assert "fake engine listens" in capfd.readouterr().out
+    assert fleet.argosy("logs", "tiny-9") == 1
+    assert "there are: router, supervisor, tiny-0, tiny-1" in capfd.readouterr().err
+
+    for path in (fleet.state.root, *fleet.state.root.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    assert fleet.up("--port", str(fleet.port % 60000 + 1024)) == 2
+    assert "`argosy down` first to change the port" in capfd.readouterr().err
+
+    with watched([status_pid := fleet.status().pid, *descendants(status_pid)]) as survivors:
+        assert fleet.argosy("down") == 0
+        assert capfd.readouterr().out.endswith("the fleet is stopped\n")
+        assert survivors() == []
+    assert fleet.argosy("down") == 0
+    assert "no fleet is running" in capfd.readouterr().out
+    assert fleet.argosy("ps") == 1
+    assert "start one with `argosy up -f FILE`" in capfd.readouterr().err
+
+
+def test_editing_and_applying_scales_and_rolls_without_a_failed_request(fleet: LocalFleet) -> None:
+    fleet.manifest(replicas=1)
+    assert fleet.start() == 0
+    with Load(fleet.url) as load:
+        fleet.manifest(replicas=3)
+        assert fleet.up() == 0
+        assert names(fleet.status()) == ["tiny-0", "tiny-1", "tiny-2"]
+        fleet.manifest(
+            replicas=2, engine={"maxNumSeqs": 4, "env": [{"name": "FAKE_ANSWER", "value": "changed"}]}
+        )
+        assert fleet.up() == 0
+        assert names(fleet.status()) == ["tiny-3", "tiny-4"]
+    assert load.failures == []
+    assert {"tiny-0", "tiny-3"} <= load.replicas
+    assert set(load.answers) == {"hello ".strip(), "changed"}
+
+
+def test_edits_that_concern_no_process_restart_nothing(fleet: LocalFleet) -> None:
+    fleet.manifest(replicas=1)
+    assert fleet.start() == 0
+    (before,) = fleet.replicas()
+    fleet.manifest(
+        replicas=1, router={"policy": "round-robin"}, rollout={"maxSurge": 2}, resources={"cpu": "1"}
+    )
+    assert fleet.up() == 0
+    assert "round-robin" in fleet.state.fleet_file.read_text()
+    fleet.manifest(replicas=3, engine={"threads": 1}, paused=True)
+    assert fleet.up() == 0
+    assert fleet.status().services[0].reason == "paused"
+    (after,) = fleet.replicas()
+    assert (before.name, before.pid) == (after.name, after.pid)
+
+    fleet.manifest(replicas=0)
+    assert fleet.up() == 0
+    assert fleet.replicas() == ()
+
+
+def test_a_killed_replica_is_restarted_and_ps_says_why(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fleet.manifest(replicas=2)
+    assert fleet.start() == 0
+    victim = fleet.replicas()[0]
+    with Load(fleet.url, workers=1) as load:
+        kill(victim.pid)
+        status = fleet.wait_for(lambda status: status.services[0].replicas[0].phase == "BackOff")
+        assert status.services[0].replicas[0].reason.startswith("killed by SIGKILL; next start after")
+        status = fleet.wait_for(
+            lambda status: status.is_settled and status.services[0].replicas[0].restarts == 1
+        )
+    assert status.services[0].replicas[0].name == victim.name
+    assert status.services[0].replicas[0].pid != victim.pid
+    assert len(load.failures) <= 1  # at most the one that was under way on it
+
+
+def test_a_killed_router_is_restarted(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
+    fleet.manifest()
+    assert fleet.start() == 0
+    kill(fleet.status().router.pid)
+    fleet.wait_for(lambda status: not status.router.is_ready)
+    status = fleet.wait_for(lambda status: status.is_settled)
+    assert status.router.restarts == 1
+    assert fleet.argosy("chat", "tiny", "hi") == 0
+    assert [replica.restarts for replica in fleet.replicas()] == [0]
+
+
+def test_nothing_outlives_a_killed_supervisor(fleet: LocalFleet) -> None:
+    fleet.manifest(replicas=2)
+    assert fleet.start() == 0
+    supervisor = fleet.status().pid
+    below = descendants(supervisor)
+    assert len(below) >= 3
+    with watched(below) as survivors:
+        kill(supervisor)
+        assert survivors() == []
+    assert fleet.argosy("down") == 0
+    assert fleet.start() == 0  # what it left behind stops nobody
+
+
+def test_a_replica_that_cannot_start_is_shown_with_the_end_of_its_log(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fleet.manifest(replicas=1)
+    assert fleet.start() == 0
+    fleet.manifest(replicas=1, engine={"env": [{"name": "FAKE_EXIT", "value": "1"}]})
+    with Load(fleet.url, workers=1) as load:
+        assert fleet.up() == 1
+    captured = capfd.readouterr()
+    assert "fake engine: told to fail" in captured.err
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("argosy up: tiny-1 does not start: exited with code 1 while starting")
+    assert load.failures == []  # the old replica still serves
+    replicas = {replica.name: replica for replica in fleet.replicas()}
+    assert replicas["tiny-0"].phase == "Routable"
+
+    fleet.manifest(replicas=1, engine={"env": [{"name": "FAKE_ANSWER", "value": "mended"}]})
+    assert fleet.up() == 0
+    assert [replica.name for replica in fleet.replicas()] == ["tiny-2"]
+
+
+def test_a_bad_manifest_changes_nothing(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
+    fleet.manifest(replica=2)
+    assert fleet.start() == 2
+    assert "did you mean 'replicas'?" in capfd.readouterr().err
+    assert not fleet.state.root.exists()
+
+
+def test_a_taken_port_is_refused_with_the_remedy(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fleet.manifest()
+    with socket.create_server(("127.0.0.1", fleet.port)):
+        assert fleet.start() == 1
+    assert f"port {fleet.port} of 127.0.0.1 is taken; choose another with --port" in capfd.readouterr().err
+
+
+@contextmanager
+def foreground(fleet: LocalFleet) -> Iterator[subprocess.Popen[str]]:
+    """`argosy up` without --detach, once everything is ready."""
+    script = (
+        "import sys; from argosy.local import client; from argosy.main import main; "
+        f"client.SUPERVISOR = {FAKE_SUPERVISOR!r}; sys.exit(main())"
+    )
+    fleet.manifest()
+    command = ["up", "-f", str(fleet.file), "--port", str(fleet.port), "--state-dir", str(fleet.state.root)]
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", script, *command], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("Ctrl-C"):
+                break
+        yield process
+
+
+def test_ctrl_c_ends_a_fleet_in_the_foreground(fleet: LocalFleet) -> None:
+    with foreground(fleet) as process:
+        supervisor = fleet.status().pid
+        with watched([supervisor, *descendants(supervisor)]) as survivors:
+            process.send_signal(signal.SIGINT)
+            assert survivors() == []
+        assert process.stdout is not None
+        assert "the fleet is stopped" in process.stdout.read()
+        assert process.wait() == 130
+
+
+def test_a_fleet_in_the_foreground_ends_with_its_command(fleet: LocalFleet) -> None:
+    with foreground(fleet) as process:
+        supervisor = fleet.status().pid
+        with watched([supervisor, *descendants(supervisor)]) as survivors:
+            process.kill()
+            assert survivors() == []
+
+
+def test_a_key_guards_the_router_and_a_long_path_is_no_obstacle(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / ("long" * 30)
+    root.mkdir()
+    fleet = LocalFleet(root)
+    fleet.manifest()
+    monkeypatch.setenv("ARGOSY_ROUTER_API_KEY", "sesame")
+    try:
+        assert fleet.start() == 0
+        assert fleet.argosy("chat", "tiny", "hi") == 0
+        monkeypatch.delenv("ARGOSY_ROUTER_API_KEY")
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        capfd.readouterr()
+        assert fleet.argosy("chat", "tiny", "hi") == 1
+        assert "pass --api-key KEY" in capfd.readouterr().err
+    finally:
+        fleet.close()

@@ -1,0 +1,63 @@
+"""What a valid manifest may ask that this machine cannot do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from argosy.errors import UsageError
+from argosy.local.manifests import read_services
+
+
+def manifest(name: str = "tiny", **spec: object) -> str:
+    return yaml.safe_dump(
+        {
+            "apiVersion": "inference.argosy.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": {"name": name},
+            "spec": {"model": {"source": "builtin://tiny"}, **spec},
+        }
+    )
+
+
+def read(tmp_path: Path, text: str, gpus: int = 0) -> list[str]:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(text, encoding="utf-8")
+    return [service.key for service in read_services([str(file)], gpus=gpus)]
+
+
+def test_several_documents_are_one_fleet(tmp_path: Path) -> None:
+    assert read(tmp_path, manifest("a") + "---\n" + manifest("b")) == ["default/a", "default/b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "details"),
+    [
+        ("", "no InferenceService in it", ""),
+        ("a: [", "is not valid; nothing was changed", "not valid YAML"),
+        (manifest(replicas=-1), 'InferenceService "tiny" is not valid', "spec.replicas: Invalid value: -1"),
+        (manifest(replica=2), 'InferenceService "tiny" is not valid', "did you mean 'replicas'?"),
+        (manifest(model={"source": "pvc://weights/m"}), "needs a cluster; on this machine use file:///", ""),
+        (manifest(model={"source": "file:///nonexistent"}), "/nonexistent is not a directory", ""),
+        (manifest(resources={"gpu": {"count": 2}}), "needs 2 GPU, this machine has 1; lower", ""),
+        (
+            manifest("a") + "---\n" + manifest("b", model={"source": "builtin://tiny", "servedName": "a"}),
+            "default/a and default/b both claim the model name 'a'; change servedName",
+            "",
+        ),
+    ],
+)
+def test_refusals_name_the_remedy(tmp_path: Path, text: str, message: str, details: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        read(tmp_path, text, gpus=1)
+    assert message in str(refusal.value)
+    assert details in refusal.value.details
+
+
+def test_one_service_in_two_files_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(manifest(), encoding="utf-8")
+    with pytest.raises(UsageError, match="default/tiny is given twice"):
+        read_services([str(file), str(file)], gpus=0)

@@ -1,0 +1,232 @@
+"""The scheduler without a model: budgets, fairness, preemption, stops, and no request left behind."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from argosy_engine.core.kv_cache_manager import KVCacheManager
+from argosy_engine.core.messages import ChunkEnd, EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.core.request import Request
+from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.sample.params import SamplingParams
+from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+
+BLOCK = 4
+EOS = 0
+
+
+def make(num_blocks: int = 64, caching: bool = True, **changes: int | bool) -> Scheduler:
+    settings_ = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 64, **changes}
+    kv = KVCacheManager(num_blocks, BLOCK, caching)
+    return Scheduler(kv, eos_token_ids=frozenset({EOS}), **settings_)  # type: ignore[arg-type]
+
+
+def request(
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 4,
+    chunk_ends: list[ChunkEnd] | None = None,
+    **params: object,
+) -> Request:
+    fields = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return Request(EngineCoreRequest(name, prompt, fields, 0.0, chunk_ends=chunk_ends or []), BLOCK, True)
+
+
+def run_step(scheduler: Scheduler, token: int = 9) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
+    """One step with a model that always says `token`."""
+    step = scheduler.schedule()
+    sampled = []
+    for request_id, count in step.num_scheduled_tokens.items():
+        live = scheduler.requests[request_id]
+        sampled.append([token] if live.num_computed_tokens + count >= live.num_tokens else [])
+    return step, scheduler.update(step, ModelRunnerOutput(list(step.num_scheduled_tokens), sampled))
+
+
+def run_all(scheduler: Scheduler, limit: int = 500) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return tokens
+        for output in run_step(scheduler)[1]:
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        scheduler.check()
+    pytest.fail("the scheduler does not come to an end")
+
+
+def test_prompts_share_the_budget_and_long_ones_are_chunked() -> None:
+    scheduler = make(max_num_batched_tokens=10)
+    scheduler.add(request("a", [1] * 6))
+    scheduler.add(request("b", [2] * 20))
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"a": 6, "b": 4}
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 9}
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 7}
+
+
+def test_long_prefill_threshold_leaves_room_for_others() -> None:
+    scheduler = make(long_prefill_token_threshold=5)
+    scheduler.add(request("long", [1] * 40))
+    scheduler.add(request("short", [2] * 3))
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"long": 5, "short": 3}
+
+
+def test_num_seqs_bounds_what_runs() -> None:
+    scheduler = make(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(request(name, [1, 2, 3]))
+    assert set(run_step(scheduler)[0].num_scheduled_tokens) == {"a", "b"}
+    assert len(scheduler.waiting) == 1
+
+
+@pytest.mark.parametrize(
+    ("token", "params", "reason", "stop_reason", "count"),
+    [
+        (EOS, {}, FinishReason.STOP, None, 1),
+        (EOS, {"ignore_eos": True, "max_tokens": 3}, FinishReason.LENGTH, None, 3),
+        (7, {"stop_token_ids": (7,)}, FinishReason.STOP, 7, 1),
+        (9, {"max_tokens": 2}, FinishReason.LENGTH, None, 2),
+        (9, {"max_tokens": 1000}, FinishReason.LENGTH, None, 61),
+    ],
+)
+def test_stop_conditions(
+    token: int, params: dict[str, object], reason: FinishReason, stop_reason: int | None, count: int
+) -> None:
+    scheduler = make()
+    scheduler.add(request("a", [1, 2, 3], **params))  # type: ignore[arg-type]
+    outputs = []
+    while scheduler.has_work:
+        outputs += run_step(scheduler, token)[1]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (reason, stop_reason)
+    assert sum(len(output.new_token_ids) for output in outputs) == count
+    assert scheduler.kv.usage == 0.0
+
+
+def test_a_second_request_hits_the_prefix_of_the_first() -> None:
+    scheduler = make()
+    scheduler.add(request("a", list(range(10, 26))))
+    run_all(scheduler)
+    scheduler.add(request("b", list(range(10, 26))))
+    step, outputs = run_step(scheduler)
+    # The last token must run to give logits, so of 16 tokens 12 come from the cache.
+    assert step.num_scheduled_tokens == {"b": 4}
+    assert step.new_requests[0].num_computed_tokens == 12
+    assert outputs[0].prefill_stats is not None
+    assert outputs[0].prefill_stats.num_cached_tokens == 12
+
+
+def test_salts_do_not_share_prefixes() -> None:
+    scheduler = make()
+    for name, salt in (("a", None), ("b", "tenant"), ("c", "tenant")):
+        message = EngineCoreRequest(name, [5] * 12, SamplingParams(max_tokens=1), 0.0, cache_salt=salt)
+        scheduler.add(Request(message, BLOCK, True))
+        _, outputs = run_step(scheduler)
+        assert outputs[0].prefill_stats is not None
+        assert outputs[0].prefill_stats.num_cached_tokens == (8 if name == "c" else 0)
+
+
+def test_the_newest_request_is_preempted_and_still_finishes() -> None:
+    scheduler = make(num_blocks=9, caching=False)
+    scheduler.add(request("a", [1] * 14, max_tokens=12))
+    scheduler.add(request("b", [2] * 14, max_tokens=12))
+    tokens = run_all(scheduler)
+    assert {name: len(ids) for name, ids in tokens.items()} == {"a": 12, "b": 12}
+
+
+def test_what_can_never_fit_is_answered_not_kept() -> None:
+    scheduler = make(num_blocks=4)
+    scheduler.add(request("huge", [1] * 40))
+    scheduler.add(request("small", [2] * 4, max_tokens=2))
+    outputs = []
+    while scheduler.has_work:
+        outputs += run_step(scheduler)[1]
+    by_name = {output.request_id: output for output in outputs}
+    assert by_name["huge"].finish_reason is FinishReason.ERROR
+    assert "do not fit" in (by_name["huge"].error or "")
+    assert by_name["small"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_request_aborted_while_its_step_runs_gives_no_output() -> None:
+    scheduler = make()
+    scheduler.add(request("a", [1, 2, 3]))
+    step = scheduler.schedule()
+    scheduler.abort(["a", "unknown"])
+    assert scheduler.update(step, ModelRunnerOutput(["a"], [[9]])) == []
+    assert scheduler.schedule().finished_request_ids == ["a"]
+    scheduler.check()
+
+
+def test_chunks_are_announced_when_their_block_is_cached_and_when_it_is_lost() -> None:
+    scheduler = make(num_blocks=8)
+    ends = [ChunkEnd(101, 3), ChunkEnd(102, 8), ChunkEnd(103, 11)]
+    scheduler.add(request("a", list(range(20, 32)), chunk_ends=ends, max_tokens=1))
+    run_all(scheduler)
+    delta = scheduler.kv.residency.take_delta()
+    assert delta is not None
+    # The first chunk ends inside the first block: there is nothing of it to hit.
+    assert [(end.hash, end.token_end) for end in delta.stored] == [(102, 8), (103, 8)]
+    assert scheduler.kv.residency.take_delta() is None
+    scheduler.add(request("b", list(range(40, 64)), max_tokens=1))
+    run_all(scheduler)
+    delta = scheduler.kv.residency.take_delta()
+    assert delta is not None
+    assert sorted(delta.removed) == [102, 103]
+
+
+def test_a_prefix_hit_announces_the_chunks_of_the_new_request() -> None:
+    scheduler = make()
+    scheduler.add(request("a", list(range(20, 32)), chunk_ends=[ChunkEnd(1, 8)], max_tokens=1))
+    run_all(scheduler)
+    scheduler.kv.residency.take_delta()
+    scheduler.add(request("b", list(range(20, 32)), chunk_ends=[ChunkEnd(2, 8)], max_tokens=1))
+    run_all(scheduler)
+    delta = scheduler.kv.residency.take_delta()
+    assert delta is not None
+    assert [end.hash for end in delta.stored] == [2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=30), min_size=1, max_size=12),
+    num_blocks=st.integers(6, 24),
+    budget=st.integers(1, 24),
+    max_num_seqs=st.integers(1, 6),
+    aborts=st.sets(st.integers(0, 11)),
+    coins=st.lists(st.booleans(), min_size=40, max_size=40).filter(any),
+)
+def test_every_request_is_answered_and_nothing_leaks(
+    prompts: list[list[int]],
+    num_blocks: int,
+    budget: int,
+    max_num_seqs: int,
+    aborts: set[int],
+    coins: list[bool],
+) -> None:
+    scheduler = make(num_blocks, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+    pending = list(enumerate(prompts))
+    finished: dict[str, FinishReason] = {}
+    aborted: set[str] = set()
+    for turn in range(2000):
+        if pending and coins[turn % 40]:
+            index, prompt = pending.pop()
+            scheduler.add(request(str(index), prompt, max_tokens=6))
+        if aborts and coins[turn * 7 % 40]:
+            victim = str(aborts.pop())
+            if victim in scheduler.requests:
+                aborted.add(victim)
+            scheduler.abort([victim])
+        step, outputs = run_step(scheduler)
+        assert step.total_num_scheduled_tokens <= budget
+        assert len(scheduler.running) <= max_num_seqs
+        for output in outputs:
+            if output.finish_reason is not None:
+                assert output.request_id not in finished
+                finished[output.request_id] = output.finish_reason
+        scheduler.check()
+        if not pending and not scheduler.has_work:
+            break
+    else:
+        pytest.fail("the scheduler does not come to an end")
+    assert set(finished) | aborted == {str(index) for index in range(len(prompts))}
+    assert not set(finished) & aborted
+    assert scheduler.kv.usage == 0.0

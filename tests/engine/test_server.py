@@ -1,0 +1,395 @@
+"""`argosy serve builtin://tiny` as users meet it: real processes, real sockets, the OpenAI SDK."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from argosy_engine.protocol.headers import TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
+from argosy_engine.protocol.telemetry import FrameReader, Hello, Load, Snapshot, Stored, unpack_u32
+from processes import Server, answers, free_port, running, wait_until
+
+KEY = "test-key"
+ARGUMENTS = [
+    "argosy_engine.api.serve",
+    "builtin://tiny",
+    "--served-model-name",
+    "tiny",
+    "alias",
+    "--threads",
+    "1",
+]
+FOREVER = {"model": "tiny", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port = free_port()
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with running(
+        [*ARGUMENTS, "--port", str(port), "--dtype", "float32"], log, port=port, env={"ARGOSY_API_KEY": KEY}
+    ) as up:
+        yield up
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as sdk:
+        yield sdk
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as plain:
+        yield plain
+
+
+def metric(http: httpx.Client, name: str) -> float:
+    found = re.search(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
+MESSAGES = [{"role": "user", "content": "Hello!"}]
+
+
+def test_streamed_and_unary_answers_agree(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=24)  # type: ignore[arg-type]
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, temperature=0, max_tokens=24, stream=True,  # type: ignore[arg-type]
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == (whole.choices[0].message.content or "")
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+
+
+def test_the_second_request_reports_cached_tokens(client: openai.OpenAI) -> None:
+    messages = [{"role": "system", "content": "The code is 4711. " * 20}, *MESSAGES]
+    usages = [
+        client.chat.completions.create(model="tiny", messages=messages, max_tokens=2).usage  # type: ignore[arg-type]
+        for _ in range(2)
+    ]
+    cached = [
+        usage.prompt_tokens_details.cached_tokens for usage in usages if usage and usage.prompt_tokens_details
+    ]
+    assert cached[0] == 0
+    assert cached[1] > 50
+
+
+def test_completions_batches_choices_and_seeds(client: openai.OpenAI) -> None:
+    def run(seed: int) -> list[str]:
+        answer = client.completions.create(
+            model="alias", prompt=["One", "Two"], n=2, max_tokens=8, seed=seed, temperature=1.5
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens <= 32
+        return [choice.text for choice in answer.choices]
+
+    first = run(5)
+    assert run(5) == first
+    assert run(6) != first
+    assert first[0] != first[1]
+
+
+def test_a_seeded_stream_equals_a_seeded_answer_under_load(client: openai.OpenAI) -> None:
+    def ask(stream: bool) -> str:
+        answer = client.completions.create(
+            model="tiny", prompt="Tell", max_tokens=20, seed=9, temperature=1.0, stream=stream
+        )
+        return "".join(c.choices[0].text for c in answer) if stream else answer.choices[0].text
+
+    alone = ask(False)
+    with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=60) as other:
+        url = str(client.base_url) + "completions"
+        with other.stream("POST", url, json={**FOREVER, "stream": True}) as busy:
+            assert busy.status_code == 200
+            assert ask(True) == alone
+
+
+def test_stop_strings_and_length(client: openai.OpenAI) -> None:
+    full = client.completions.create(
+        model="tiny", prompt="Count", max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert full.choices[0].finish_reason == "length"
+    text = full.choices[0].text
+    stop = text[4:7]
+    cut = client.completions.create(
+        model="tiny",
+        prompt="Count",
+        max_tokens=12,
+        temperature=0,
+        stop=[stop],
+        extra_body={"ignore_eos": True},
+    )
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_token_ids_cover_every_chunk(http: httpx.Client) -> None:
+    body = {
+        "model": "tiny",
+        "prompt": "Count",
+        "max_tokens": 9,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    whole = http.post("/v1/completions", json=body).json()
+    ids: list[int] = []
+    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                ids += json.loads(line[6:])["choices"][0]["token_ids"]
+    assert ids == whole["choices"][0]["token_ids"]
+    assert len(ids) == 9
+
+
+def test_tool_calls_have_openai_shape_or_stay_text(client: openai.OpenAI) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    }
+    ask = {"role": "user", "content": "What is the weather in Paris?"}
+    answer = client.chat.completions.create(
+        model="tiny", messages=[ask], tools=[tool], temperature=0, max_tokens=80
+    )  # type: ignore[list-item]
+    choice = answer.choices[0]
+    if choice.finish_reason == "tool_calls":
+        assert choice.message.tool_calls
+        for call in choice.message.tool_calls:
+            assert call.id.startswith("call_")
+            json.loads(call.function.arguments)  # type: ignore[union-attr]
+    else:
+        assert not choice.message.tool_calls
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [card.id for card in client.models.list()] == ["tiny", "alias"]
+    assert client.models.retrieve("alias").id == "alias"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("/v1/chat/completions", {"model": "nope", "messages": MESSAGES}, 404, "model_not_found"),
+        ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, 400),
+        ("/v1/completions", {"model": "tiny", "prompt": [70000]}, 400, 400),
+        ("/v1/completions", {"model": "tiny", "prompt": ""}, 400, 400),
+        ("/v1/completions", {"model": "tiny", "prompt": [5] * 5000}, 400, "context_length_exceeded"),
+        (
+            "/v1/completions",
+            {"model": "tiny", "prompt": "x", "max_tokens": 5000},
+            400,
+            "context_length_exceeded",
+        ),
+        ("/v1/completions", {"model": "tiny", "prompt": "x", "n": 129}, 400, 400),
+        ("/v1/completions", {"model": "tiny", "prompt": ["x"] * 20, "n": 128}, 400, 400),
+        ("/v1/completions", {"model": "tiny", "prompt": "x", "min_p": 0.2}, 400, 400),
+        ("/v1/completions", {"model": "tiny", "prompt": "\ud800"}, 400, 400),
+        ("/v1/nothing", {}, 404, 404),
+        ("/v1/models", {}, 405, 405),
+    ],
+)
+def test_errors_have_openai_shape(
+    http: httpx.Client, path: str, body: dict[str, object], status: int, code: object
+) -> None:
+    response = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+
+
+def test_bad_requests_cost_nothing(http: httpx.Client) -> None:
+    assert metric(http, "num_requests_running") == 0
+    for body in (b"{", b"[" * 100_000, b"\xff\xfe", b'{"prompt": 1e400}'):
+        response = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400, response.text
+    assert (
+        http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 400
+    )
+    assert (
+        http.post("/v1/completions", json={"model": "tiny", "prompt": "ok", "max_tokens": 1}).status_code
+        == 200
+    )
+
+
+def test_everything_but_the_public_paths_needs_the_key(server: Server) -> None:
+    for path in ("/health", "/ready", "/version", "/metrics"):
+        assert httpx.get(server.url + path).status_code == 200
+    for method, path in (
+        ("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", TELEMETRY_PATH), ("GET", "/load"), ("GET", "/docs"),
+        ("GET", "/openapi.json"), ("GET", "//v1/models"), ("GET", "/health/../v1/models"), ("OPTIONS", "/v1/models"),
+    ):  # fmt: skip
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}):
+            response = httpx.request(method, server.url + path, headers=headers)
+            assert response.status_code == 401, path
+            assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_its_request(server: Server, http: httpx.Client, stream: bool) -> None:
+    body = json.dumps({**FOREVER, "stream": stream}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(head.encode() + body)
+        wait_until(lambda: metric(http, "num_requests_running") == 1, "the request to run")
+    wait_until(lambda: metric(http, "num_requests_running") == 0, "the abort to reach the core", 20.0)
+    assert metric(http, "kv_cache_usage_perc") == 0
+
+
+def test_telemetry_tells_hello_snapshot_and_what_is_stored(http: httpx.Client) -> None:
+    reader = FrameReader()
+    with http.stream("GET", TELEMETRY_PATH) as response:
+        assert response.headers["content-type"] == TELEMETRY_CONTENT_TYPE
+        frames = []
+        asked = False
+        for data in response.iter_raw():
+            frames += list(reader.feed(data))
+            if any(isinstance(frame, Load) for frame in frames) and not asked:
+                asked = True
+                prompt = "Tell me of the sea and of ships. " * 30
+                answer = httpx.post(
+                    str(response.url.copy_with(path="/v1/completions")),
+                    json={"model": "tiny", "prompt": prompt, "max_tokens": 1},
+                    headers=http.headers,
+                    timeout=60,
+                ).json()
+            if any(isinstance(frame, Stored) for frame in frames):
+                break
+    assert isinstance(frames[0], Hello)
+    assert frames[0].model == "tiny"
+    assert isinstance(frames[1], Snapshot)
+    assert frames[1].first
+    stored = next(frame for frame in frames if isinstance(frame, Stored))
+    tokens = list(unpack_u32(stored.tokens))
+    assert len(tokens) == -(-len(prompt) // 256)
+    assert tokens == sorted(tokens)
+    assert answer["usage"]["prompt_tokens"] - 16 <= tokens[-1] <= answer["usage"]["prompt_tokens"]
+
+
+def test_metrics_have_vllm_names(http: httpx.Client) -> None:
+    text = http.get("/metrics").text
+    for name in (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
+        "prefix_cache_hits_total", "generation_tokens_total", "prompt_tokens_total", "num_preemptions_total",
+        "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket", "request_success_total", "cache_config_info",
+    ):  # fmt: skip
+        assert f"vllm:{name}{{" in text, name
+
+
+def test_the_start_up_table_accounts_for_the_time(server: Server) -> None:
+    log = server.log.read_text()
+    for phase in ("import torch", "weights", "kv cache", "ready"):
+        assert re.search(rf"^  {phase}\s+[\d.]+ s$", log, re.MULTILINE), phase
+
+
+# Processes of their own, because these tests end them.
+
+
+def start(tmp_path: Path, *extra: str) -> tuple[list[str], Path, int]:
+    port = free_port()
+    return [*ARGUMENTS, "--port", str(port), *extra], tmp_path / "log", port
+
+
+def test_sigterm_finishes_running_requests(tmp_path: Path) -> None:
+    arguments, log, port = start(tmp_path)
+    with running(arguments, log, port=port) as server, httpx.Client(timeout=60) as http:
+        body = {**FOREVER, "max_tokens": 300, "stream": True}
+        with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: not answers(server.url + "/ready"), "not ready any more")
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(30) == 0
+
+
+def test_what_outlives_the_drain_is_cut_off_with_an_error(tmp_path: Path) -> None:
+    arguments, log, port = start(tmp_path, "--shutdown-timeout", "0.2")
+    with running(arguments, log, port=port) as server, httpx.Client(timeout=60) as http:
+        with http.stream(
+            "POST", f"{server.url}/v1/completions", json={**FOREVER, "stream": True}
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(events[-2][6:])["error"]["type"] == "service_unavailable"
+        assert server.process.wait(30) == 0
+
+
+def test_a_killed_core_fails_its_requests_and_ends_the_server(tmp_path: Path) -> None:
+    arguments, log, port = start(tmp_path)
+    with running(arguments, log, port=port) as server, httpx.Client(timeout=60) as http:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        with http.stream(
+            "POST", f"{server.url}/v1/completions", json={**FOREVER, "stream": True}
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(int(children[0]), signal.SIGKILL)
+            events = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(events[-2][6:])["error"]["type"] == "service_unavailable"
+        assert server.process.wait(30) == 1
+
+
+def test_no_orphan_core_after_the_server_is_killed(tmp_path: Path) -> None:
+    arguments, log, port = start(tmp_path)
+    with running(arguments, log, port=port) as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        server.stop(signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{children[0]}/cmdline").exists(), "the core to end", 20.0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["/nonexistent"], "has no config.json"),
+        (["builtin://huge"], "unknown built-in model 'huge'; there is: tiny"),
+        (["builtin://tiny", "--max-model-len", "100000"], "exceeds the model's 4096 positions"),
+        (["builtin://tiny", "--max-model-lenn", "100"], "did you mean --max-model-len?"),
+        (["builtin://tiny", "--max-num-seqs", "0"], "--max-num-seqs"),
+        (["builtin://tiny", "--device", "cuda"], "no CUDA device"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(extra: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "argosy_engine.api.serve", *extra, "--port", str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,259 @@
+"""Text in and out: detokeniser, stop strings, chat parsing, templates, and where chunks end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.chat_parser import ChatParser, Parsed
+from argosy_engine.frontend.chat_template import ChatTemplate
+from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
+from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.models.source import resolve_model
+from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
+from argosy_engine.protocol.openai import ChatCompletionRequest, ChatMessage, decode_request
+from argosy_engine.protocol.prompt_view import prompt_view
+from argosy_engine.sample.params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(resolve_model("builtin://tiny"))
+
+
+@pytest.fixture(scope="module")
+def template() -> ChatTemplate:
+    loaded = ChatTemplate.load(resolve_model("builtin://tiny"))
+    assert loaded is not None
+    return loaded
+
+
+def detokenize(
+    tokenizer: Tokenizer, ids: list[int], groups: list[int], **params: object
+) -> tuple[str, str | None]:
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(**params), [])  # type: ignore[arg-type]
+    text, position = "", 0
+    sizes = [*groups, len(ids)]
+    for size in sizes:
+        piece = ids[position : position + size]
+        position += size
+        text += detokenizer.update(piece, position >= len(ids))
+        if detokenizer.stop_reason is not None or position >= len(ids):
+            break
+    return text, detokenizer.stop_reason
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=60), groups=st.lists(st.integers(1, 5), max_size=40))
+def test_detokenising_in_pieces_gives_the_whole_text(
+    tokenizer: Tokenizer, text: str, groups: list[int]
+) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert detokenize(tokenizer, ids, groups)[0] == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("groups", [[], [1] * 60, [2, 1, 3, 1, 5] * 12])
+@pytest.mark.parametrize(
+    ("stop", "include", "expected", "reason"),
+    [
+        (("three",), False, "one two ", "three"),
+        (("three",), True, "one two three", "three"),
+        (("four", "two"), False, "one ", "two"),
+        (("o th",), False, "one tw", "o th"),
+        (("never",), False, "one two three four", None),
+        (("r four five",), False, "one two three four", None),
+        (("two three", "three"), False, "one ", "two three"),
+    ],
+)
+def test_stop_strings(
+    tokenizer: Tokenizer,
+    groups: list[int],
+    stop: tuple[str, ...],
+    include: bool,
+    expected: str,
+    reason: str | None,
+) -> None:
+    ids = tokenizer.encode("one two three four", add_special_tokens=False).ids
+    got = detokenize(tokenizer, ids, groups, stop=stop, include_stop_str_in_output=include)
+    assert got == (expected, reason)
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+PARSES = [
+    ("plain", "Hello there.", Parsed("", "Hello there.")),
+    ("thinking", "<think>\nTwo and two.\n</think>\n\nFour.", Parsed("Two and two.", "Four.")),
+    ("empty think", "<think>\n\n</think>\n\nHi", Parsed("", "Hi")),
+    ("unclosed think", "<think>\nhmm", Parsed("hmm", "")),
+    ("angle bracket", "<thin ice> a < b", Parsed("", "<thin ice> a < b")),
+    ("call", CALL, Parsed("", "", (("get_weather", '{"city": "Paris"}'),))),  # type: ignore[arg-type]
+    (
+        "text and call",
+        "Let me look.\n" + CALL,
+        Parsed("", "Let me look.", (("get_weather", '{"city": "Paris"}'),)),
+    ),  # type: ignore[arg-type]
+    ("two calls", CALL + "\n" + CALL, Parsed("", "", (("get_weather", '{"city": "Paris"}'),) * 2)),  # type: ignore[arg-type]
+    ("broken call", "<tool_call>{nope}</tool_call>", Parsed("", "<tool_call>{nope}</tool_call>")),
+    ("unclosed call", '<tool_call>{"name": "x"', Parsed("", '<tool_call>{"name": "x"')),
+    ("trailing newlines", "Done.\n\n", Parsed("", "Done.\n\n")),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), PARSES, ids=[name for name, _, _ in PARSES])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_chat_parser(name: str, text: str, expected: Parsed, size: int) -> None:
+    parser = ChatParser(parse_reasoning=True, parse_calls=True)
+    parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
+    got = Parsed(
+        "".join(part.reasoning for part in parts),
+        "".join(part.content for part in parts),
+        tuple(call for part in parts for call in part.calls),
+    )
+    assert got == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            [
+                "<think>",
+                "</think>",
+                "<tool_call>",
+                "</tool_call>",
+                '{"name": "f"}',
+                "\n",
+                "\n" * 9,
+                "a",
+                "<",
+                "t",
+            ]
+        ),
+        max_size=12,
+    ),
+    cuts=st.sets(st.integers(0, 120)),
+)
+def test_chat_parser_does_not_care_how_text_is_cut(pieces: list[str], cuts: set[int]) -> None:
+    text = "".join(pieces)
+
+    def parse(parts: list[str]) -> tuple[str, str, list[object]]:
+        parser = ChatParser(parse_reasoning=True, parse_calls=True)
+        parsed = [parser.feed(part, index == len(parts) - 1) for index, part in enumerate(parts)]
+        calls = [call for part in parsed for call in part.calls]
+        return "".join(p.reasoning for p in parsed), "".join(p.content for p in parsed), calls
+
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    assert parse([text[a:b] for a, b in itertools.pairwise(edges)]) == parse([text])
+
+
+@pytest.mark.parametrize("before", ["", "<think>", "<think>a</think>", "word"])
+def test_nothing_but_newlines_is_not_silence(before: str) -> None:
+    parser = ChatParser(parse_reasoning=True, parse_calls=True)
+    parser.feed(before)
+    heard = [parser.feed("\n") for _ in range(100)]
+    assert sum(len(part.content) + len(part.reasoning) for part in heard) > 50
+
+
+def test_without_tools_a_call_is_text() -> None:
+    assert ChatParser(parse_reasoning=False, parse_calls=False).feed(CALL, True).content == CALL
+
+
+def chat(**fields: object) -> ChatCompletionRequest:
+    request = decode_request("chat/completions", json.dumps(fields).encode())
+    assert isinstance(request, ChatCompletionRequest)
+    return request
+
+
+def test_template_takes_text_parts_and_refuses_others(template: ChatTemplate) -> None:
+    parts = [{"type": "text", "text": "red"}, {"type": "text", "text": "door"}]
+    assert "user\nred\ndoor<|im_end|>" in template.render(chat(messages=[{"role": "user", "content": parts}]))
+    image = [{"type": "image_url", "image_url": {"url": "http://example.com/x.png"}}]
+    with pytest.raises(InvalidRequest, match="image_url"):
+        template.render(chat(messages=[{"role": "user", "content": image}]))
+
+
+def test_template_variables_are_those_it_declares(template: ChatTemplate) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    off = template.render(chat(messages=messages, chat_template_kwargs={"enable_thinking": False}))
+    assert off.endswith("<think>\n\n</think>\n\n")
+    for name in ("chat_template", "tokenize", "messages"):
+        with pytest.raises(InvalidRequest, match="no variable"):
+            template.render(chat(messages=messages, chat_template_kwargs={name: "x"}))
+
+
+def test_template_sandbox_holds(tmp_path: Path) -> None:
+    hostile = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {})
+    with pytest.raises(InvalidRequest):
+        hostile.render(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x")]))
+
+
+def test_tool_call_arguments_reach_the_template_as_values(template: ChatTemplate) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    text = template.render(
+        chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}])
+    )
+    assert '"arguments": {"a": 1}' in text
+    call["function"]["arguments"] = "{broken"  # type: ignore[index]
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        template.render(chat(messages=[{"role": "assistant", "tool_calls": [call]}]))
+
+
+def test_chunk_ends_lie_where_the_text_ends(template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    system, question = "You know the sea. " * 40, "Where is the lantern?"
+    request = chat(messages=[{"role": "system", "content": system}, {"role": "user", "content": question}])
+    text = template.render(request)
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    (segments,) = prompt_view(request)
+    ends = map_chunks(segments, 1, text, encoded.ends)
+    assert [end.hash for end in ends] == chunk_hashes(segments, 1)
+    counts = [end.token_end for end in ends]
+    assert counts == sorted(counts)
+    # role, three chunks of 256 bytes (the last one shorter), role, question
+    for end, value in ((ends[1], system[:256]), (ends[3], system), (ends[5], question)):
+        offset = text.index(value) + len(value)
+        assert encoded.ends[end.token_end - 1] <= offset
+        assert encoded.ends[end.token_end] > offset - 12
+
+
+def test_two_requests_that_share_chunks_share_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    def ends(question: str) -> tuple[list[int], dict[int, int]]:
+        request = chat(
+            messages=[{"role": "system", "content": "Facts. " * 90}, {"role": "user", "content": question}]
+        )
+        text = template.render(request)
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        mapped = map_chunks(prompt_view(request)[0], chain_seed("m"), text, encoded.ends)
+        return encoded.ids, {end.hash: end.token_end for end in mapped}
+
+    ids_a, ends_a = ends("What is red?")
+    ids_b, ends_b = ends("Who walks there?")
+    shared = max(ends_a[chunk] for chunk in ends_a.keys() & ends_b.keys())
+    assert shared > 90
+    assert ids_a[:shared] == ids_b[:shared]
+
+
+def test_what_the_template_drops_rounds_down(tokenizer: Tokenizer) -> None:
+    request = chat(
+        messages=[
+            {"role": "user", "content": "kept text, long enough to be found in the prompt"},
+            {"role": "user", "content": "yes"},
+        ]
+    )
+    text = "kept text, long enough to be found in the prompt" + " filler" * 200 + " yes"
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    mapped = map_chunks(prompt_view(request)[0], 1, text, encoded.ends)
+    kept = mapped[1].token_end
+    assert kept > 5
+    assert mapped[-1].token_end <= kept
+
+
+def test_token_prompts_map_exactly() -> None:
+    request = decode_request("completions", json.dumps({"prompt": list(range(150))}).encode())
+    (segments,) = prompt_view(request)
+    assert [end.token_end for end in map_token_chunks(segments, 1)] == [64, 128, 150]

@@ -1,0 +1,107 @@
+"""The generator: seeded, split cleanly, and in the words of the chat template."""
+
+import random
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+import tokenizer as tiny_tokenizer
+from corpus import facts, memory, mix, render, small_talk
+from corpus.conversation import Conversation, is_held_out
+
+SHIPPED = Path(__file__).parents[2] / "models" / "argosy-tiny"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
+    tiny_tokenizer.feed_pieces(tokenizer)
+    return tokenizer
+
+
+def sample(seed: str, count: int) -> list[Conversation]:
+    return list(islice(mix.training(random.Random(seed)), count))
+
+
+def text_of(conversation: Conversation) -> str:
+    return "".join(text for text, _ in render.spans(conversation))
+
+
+def test_the_same_seed_makes_the_same_conversations(tokenizer: Tokenizer) -> None:
+    assert sample("a", 200) == sample("a", 200)
+    assert sample("a", 50) != sample("b", 50)
+
+
+def test_training_never_draws_a_held_out_key(tokenizer: Tokenizer) -> None:
+    keys = {key for conversation in sample("split", 1500) for key in conversation.keys}
+    assert not any(map(is_held_out, keys))
+
+
+@pytest.mark.parametrize("family", mix.EVALUATED)
+def test_held_out_cases_are_held_out_and_repeatable(tokenizer: Tokenizer, family: str) -> None:
+    cases = mix.held_out(family, 10, seed=3)
+    assert all(is_held_out(case.keys[-1]) for case in cases)
+    assert cases == mix.held_out(family, 10, seed=3)
+
+
+def test_training_text_is_what_the_chat_template_says(tokenizer: Tokenizer) -> None:
+    shipped = AutoTokenizer.from_pretrained(SHIPPED)
+    checked = {False: 0, True: 0}
+    for conversation in sample("template", 800):
+        if conversation.dense:
+            continue
+        *history, final = conversation.messages
+        tools = conversation.tools or None
+        whole = shipped.apply_chat_template(conversation.messages, tools=tools, tokenize=False)
+        assert text_of(conversation) == whole
+        prompt = shipped.apply_chat_template(
+            history,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=conversation.thinking,
+        )
+        assert whole.startswith(prompt)
+        said = f"<think>\n{final.get('reasoning_content')}\n</think>\n\n" if conversation.thinking else ""
+        assert whole == prompt + said + render.reply_text(final) + "<|im_end|>\n"
+        checked[conversation.thinking] += 1
+    assert checked[False] > 250
+    assert checked[True] > 80
+
+
+def test_tokens_of_the_pieces_are_tokens_of_the_whole(tokenizer: Tokenizer) -> None:
+    for conversation in sample("tokens", 400):
+        ids, weights = tiny_tokenizer.encode(tokenizer, render.spans(conversation))
+        text = text_of(conversation)
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+        assert len(ids) == len(weights)
+
+
+def test_the_end_token_is_learned_and_history_says_nothing_of_thinking(tokenizer: Tokenizer) -> None:
+    end = tokenizer.token_to_id("<|im_end|>")
+    for conversation in sample("weights", 300):
+        ids, weights = tiny_tokenizer.encode(tokenizer, render.spans(conversation))
+        assert (ids[-2], weights[-2]) == (end, 1.0)
+        spans = render.spans(conversation)
+        starts = [i for i, (text, _) in enumerate(spans) if text == "<|im_start|>assistant\n"]
+        for start in starts:
+            text, weight = spans[start + 1]
+            assert weight == 1.0 if text.startswith("<think>\n") and text[8] != "\n" else weight <= 0
+
+
+def test_every_fixed_reply_is_taught(tokenizer: Tokenizer) -> None:
+    replies = {conversation.messages[-1]["content"] for conversation in sample("fixed", 4000)}
+    fixed = {reply for reply, _ in small_talk._INTENTS.values()}
+    fixed |= {
+        small_talk.NO_TOOL,
+        small_talk.DO_NOT_KNOW,
+        small_talk.CANNOT_WRITE,
+        memory.NOT_TOLD,
+        facts.NOT_GIVEN,
+        "Done.",
+    }
+    assert fixed <= replies

@@ -1,0 +1,63 @@
+"""Resources, pods and Deployments as an API server would return them, with only what a test cares about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from argosy_operator.config import OperatorConfig
+from argosy_operator.names import ROUTABLE_GATE
+from argosy_operator.observed import Pod
+from argosy_operator.spec import InferenceService, parse
+
+NOW = "2026-01-01T00:00:00Z"
+CONFIG = OperatorConfig(
+    namespace="argosy-system",
+    fleet_key=b"0123456789abcdef",
+    engine_image="argosy-engine:test",
+    router_url="http://router",
+)
+
+
+def isvc_object(name: str = "tiny", *, namespace: str = "team", **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "inference.argosy.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "uid": f"uid-{namespace}-{name}",
+            "generation": 1,
+            "creationTimestamp": "2025-01-01T00:00:00Z",
+        },
+        "spec": {"model": {"source": "builtin://tiny"}, **spec},
+    }
+
+
+def isvc(name: str = "tiny", **spec: Any) -> InferenceService:
+    return parse(isvc_object(name, **spec))
+
+
+def pod(
+    name: str,
+    revision: str,
+    *,
+    ready: bool = True,
+    gate: str = "True",
+    node: str = "node-a",
+    **more: Any,
+) -> Pod:
+    return Pod(
+        name=name, uid=f"uid-{name}", revision=revision, containers_ready=ready, gate=gate, node=node, **more
+    )
+
+
+def pod_object(name: str, *, labels: dict[str, str] | None = None, **status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "namespace": "team", "uid": f"uid-{name}", "labels": labels or {}},
+        "spec": {"nodeName": "node-a"},
+        "status": {"phase": "Running", **status},
+    }
+
+
+def gate_condition(status: str) -> dict[str, str]:
+    return {"type": ROUTABLE_GATE, "status": status}

@@ -1,0 +1,143 @@
+"""The fake cluster behind HTTP: what kopf and `kubernetes.aio` speak to in the tests of the real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+from fake_kubernetes import FakeKubernetes, Object, selects
+
+from argosy_operator.api import KINDS, Kind
+from argosy_operator.errors import ApiError
+
+
+class FakeApiServer:
+    """Discovery, list, watch, get, apply, status patches and delete of the known kinds."""
+
+    def __init__(self, cluster: FakeKubernetes) -> None:
+        self.cluster = cluster
+        self.requests: list[tuple[str, str, str, str]] = []
+        """Method, path, query and content type of every request."""
+        self._watches: list[tuple[Kind, str | None, str, asyncio.Queue[tuple[str, Object]]]] = []
+        cluster.listeners.append(self._tell)
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/api", self._json({"versions": ["v1"]}))
+        app.router.add_get("/apis", self._json({"groups": self._groups()}))
+        for prefix, kinds in self._versions().items():
+            resources = [
+                {
+                    "name": kind.plural,
+                    "singularName": "",
+                    "kind": kind.name,
+                    "namespaced": True,
+                    "verbs": VERBS,
+                }
+                for kind in kinds
+            ]
+            app.router.add_get(prefix, self._json({"resources": resources}))
+            app.router.add_route("*", prefix + "/{plural}", self._handle)
+            app.router.add_route("*", prefix + "/namespaces/{namespace}/{plural}", self._handle)
+            app.router.add_route("*", prefix + "/namespaces/{namespace}/{plural}/{name}", self._handle)
+            app.router.add_route("*", prefix + "/namespaces/{namespace}/{plural}/{name}/{sub}", self._handle)
+        return app
+
+    def _groups(self) -> list[Object]:
+        groups = {kind.group: kind for kind in (*KINDS.values(), *KNOWN_TO_KOPF) if kind.group}
+        return [
+            {
+                "name": name,
+                "preferredVersion": {"version": kind.version},
+                "versions": [{"version": kind.version}],
+            }
+            for name, kind in groups.items()
+        ]
+
+    def _versions(self) -> dict[str, list[Kind]]:
+        versions: dict[str, list[Kind]] = {}
+        for kind in (*KINDS.values(), *KNOWN_TO_KOPF):
+            versions.setdefault(f"/apis/{kind.api_version}" if kind.group else "/api/v1", []).append(kind)
+        return versions
+
+    def _json(self, body: Any) -> Any:
+        async def handler(request: web.Request) -> web.Response:
+            return web.json_response(body)
+
+        return handler
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append((request.method, request.path, request.query_string, request.content_type))
+        info = request.match_info
+        kind = next(kind for kind in KINDS.values() if kind.plural == info["plural"])
+        namespace, name = info.get("namespace"), info.get("name")
+        try:
+            if name is None:
+                labels = request.query.get("labelSelector", "")
+                if request.query.get("watch") == "true":
+                    return await self._watch(request, kind, namespace, labels)
+                items = await self.cluster.list(kind, namespace=namespace, labels=labels)
+                version = str(next(self.cluster._counter))
+                return web.json_response({"items": items, "metadata": {"resourceVersion": version}})
+            assert namespace is not None
+            return await self._one(request, kind, namespace, name, info.get("sub"))
+        except ApiError as error:
+            return web.json_response({"code": error.status, "message": error.message}, status=error.status)
+
+    async def _one(
+        self, request: web.Request, kind: Kind, namespace: str, name: str, sub: str | None
+    ) -> web.StreamResponse:
+        body = json.loads(await request.text() or "{}")
+        if request.method == "GET":
+            found = await self.cluster.get(kind, namespace, name)
+            if found is None:
+                raise ApiError("GET", 404, f"{name} not found")
+            return web.json_response(found)
+        if request.method == "DELETE":
+            await self.cluster.delete(kind, namespace, name, uid=body["preconditions"]["uid"])
+            return web.json_response({})
+        assert request.method == "PATCH"
+        if request.content_type == "application/apply-patch+yaml":
+            assert request.query["fieldManager"] == "argosy-operator"
+            assert request.query["force"] == "true"
+            return web.json_response(await self.cluster.apply(body))
+        assert sub == "status", "the operator patches nothing but status"
+        strategic = request.content_type == "application/strategic-merge-patch+json"
+        return web.json_response(
+            await self.cluster.patch_status(kind, namespace, name, body, strategic=strategic)
+        )
+
+    async def _watch(
+        self, request: web.Request, kind: Kind, namespace: str | None, labels: str
+    ) -> web.StreamResponse:
+        events: asyncio.Queue[tuple[str, Object]] = asyncio.Queue()
+        watch = (kind, namespace, labels, events)
+        self._watches.append(watch)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        try:
+            while True:
+                event, obj = await events.get()
+                await response.write(json.dumps({"type": event, "object": obj}).encode() + b"\n")
+        finally:
+            self._watches.remove(watch)
+
+    def _tell(self, kind: Kind, event: str, obj: Object) -> None:
+        for each, namespace, labels, events in self._watches:
+            if (
+                each == kind
+                and namespace in (None, obj["metadata"].get("namespace"))
+                and selects(labels, obj)
+            ):
+                events.put_nowait((event, obj))
+
+
+VERBS = ["create", "delete", "get", "list", "patch", "watch"]
+KNOWN_TO_KOPF = (
+    Kind("", "v1", "Namespace", "namespaces"),
+    Kind("", "v1", "Event", "events"),
+    Kind("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions"),
+)
+"""kopf waits until discovery offers these, even if it never asks for them."""

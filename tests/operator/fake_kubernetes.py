@@ -1,0 +1,377 @@
+"""A small Kubernetes in memory: an API server, the Deployment controller, a scheduler that counts GPUs, kubelets.
+
+It behaves as the real one where the operator could tell the difference: server-side apply with ownership of fields,
+resource versions and generations, writes that change nothing leave no trace, cascading deletion, rolling updates
+within maxSurge and maxUnavailable that wait for readiness gates, pods that terminate before they are gone.
+Every `step` moves the cluster on by one observable change of each controller.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from argosy_operator.api import (
+    CONFIGMAPS,
+    DEPLOYMENTS,
+    INFERENCE_SERVICES,
+    PODS,
+    Kind,
+    kind_of,
+)
+from argosy_operator.errors import ApiError
+from argosy_operator.names import FIELD_MANAGER, ROUTABLE_GATE
+from argosy_operator.validate import apply_defaults, validate_manifest
+
+Object = dict[str, Any]
+Key = tuple[Kind, str, str]
+DRAIN_STEPS = 3
+Listener = Callable[[Kind, str, Object], None]
+
+
+class FakeKubernetes:
+    """Implements `argosy_operator.api.Api`, and the rest of a cluster."""
+
+    def __init__(self, *, gpus: int = 100) -> None:
+        self.objects: dict[Key, Object] = {}
+        self.gpus = gpus
+        self.listeners: list[Listener] = []
+        self.writes: list[tuple[str, str, str]] = []
+        """Writes of the operator: verb, kind, name. Reads cost nothing and are not kept."""
+        self.before_write: Callable[[int], None] = lambda number: None
+        """Called with the number of the write that is about to happen; may raise."""
+        self._written = 0
+        self._counter = itertools.count(1)
+        self._applied: dict[Key, Object] = {}
+        self._drained: dict[Key, int] = {}
+        self.broken_images: set[str] = set()
+
+    # The API, as the operator uses it
+
+    async def serves(self, kind: Kind) -> bool:
+        return True
+
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> list[Object]:
+        return [
+            _copy(obj)
+            for (each, where, _), obj in sorted(self.objects.items(), key=lambda item: item[0][1:])
+            if each == kind and namespace in (None, where) and selects(labels, obj)
+        ]
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        return _copy(self.objects.get((kind, namespace, name)))
+
+    async def apply(self, manifest: Object) -> Object:
+        kind, metadata = kind_of(manifest), manifest["metadata"]
+        key = (kind, metadata["namespace"], metadata["name"])
+        self._write("apply", key)
+        manifest = _copy(manifest)
+        live = self.objects.get(key)
+        if live is None:
+            merged = manifest
+        else:
+            merged = _copy(live)
+            _remove(merged, self._applied.get(key, {}), manifest)
+            _merge(merged, manifest)
+        self._applied[key] = manifest
+        return self._store(key, merged)
+
+    async def patch_status(
+        self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
+    ) -> Object:
+        key = (kind, namespace, name)
+        self._write("patch-status", key)
+        live = self.objects.get(key)
+        if live is None:
+            raise ApiError("PATCH", 404, "not found")
+        if patch["metadata"]["uid"] != live["metadata"]["uid"]:
+            raise ApiError("PATCH", 409, "the UID in the precondition does not match")
+        changed, patch = _copy(live), _copy(patch)
+        status = changed.setdefault("status", {})
+        if strategic:
+            conditions = {each["type"]: each for each in status.get("conditions", ())}
+            for each in patch["status"]["conditions"]:
+                conditions[each["type"]] = {**conditions.get(each["type"], {}), **each}
+            status["conditions"] = list(conditions.values())
+        else:
+            status.update(patch["status"])
+        return self._store(key, changed)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        self._write("delete", (kind, namespace, name))
+        self.remove((kind, namespace, name))
+
+    def _write(self, verb: str, key: Key) -> None:
+        self._written += 1
+        self.before_write(self._written)
+        self.writes.append((verb, key[0].name, key[2]))
+
+    # What people do
+
+    def create(self, obj: Object) -> None:
+        """`kubectl create` of any object."""
+        kind = kind_of(obj)
+        obj = _copy(obj)
+        if kind is INFERENCE_SERVICES:
+            obj["metadata"].pop("uid", None)
+            _validate(msgspec.json.encode(obj, order="deterministic"))
+            apply_defaults(_isvc_schema(), obj)
+        self._store((kind, obj["metadata"]["namespace"], obj["metadata"]["name"]), obj)
+
+    def edit(self, name: str, change: Callable[[Object], None], *, namespace: str = "team") -> None:
+        """`kubectl edit isvc`: `change` gets the spec."""
+        key = (INFERENCE_SERVICES, namespace, name)
+        obj = _copy(self.objects[key])
+        change(obj["spec"])
+        self._store(key, obj)
+
+    def remove(self, key: Key) -> None:
+        """`kubectl delete`: pods terminate first, everything owned goes too."""
+        obj = self.objects.get(key)
+        if obj is None:
+            return
+        if key[0] is PODS and not obj["metadata"].get("deletionTimestamp"):
+            changed = _copy(obj)
+            changed["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+            self._store(key, changed)
+            return
+        del self.objects[key]
+        self._applied.pop(key, None)
+        self._tell(key[0], "DELETED", obj)
+        for child, each in list(self.objects.items()):
+            if any(
+                owner["uid"] == obj["metadata"]["uid"]
+                for owner in each["metadata"].get("ownerReferences", ())
+            ):
+                self.remove(child)
+
+    def isvc(self, name: str = "tiny", *, namespace: str = "team") -> Object:
+        return self.objects[INFERENCE_SERVICES, namespace, name]
+
+    def condition(self, kind: str, name: str = "tiny", *, namespace: str = "team") -> Object:
+        found = self.isvc(name, namespace=namespace).get("status", {}).get("conditions", ())
+        return next((each for each in found if each["type"] == kind), {})
+
+    def pods(self, *, namespace: str = "team") -> list[Object]:
+        return [obj for (kind, where, _), obj in self.objects.items() if kind is PODS and where == namespace]
+
+    def children(self, *, namespace: str = "team") -> dict[str, Object]:
+        """Everything but the InferenceServices, without what differs between two runs."""
+        return {
+            f"{kind.name}/{name}": obj.get("spec", obj.get("data"))
+            for (kind, where, name), obj in sorted(self.objects.items(), key=lambda item: item[0][1:])
+            if where == namespace and kind not in (INFERENCE_SERVICES, PODS)
+        }
+
+    def fleet(self) -> str:
+        obj = self.objects.get((CONFIGMAPS, "argosy-system", "argosy-fleet"))
+        return obj["data"]["fleet.json"] if obj else ""
+
+    # The rest of the cluster
+
+    def step(self) -> bool:
+        """Lets every controller act once. False if none had anything to do."""
+        before = next(self._counter)
+        self._finish_termination()
+        for key, obj in list(self.objects.items()):
+            if key[0] is DEPLOYMENTS:
+                self._sync_deployment(key, obj)
+        self._schedule()
+        self._run_kubelets()
+        return next(self._counter) > before + 1
+
+    def _finish_termination(self) -> None:
+        """A pod that terminates holds its GPU for some steps."""
+        for key, obj in list(self.objects.items()):
+            if key[0] is PODS and obj["metadata"].get("deletionTimestamp"):
+                next(self._counter)
+                self._drained[key] = self._drained.get(key, 0) + 1
+                if self._drained[key] > DRAIN_STEPS:
+                    del self._drained[key]
+                    self.remove(key)
+
+    def _sync_deployment(self, key: Key, deployment: Object) -> None:
+        spec, template = deployment["spec"], deployment["spec"]["template"]
+        pods = [
+            (each, pod)
+            for each, pod in self.objects.items()
+            if each[0] is PODS and _owned_by(pod, deployment) and not pod["metadata"].get("deletionTimestamp")
+        ]
+        digest = json.dumps(template, sort_keys=True)
+        new = [pair for pair in pods if pair[1]["metadata"]["annotations"]["template"] == digest]
+        old = [pair for pair in pods if pair not in new]
+        wanted, rolling = spec["replicas"], spec["strategy"]["rollingUpdate"]
+        room = wanted + (rolling["maxSurge"] if old else 0) - len(pods)
+        for _ in range(max(0, min(wanted - len(new), room))):
+            self._create_pod(deployment, digest)
+        self._scale_down(new, len(new) - wanted)
+        minimum = wanted - rolling["maxUnavailable"]
+        unavailable_new = sum(not is_pod_ready(pod) for _, pod in new)
+        excess = len(pods) - minimum - unavailable_new
+        unhealthy = [pair for pair in old if not is_pod_ready(pair[1])][: max(0, excess)]
+        self._scale_down(unhealthy, len(unhealthy))
+        available = sum(is_pod_ready(pod) for _, pod in (*new, *old))
+        self._scale_down([pair for pair in old if pair not in unhealthy], available - minimum)
+        status = {"observedGeneration": deployment["metadata"]["generation"], "replicas": len(pods)}
+        self._store(key, {**deployment, "status": {**deployment.get("status", {}), **status}})
+
+    def _scale_down(self, pods: list[tuple[Key, Object]], count: int) -> None:
+        for key, _ in sorted(pods, key=lambda pair: (is_pod_ready(pair[1]), pair[0][2]))[: max(0, count)]:
+            self.remove(key)
+
+    def _create_pod(self, deployment: Object, digest: str) -> None:
+        template, metadata = deployment["spec"]["template"], deployment["metadata"]
+        name = f"{metadata['name']}-{next(self._counter):06d}"
+        owner = {"uid": metadata["uid"], "controller": True}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "namespace": metadata["namespace"],
+                "labels": dict(template["metadata"]["labels"]),
+                "annotations": {"template": digest},
+                "ownerReferences": [owner],
+            },
+            "spec": _copy(template["spec"]),
+        }
+        self._store((PODS, metadata["namespace"], name), pod)
+
+    def _schedule(self) -> None:
+        free = self.gpus - sum(_gpus(pod) for pod in self._all_pods() if pod["spec"].get("nodeName"))
+        for pod in self._all_pods():
+            if pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
+                continue
+            changed = _copy(pod)
+            if _gpus(pod) <= free:
+                free -= _gpus(pod)
+                changed["spec"]["nodeName"] = "node-a"
+                condition = {"type": "PodScheduled", "status": "True"}
+            else:
+                message = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+                condition = {
+                    "type": "PodScheduled",
+                    "status": "False",
+                    "reason": "Unschedulable",
+                    "message": message,
+                }
+            _set_condition(changed, condition)
+            self._store(pod_key(changed), changed)
+
+    def _run_kubelets(self) -> None:
+        """A scheduled pod is Running after one step and its containers are ready after the next."""
+        for pod in self._all_pods():
+            if not pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
+                continue
+            changed = _copy(pod)
+            status = changed.setdefault("status", {})
+            if pod["spec"]["containers"][0]["image"] in self.broken_images:
+                waiting = {"reason": "ImagePullBackOff", "message": "not found"}
+                status["containerStatuses"] = [{"name": "engine", "state": {"waiting": waiting}}]
+            elif status.get("phase") != "Running":
+                status |= {"phase": "Running", "podIP": "10.0.0.1"}
+            else:
+                _set_condition(changed, {"type": "ContainersReady", "status": "True"})
+            _set_condition(changed, {"type": "Ready", "status": "True" if is_pod_ready(changed) else "False"})
+            self._store(pod_key(changed), changed)
+
+    def _all_pods(self) -> list[Object]:
+        return [obj for (kind, _, _), obj in self.objects.items() if kind is PODS]
+
+    def _store(self, key: Key, obj: Object) -> Object:
+        """Stores a version, unless nothing changed; tells the watchers."""
+        live = self.objects.get(key)
+        if live == obj:
+            return _copy(live)
+        obj = _copy(obj)
+        metadata = obj["metadata"]
+        number = next(self._counter)
+        if live is None:
+            metadata |= {"uid": f"uid-{number}", "generation": 1}
+            metadata.setdefault("creationTimestamp", f"2025-01-01T00:00:{number % 60:02d}Z")
+        elif live.get("spec") != obj.get("spec"):
+            metadata["generation"] = live["metadata"]["generation"] + 1
+        metadata["resourceVersion"] = str(number)
+        self.objects[key] = obj
+        self._tell(key[0], "ADDED" if live is None else "MODIFIED", obj)
+        return _copy(obj)
+
+    def _tell(self, kind: Kind, event: str, obj: Object) -> None:
+        for listener in list(self.listeners):
+            listener(kind, event, _copy(obj))
+
+
+def _copy(obj: Any) -> Any:
+    """A deep copy of JSON, many times faster than `copy.deepcopy`."""
+    return msgspec.json.decode(msgspec.json.encode(obj))
+
+
+@functools.cache
+def _validate(manifest: bytes) -> None:
+    validate_manifest(msgspec.json.decode(manifest))
+
+
+@functools.cache
+def _isvc_schema() -> Object:
+    from argosy_operator import crd
+
+    return crd.schema()
+
+
+def pod_key(pod: Object) -> Key:
+    return (PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
+
+
+def _gpus(pod: Object) -> int:
+    limits = pod["spec"]["containers"][0].get("resources", {}).get("limits", {})
+    return int(limits.get("nvidia.com/gpu", 0))
+
+
+def _owned_by(obj: Object, owner: Object) -> bool:
+    return any(each["uid"] == owner["metadata"]["uid"] for each in obj["metadata"].get("ownerReferences", ()))
+
+
+def is_pod_ready(pod: Object) -> bool:
+    conditions = {each["type"]: each["status"] for each in pod.get("status", {}).get("conditions", ())}
+    return conditions.get("ContainersReady") == "True" and conditions.get(ROUTABLE_GATE) == "True"
+
+
+def _set_condition(pod: Object, condition: Object) -> None:
+    status = pod.setdefault("status", {})
+    kept = [each for each in status.get("conditions", ()) if each["type"] != condition["type"]]
+    status["conditions"] = sorted([*kept, condition], key=lambda each: each["type"])
+
+
+def selects(selector: str, obj: Object) -> bool:
+    """`a=b` and `a in (b,c)`, joined by commas."""
+    labels = obj["metadata"].get("labels", {})
+    for part in selector.replace("(engine,router)", "(engine|router)").split(",") if selector else ():
+        key, _, values = part.partition(" in ") if " in " in part else part.partition("=")
+        if labels.get(key) not in values.strip("()").split("|"):
+            return False
+    return True
+
+
+def _merge(live: Object, wanted: Object) -> None:
+    for name, value in wanted.items():
+        if isinstance(value, dict) and isinstance(live.get(name), dict):
+            _merge(live[name], value)
+        else:
+            live[name] = _copy(value)
+
+
+def _remove(live: Object, before: Object, wanted: Object) -> None:
+    """Removes what the manager applied before and does not apply any more."""
+    for name, value in before.items():
+        if name not in wanted:
+            live.pop(name, None)
+        elif isinstance(value, dict) and isinstance(wanted[name], dict) and isinstance(live.get(name), dict):
+            _remove(live[name], value, wanted[name])
+
+
+assert FIELD_MANAGER == "argosy-operator", "the only manager this fake keeps track of"

@@ -1,0 +1,147 @@
+"""The whole operator but kopf, in virtual time, against the fake cluster and a router that follows it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from types import TracebackType
+from typing import Any, Self
+
+from builders import CONFIG
+from fake_kubernetes import FakeKubernetes, Object, selects
+
+from argosy_engine.protocol.fleet import decode_fleet
+from argosy_engine.protocol.report import ReplicaReport, RoutableReport
+from argosy_operator.api import Kind
+from argosy_operator.config import OperatorConfig
+from argosy_operator.controller import WATCHED, Controller
+
+ROUTER_POD = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {
+        "name": "argosy-router-0",
+        "namespace": "argosy-system",
+        "labels": {"app.kubernetes.io/name": "argosy", "app.kubernetes.io/component": "router"},
+        "annotations": {"template": ""},
+    },
+    "spec": {"nodeName": "node-a", "containers": [{"name": "router", "image": "router"}]},
+    "status": {"phase": "Running", "podIP": "10.0.0.9"},
+}
+
+
+class FakeRouter:
+    """Routes to every pod of the published fleet whose containers are ready, and reports so."""
+
+    def __init__(self, cluster: FakeKubernetes) -> None:
+        self._cluster = cluster
+        self._last: tuple[ReplicaReport, ...] = ()
+        self._revision = 0
+        self.changed = asyncio.Event()
+        cluster.listeners.append(lambda kind, event, obj: self.changed.set())
+        self.synced = True
+        self.reachable = True
+
+    def set(self, *, synced: bool = True, reachable: bool = True) -> None:
+        """Whether it gets to send requests to the replicas it sees, and whether the operator gets to ask it."""
+        self.synced, self.reachable = synced, reachable
+        self.changed.set()
+
+    async def fetch(self, address: str, seen: int | None) -> RoutableReport:
+        deadline = asyncio.get_running_loop().time() + 25
+        while True:
+            if not self.reachable:
+                raise TimeoutError
+            replicas = self._replicas()
+            if replicas != self._last:
+                self._last, self._revision = replicas, self._revision + 1
+            left = deadline - asyncio.get_running_loop().time()
+            if self._revision != seen or left <= 0:
+                break
+            self.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), left)
+        return RoutableReport(router="r", revision=self._revision, replicas=self._last)
+
+    def _replicas(self) -> tuple[ReplicaReport, ...]:
+        services = decode_fleet(self._cluster.fleet() or "{}").services
+        return tuple(
+            ReplicaReport(
+                service=service.key,
+                name=pod["metadata"]["name"],
+                uid=pod["metadata"]["uid"],
+                url="http://10.0.0.1:8000",
+                state="synced" if self.synced else "connecting",
+                routable=self.synced and not pod["metadata"].get("deletionTimestamp"),
+            )
+            for service in services
+            for pod in self._cluster.pods(namespace=service.namespace)
+            if service.selector.items() <= pod["metadata"]["labels"].items() and _containers_ready(pod)
+        )
+
+
+def _containers_ready(pod: dict[str, Any]) -> bool:
+    conditions = pod.get("status", {}).get("conditions", ())
+    return any(each["type"] == "ContainersReady" and each["status"] == "True" for each in conditions)
+
+
+class Operator:
+    """A running operator process; leaving the context kills it."""
+
+    def __init__(self, cluster: FakeKubernetes, router: FakeRouter | None = None, **settings: Any) -> None:
+        self.cluster = cluster
+        self.router = router or FakeRouter(cluster)
+        config: OperatorConfig = dataclasses.replace(CONFIG, **settings)
+        self.controller = Controller(cluster, config, fetch=self.router.fetch)
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self.cluster.listeners.append(self._hand_over)
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        if self._hand_over in self.cluster.listeners:
+            self.cluster.listeners.remove(self._hand_over)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        defects = self.controller.metrics.registry.get_sample_value(
+            "argosy_operator_reconcile_seconds_count", {"outcome": "defect"}
+        )
+        assert not defects, "an unexpected exception was logged"
+
+    async def _run(self) -> None:
+        await self.controller.start()
+        await self.controller.run()
+
+    def _hand_over(self, kind: Kind, event: str, obj: Object) -> None:
+        """A watch: only what is selected, and after the write has returned."""
+        if kind in WATCHED and selects(WATCHED[kind], obj):
+            asyncio.get_running_loop().call_soon(self.controller.handle, kind, event, obj)
+
+    async def settle(self, *, rounds: int = 400, quiet: int = 4) -> None:
+        """Lets operator and cluster act in turn until nothing has happened for a while."""
+        still = 0
+        for _ in range(rounds):
+            before = len(self.cluster.writes)
+            await asyncio.sleep(1.0)
+            moved = self.cluster.step()
+            still = (
+                0
+                if moved or len(self.cluster.writes) > before or not self.controller.queue.is_idle
+                else still + 1
+            )
+            if still >= quiet:
+                return
+        raise AssertionError(f"no rest after {rounds} rounds; last writes: {self.cluster.writes[-5:]}")
+
+
+def new_cluster(*, gpus: int = 100, router: bool = True) -> FakeKubernetes:
+    cluster = FakeKubernetes(gpus=gpus)
+    if router:
+        cluster.create(ROUTER_POD)
+    return cluster

@@ -1,0 +1,284 @@
+"""Good and bad manifests, and what an API server with our CRD says to the bad ones.
+
+Run through `argosy_operator.validate` by the fast tests, and through a real API server by the end-to-end
+tests (`kubectl apply --dry-run=server`, which validates strictly). An expectation is a part of the message,
+in words both use; None means accepted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Case(NamedTuple):
+    name: str
+    manifest: str
+    error: str | None
+
+
+def manifest(spec: str, *, name: str = "tiny") -> str:
+    """A manifest with the fields of `spec`, which is YAML without indentation."""
+    body = "\n".join(f"  {line}" for line in spec.strip("\n").splitlines())
+    return f"""\
+apiVersion: inference.argosy.dev/v1alpha1
+kind: InferenceService
+metadata:
+  name: {name}
+spec:
+{body}
+"""
+
+
+TINY = "model: {source: 'builtin://tiny'}"
+
+GOOD: dict[str, str] = {
+    "smallest": manifest(TINY),
+    "replicas": manifest(f"{TINY}\nreplicas: 3"),
+    "no replicas": manifest(f"{TINY}\nreplicas: 0"),
+    "names": manifest(
+        "model: {source: 'builtin://tiny', servedName: org/Tiny-1.0, aliases: [tiny, 'tiny:latest']}"
+    ),
+    "volume claim": manifest("model: {source: 'pvc://models/qwen3-8b'}"),
+    "root of a volume claim": manifest("model: {source: 'pvc://models'}"),
+    "file": manifest("model: {source: 'file:///models/qwen3-8b'}"),
+    "cuda with gpu": manifest(f"{TINY}\nengine: {{device: cuda}}\nresources: {{gpu: {{count: 2}}}}"),
+    "auto with gpu": manifest(f"{TINY}\nresources: {{gpu: {{}}}}"),
+    "mig slice": manifest(f"{TINY}\nresources: {{gpu: {{resourceName: nvidia.com/mig-1g.10gb}}}}"),
+    "cpu": manifest(f"{TINY}\nengine: {{device: cpu, threads: 1, kvCacheMemory: 64Mi}}"),
+    "every engine field": manifest(
+        TINY
+        + """
+engine:
+  image: registry.example/argosy-engine:1.0@sha256:0123456789abcdef
+  device: auto
+  dtype: bfloat16
+  maxModelLen: 4096
+  maxNumSeqs: 64
+  maxNumBatchedTokens: 2048
+  blockSize: 16
+  gpuMemoryUtilization: 0.9
+  enablePrefixCaching: false
+  threads: 2
+  env: [{name: A, value: b}, {name: EMPTY}]
+  shutdownTimeoutSeconds: 0
+"""
+    ),
+    "whole number where a number is asked": manifest(f"{TINY}\nengine: {{gpuMemoryUtilization: 1}}"),
+    "placement": manifest(
+        TINY
+        + """
+placement:
+  nodeSelector: {gpu: h200}
+  tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]
+  priorityClassName: serving
+"""
+    ),
+    "in place": manifest(f"{TINY}\nrollout: {{maxSurge: 0}}"),
+    "unavailable only": manifest(f"{TINY}\nrollout: {{maxUnavailable: 2}}"),
+    "rollout": manifest(f"{TINY}\nrollout: {{maxSurge: 1, maxUnavailable: 0, drainSeconds: 0}}"),
+    "policy": manifest(f"{TINY}\nrouter: {{policy: least-load}}"),
+    "paused": manifest(f"{TINY}\npaused: true"),
+    "overlay": manifest(
+        TINY
+        + """
+podTemplate:
+  metadata:
+    labels: {team: search}
+    annotations: {example.com/owner: search@example.com}
+  spec:
+    volumes:
+    - {name: site, persistentVolumeClaim: {claimName: site, readOnly: true}}
+    - {name: scratch, emptyDir: {sizeLimit: 1Gi}}
+    - {name: certs, projected: {sources: [{configMap: {name: ca}}, {secret: {name: token}}]}}
+    containers:
+    - name: engine
+      env:
+      - {name: PYTHONPATH, value: /site}
+      - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: hub, key: token}}}
+      volumeMounts:
+      - {name: site, mountPath: /site, readOnly: true}
+      - {name: scratch, mountPath: /scratch, subPath: a/b}
+"""
+    ),
+    "alias equal to the resource's name beside a served name": manifest(
+        "model: {source: 'builtin://tiny', servedName: other, aliases: [tiny]}"
+    ),
+    "longest name": manifest(TINY, name="a" * 63),
+}
+
+BAD: dict[str, tuple[str, str]] = {
+    "no model": (manifest("replicas: 1"), "spec.model: Required value"),
+    "no source": (manifest("model: {servedName: x}"), "spec.model.source: Required value"),
+    "unknown scheme": (
+        manifest("model: {source: 'hf://org/name'}"),
+        "must be builtin://tiny, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH",
+    ),
+    "unknown builtin": (manifest("model: {source: 'builtin://huge'}"), "must be builtin://tiny"),
+    "relative file": (manifest("model: {source: 'file://models'}"), "must be builtin://tiny"),
+    "path that climbs": (
+        manifest("model: {source: 'pvc://models/../other'}"),
+        "must not contain '..' as a path segment",
+    ),
+    "unknown field": (manifest(f"{TINY}\nreplica: 2"), 'unknown field "spec.replica"'),
+    "unknown nested field": (
+        manifest(f"{TINY}\nengine: {{devise: cpu}}"),
+        'unknown field "spec.engine.devise"',
+    ),
+    "unknown device": (
+        manifest(f"{TINY}\nengine: {{device: tpu}}"),
+        'spec.engine.device: Unsupported value: "tpu"',
+    ),
+    "replicas of the wrong type": (
+        manifest(f"{TINY}\nreplicas: two"),
+        'spec.replicas in body must be of type integer: "string"',
+    ),
+    "negative replicas": (
+        manifest(f"{TINY}\nreplicas: -1"),
+        "spec.replicas in body should be greater than or equal to 0",
+    ),
+    "too many replicas": (
+        manifest(f"{TINY}\nreplicas: 1001"),
+        "spec.replicas in body should be less than or equal to 1000",
+    ),
+    "cuda without gpu": (
+        manifest(f"{TINY}\nengine: {{device: cuda}}"),
+        "device cuda needs spec.resources.gpu",
+    ),
+    "cpu with gpu": (
+        manifest(f"{TINY}\nengine: {{device: cpu}}\nresources: {{gpu: {{count: 1}}}}"),
+        "device cpu would leave the GPUs of spec.resources.gpu idle",
+    ),
+    "no gpus": (
+        manifest(f"{TINY}\nresources: {{gpu: {{count: 0}}}}"),
+        "spec.resources.gpu.count in body should be greater than or equal to 1",
+    ),
+    "gpu without a domain": (
+        manifest(f"{TINY}\nresources: {{gpu: {{resourceName: gpu}}}}"),
+        "spec.resources.gpu.resourceName in body should match",
+    ),
+    "memory given twice": (
+        manifest(f"{TINY}\nengine: {{kvCacheMemory: 1Gi, gpuMemoryUtilization: 0.5}}"),
+        "set kvCacheMemory (bytes) or gpuMemoryUtilization (a share), not both",
+    ),
+    "gpu share on a cpu": (
+        manifest(f"{TINY}\nengine: {{device: cpu, gpuMemoryUtilization: 0.5}}"),
+        "gpuMemoryUtilization has no meaning with device cpu",
+    ),
+    "fraction of bytes": (
+        manifest(f"{TINY}\nengine: {{kvCacheMemory: 1.5Gi}}"),
+        "spec.engine.kvCacheMemory in body should match",
+    ),
+    "more than all memory": (
+        manifest(f"{TINY}\nengine: {{gpuMemoryUtilization: 1.5}}"),
+        "spec.engine.gpuMemoryUtilization in body should be less than or equal to 1",
+    ),
+    "rollout that cannot move": (
+        manifest(f"{TINY}\nrollout: {{maxSurge: 0, maxUnavailable: 0}}"),
+        "maxSurge and maxUnavailable must not both be 0",
+    ),
+    "unknown policy": (
+        manifest(f"{TINY}\nrouter: {{policy: fastest}}"),
+        'spec.router.policy: Unsupported value: "fastest"',
+    ),
+    "alias twice": (
+        manifest("model: {source: 'builtin://tiny', aliases: [a, a]}"),
+        'spec.model.aliases[1]: Duplicate value: "a"',
+    ),
+    "alias is the served name": (
+        manifest("model: {source: 'builtin://tiny', servedName: a, aliases: [a]}"),
+        "aliases must not repeat servedName",
+    ),
+    "alias is the resource's name": (
+        manifest("model: {source: 'builtin://tiny', aliases: [tiny]}"),
+        "aliases must not repeat the resource's name",
+    ),
+    "alias with a space": (
+        manifest("model: {source: 'builtin://tiny', aliases: ['a b']}"),
+        "spec.model.aliases[0] in body should match",
+    ),
+    "name that begins with a digit": (
+        manifest(TINY, name="7b"),
+        "the resource's name must be a DNS label",
+    ),
+    "name with a dot": (manifest(TINY, name="qwen3.8b"), "the resource's name must be a DNS label"),
+    "name too long for a label": (manifest(TINY, name="a" * 64), "the resource's name must be a DNS label"),
+    "variable of the operator": (
+        manifest(f"{TINY}\nengine: {{env: [{{name: ARGOSY_API_KEY, value: x}}]}}"),
+        "is set by the operator",
+    ),
+    "variable twice": (
+        manifest(f"{TINY}\nengine: {{env: [{{name: A, value: x}}, {{name: A, value: y}}]}}"),
+        "spec.engine.env[1]: Duplicate value",
+    ),
+    "host path": (
+        manifest(f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: host, hostPath: {{path: /}}}}]}}}}"),
+        'unknown field "spec.podTemplate.spec.volumes[0].hostPath"',
+    ),
+    "volume of no kind": (
+        manifest(f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: nothing}}]}}}}"),
+        "name exactly one of configMap, secret, emptyDir, persistentVolumeClaim and projected",
+    ),
+    "volume of two kinds": (
+        manifest(
+            f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: two, emptyDir: {{}}, configMap: {{name: a}}}}]}}}}"
+        ),
+        "name exactly one of configMap, secret, emptyDir, persistentVolumeClaim and projected",
+    ),
+    "volume of the operator": (
+        manifest(f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: argosy-tmp, emptyDir: {{}}}}]}}}}"),
+        "names that begin with 'argosy-' are the operator's own",
+    ),
+    "service account token": (
+        manifest(
+            f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: t, projected: {{sources: "
+            "[{serviceAccountToken: {path: t}}]}}]}}"
+        ),
+        'unknown field "spec.podTemplate.spec.volumes[0].projected.sources[0].serviceAccountToken"',
+    ),
+    "service account": (
+        manifest(f"{TINY}\npodTemplate: {{spec: {{serviceAccountName: admin}}}}"),
+        'unknown field "spec.podTemplate.spec.serviceAccountName"',
+    ),
+    "host network": (
+        manifest(f"{TINY}\npodTemplate: {{spec: {{hostNetwork: true}}}}"),
+        'unknown field "spec.podTemplate.spec.hostNetwork"',
+    ),
+    "privileged": (
+        manifest(
+            f"{TINY}\npodTemplate: {{spec: {{containers: [{{name: engine, securityContext: "
+            "{privileged: true}}]}}"
+        ),
+        'unknown field "spec.podTemplate.spec.containers[0].securityContext"',
+    ),
+    "sidecar": (
+        manifest(f"{TINY}\npodTemplate: {{spec: {{containers: [{{name: sidecar}}]}}}}"),
+        'spec.podTemplate.spec.containers[0].name: Unsupported value: "sidecar"',
+    ),
+    "init container": (
+        manifest(f"{TINY}\npodTemplate: {{spec: {{initContainers: []}}}}"),
+        'unknown field "spec.podTemplate.spec.initContainers"',
+    ),
+    "mount over the operator's": (
+        manifest(
+            f"{TINY}\npodTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: "
+            "[{name: a, mountPath: /tmp}]}]}}"
+        ),
+        "is used by the operator",
+    ),
+    "label of the operator": (
+        manifest(f"{TINY}\npodTemplate: {{metadata: {{labels: {{inference.argosy.dev/service: other}}}}}}"),
+        "keys below inference.argosy.dev/ and app.kubernetes.io/ are the operator's own",
+    ),
+    "variable from two sources": (
+        manifest(
+            f"{TINY}\npodTemplate: {{spec: {{containers: [{{name: engine, env: [{{name: A, value: b, valueFrom: "
+            "{secretKeyRef: {name: a, key: b}}}]}]}}"
+        ),
+        "set value or valueFrom, not both",
+    ),
+}
+
+CASES: tuple[Case, ...] = (
+    *(Case(name, text, None) for name, text in GOOD.items()),
+    *(Case(name, text, error) for name, (text, error) in BAD.items()),
+)

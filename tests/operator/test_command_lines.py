@@ -1,0 +1,59 @@
+"""The command lines that operator and chart write are understood by the engine and the router of this tree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from builders import isvc
+
+from argosy_engine.api.serve import parse_args
+from argosy_operator.engine_command import engine_args
+from argosy_router.main import build_parser, config_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_engine_understands_every_flag() -> None:
+    service = isvc(
+        model={"source": "builtin://tiny", "servedName": "org/Tiny", "aliases": ["a", "b"]},
+        engine={
+            "device": "cpu",
+            "dtype": "float32",
+            "maxModelLen": 1024,
+            "maxNumSeqs": 8,
+            "maxNumBatchedTokens": 512,
+            "blockSize": 16,
+            "kvCacheMemory": "64Mi",
+            "threads": 1,
+            "enablePrefixCaching": False,
+            "shutdownTimeoutSeconds": 5,
+        },
+    )
+    options, engine = parse_args(engine_args(service)[1:])
+    assert (options.host, options.port, options.shutdown_timeout) == ("0.0.0.0", 8000, 5)
+    assert engine.model == "builtin://tiny"
+    assert tuple(engine.served_model_name) == ("org/Tiny", "a", "b")
+    assert (engine.device, engine.dtype) == ("cpu", "float32")
+    assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (1024, 8, 512)
+    assert (engine.block_size, engine.kv_cache_memory_bytes, engine.threads) == (16, 64 * 2**20, 1)
+    assert engine.enable_prefix_caching is False
+
+
+def test_engine_understands_a_share_of_gpu_memory() -> None:
+    _, engine = parse_args(engine_args(isvc(engine={"gpuMemoryUtilization": 0.85}))[1:])
+    assert engine.gpu_memory_utilization == 0.85
+
+
+def test_router_understands_the_charts_arguments() -> None:
+    text = (ROOT / "charts" / "argosy" / "templates" / "router.yaml").read_text()
+    args = re.findall(r"^        - (--\S+)$", text, re.MULTILINE)
+    args = [re.sub(r"\{\{.*\}\}", "7", arg) for arg in args]
+    assert "--kubernetes" in args
+    for access in ("--no-auth", "--api-keys-file=/etc/argosy/api-keys"):
+        assert access in args
+        chosen = [
+            arg for arg in args if arg == access or not arg.startswith(("--no-auth", "--api-keys-file"))
+        ]
+        config = config_of(build_parser().parse_args(chosen), {"ARGOSY_FLEET_KEY": "0123456789abcdef"})
+        assert (config.port, config.admin_port, config.fleet_configmap) == (8080, 8081, "argosy-fleet")

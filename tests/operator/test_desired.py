@@ -1,0 +1,348 @@
+"""Tables for the pure desired state: what each field of the spec does to the objects."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+from builders import CONFIG, isvc, pod
+
+from argosy_engine.protocol.keys import internal_key
+from argosy_operator.desired import Plan, desired, no_gpu_for_surge
+from argosy_operator.engine_command import engine_args, engine_env
+from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE, SERVICE_LABEL
+from argosy_operator.observed import Observed, Pod
+from argosy_operator.spec import InferenceService
+
+NOTHING = Observed()
+
+
+def plan(**spec: Any) -> Plan:
+    return desired(isvc(**spec), NOTHING, CONFIG)
+
+
+def container(made: Plan) -> dict[str, Any]:
+    (only,) = made.deployment["spec"]["template"]["spec"]["containers"]
+    return only
+
+
+def pod_spec(made: Plan) -> dict[str, Any]:
+    return made.deployment["spec"]["template"]["spec"]
+
+
+SERVE = ["serve", "builtin://tiny", "--host", "0.0.0.0", "--port", "8000", "--served-model-name", "tiny"]
+SHUTDOWN = ["--shutdown-timeout", "45"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "args"),
+    [
+        ({}, [*SERVE, *SHUTDOWN]),
+        (
+            {"model": {"source": "builtin://tiny", "servedName": "org/Tiny", "aliases": ["a", "b"]}},
+            [*SERVE[:-1], "org/Tiny", "a", "b", *SHUTDOWN],
+        ),
+        ({"model": {"source": "pvc://claim/dir/x/"}}, ["serve", "/model/dir/x", *SERVE[2:], *SHUTDOWN]),
+        ({"model": {"source": "pvc://claim"}}, ["serve", "/model", *SERVE[2:], *SHUTDOWN]),
+        ({"model": {"source": "file:///opt/x"}}, ["serve", "/opt/x", *SERVE[2:], *SHUTDOWN]),
+        (
+            {
+                "engine": {
+                    "device": "cpu",
+                    "dtype": "float32",
+                    "maxModelLen": 4096,
+                    "maxNumSeqs": 8,
+                    "maxNumBatchedTokens": 512,
+                    "blockSize": 16,
+                    "kvCacheMemory": "64Mi",
+                    "threads": 1,
+                    "enablePrefixCaching": False,
+                    "shutdownTimeoutSeconds": 5,
+                }
+            },
+            [
+                *SERVE,
+                *("--device", "cpu", "--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "8"),
+                *("--max-num-batched-tokens", "512", "--block-size", "16"),
+                *("--kv-cache-memory-bytes", str(64 * 2**20), "--threads", "1"),
+                *("--shutdown-timeout", "5", "--no-enable-prefix-caching"),
+            ],
+        ),
+        (
+            {"engine": {"gpuMemoryUtilization": 0.85}},
+            [*SERVE, "--gpu-memory-utilization", "0.85", *SHUTDOWN],
+        ),
+    ],
+)
+def test_engine_args(spec: dict[str, Any], args: list[str]) -> None:
+    service = isvc(**spec)
+    assert engine_args(service) == args
+    assert container(desired(service, NOTHING, CONFIG))["args"] == args
+
+
+def test_engine_args_of_the_local_fleet() -> None:
+    assert engine_args(isvc(), host="127.0.0.1", port=9001)[2:6] == ["--host", "127.0.0.1", "--port", "9001"]
+
+
+def test_env_is_merged_by_name_and_the_operators_comes_first() -> None:
+    overlay = {
+        "name": "engine",
+        "env": [
+            {"name": "B", "value": "2"},
+            {"name": "C", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+        ],
+    }
+    spec = {
+        "engine": {"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "1"}]},
+        "podTemplate": {"spec": {"containers": [overlay]}},
+    }
+    env = container(plan(**spec))["env"]
+    assert [each["name"] for each in env] == ["ARGOSY_API_KEY", "HOME", "POD_NAME", "A", "B", "C"]
+    assert env[0]["valueFrom"] == {"secretKeyRef": {"name": "tiny-engine-key", "key": "ARGOSY_API_KEY"}}
+    assert env[4] == {"name": "B", "value": "2"}
+    assert env[5] == {"name": "C", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+    assert engine_env(isvc(**spec)) == {"A": "1", "B": "2"}
+
+
+def test_pod_is_restricted() -> None:
+    made = plan()
+    spec, only = pod_spec(made), container(made)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] == 10001
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    security = only["securityContext"]
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security["readOnlyRootFilesystem"] is True
+    assert not {"hostNetwork", "hostPID", "hostIPC", "serviceAccountName", "initContainers"} & spec.keys()
+    mounts = {mount["mountPath"]: mount["name"] for mount in only["volumeMounts"]}
+    kinds = {volume["name"]: next(key for key in volume if key != "name") for volume in spec["volumes"]}
+    assert {path: kinds[name] for path, name in mounts.items()} == {
+        "/tmp": "emptyDir",
+        "/home/argosy": "emptyDir",
+        "/dev/shm": "emptyDir",
+    }
+
+
+def test_overlay_is_added_and_takes_nothing_away() -> None:
+    made = plan(
+        podTemplate={
+            "metadata": {"labels": {"team": "search"}, "annotations": {"a": "b"}},
+            "spec": {
+                "volumes": [
+                    {"name": "site", "persistentVolumeClaim": {"claimName": "site", "readOnly": True}}
+                ],
+                "containers": [
+                    {
+                        "name": "engine",
+                        "volumeMounts": [{"name": "site", "mountPath": "/site", "readOnly": True}],
+                    }
+                ],
+            },
+        }
+    )
+    template = made.deployment["spec"]["template"]
+    assert template["metadata"]["labels"]["team"] == "search"
+    assert template["metadata"]["labels"][SERVICE_LABEL] == "tiny"
+    assert template["metadata"]["annotations"]["a"] == "b"
+    claim = {"claimName": "site", "readOnly": True}
+    assert pod_spec(made)["volumes"][-1] == {"name": "site", "persistentVolumeClaim": claim}
+    assert container(made)["volumeMounts"][-1] == {"name": "site", "mountPath": "/site", "readOnly": True}
+    assert len(container(made)["volumeMounts"]) == 4
+
+
+def test_model_on_a_claim_is_mounted_read_only() -> None:
+    made = plan(model={"source": "pvc://models/qwen"})
+    claim = {"claimName": "models", "readOnly": True}
+    assert {"name": "argosy-model", "persistentVolumeClaim": claim} in pod_spec(made)["volumes"]
+    mount = {"name": "argosy-model", "mountPath": "/model", "readOnly": True}
+    assert mount in container(made)["volumeMounts"]
+
+
+def test_gate_probes_and_drain() -> None:
+    made = plan(rollout={"drainSeconds": 7}, engine={"shutdownTimeoutSeconds": 30})
+    assert pod_spec(made)["readinessGates"] == [{"conditionType": ROUTABLE_GATE}]
+    assert pod_spec(made)["terminationGracePeriodSeconds"] == 7 + 30 + 15
+    only = container(made)
+    assert only["lifecycle"] == {"preStop": {"sleep": {"seconds": 7}}}
+    paths = {
+        name: only[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")
+    }
+    assert paths == {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
+    assert "lifecycle" not in container(plan(rollout={"drainSeconds": 0}))
+
+
+@pytest.mark.parametrize(
+    ("resources", "rendered"),
+    [
+        ({}, {}),
+        ({"gpu": {}}, {"requests": {"nvidia.com/gpu": "1"}, "limits": {"nvidia.com/gpu": "1"}}),
+        (
+            {"gpu": {"count": 2, "resourceName": "amd.com/gpu"}, "cpu": "500m", "memory": "1Gi"},
+            {
+                "requests": {"cpu": "500m", "memory": "1Gi", "amd.com/gpu": "2"},
+                "limits": {"memory": "1Gi", "amd.com/gpu": "2"},
+            },
+        ),
+    ],
+)
+def test_resources(resources: dict[str, Any], rendered: dict[str, Any]) -> None:
+    assert container(plan(resources=resources))["resources"] == rendered
+
+
+def test_placement() -> None:
+    toleration = {"key": "gpu", "operator": "Exists"}
+    spec = pod_spec(
+        plan(placement={"nodeSelector": {"a": "b"}, "tolerations": [toleration], "priorityClassName": "p"})
+    )
+    assert (spec["nodeSelector"], spec["tolerations"], spec["priorityClassName"]) == (
+        {"a": "b"},
+        [toleration],
+        "p",
+    )
+    assert not {"nodeSelector", "tolerations", "priorityClassName"} & pod_spec(plan()).keys()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "surge", "unavailable"),
+    [
+        ({}, 1, 0),
+        ({"maxSurge": 0}, 0, 1),
+        ({"maxSurge": 3}, 3, 0),
+        ({"maxUnavailable": 0}, 1, 0),
+        ({"maxUnavailable": 2}, 0, 2),
+        ({"maxSurge": 1, "maxUnavailable": 1}, 1, 1),
+    ],
+)
+def test_rollout(rollout: dict[str, int], surge: int, unavailable: int) -> None:
+    strategy = plan(rollout=rollout).deployment["spec"]["strategy"]["rollingUpdate"]
+    assert strategy == {"maxSurge": surge, "maxUnavailable": unavailable}
+
+
+def test_objects_belong_to_the_resource() -> None:
+    made = plan()
+    names = [(obj["kind"], obj["metadata"]["name"]) for obj in made.objects]
+    assert names == [
+        ("Secret", "tiny-engine-key"),
+        ("Service", "tiny-engine"),
+        ("PodDisruptionBudget", "tiny-engine"),
+        ("Deployment", "tiny-engine"),
+    ]
+    for obj in made.objects:
+        (owner,) = obj["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"]) == ("uid-team-tiny", True)
+        assert obj["metadata"]["namespace"] == "team"
+    assert made.budget["spec"]["maxUnavailable"] == 1
+    labels = made.deployment["spec"]["template"]["metadata"]["labels"]
+    for obj in (made.service["spec"]["selector"], made.deployment["spec"]["selector"]["matchLabels"]):
+        assert obj.items() <= labels.items()
+    key = base64.b64decode(made.secret["data"]["ARGOSY_API_KEY"]).decode()
+    assert key == internal_key(CONFIG.fleet_key, "uid-team-tiny")
+
+
+@pytest.mark.parametrize("length", [1, 30, 40, 63])
+def test_names_fit_what_kubernetes_derives_from_them(length: int) -> None:
+    made = desired(isvc("a" * length), NOTHING, CONFIG)
+    for obj in made.objects:
+        assert len(obj["metadata"]["name"]) <= 63
+    assert len(f"{made.deployment['metadata']['name']}-0123456789-abcde") <= 63
+
+
+def test_long_names_do_not_collide() -> None:
+    first, second = (desired(isvc("a" * 60 + end), NOTHING, CONFIG) for end in ("bcd", "bce"))
+    assert first.deployment["metadata"]["name"] != second.deployment["metadata"]["name"]
+
+
+SAME_REVISION: list[dict[str, Any]] = [
+    {"replicas": 5},
+    {"rollout": {"maxSurge": 2}},
+    {"rollout": {"progressDeadlineSeconds": 60}},
+    {"router": {"policy": "least-load"}},
+    {"paused": True},
+]
+OTHER_REVISION: list[dict[str, Any]] = [
+    {"model": {"source": "builtin://tiny", "aliases": ["a"]}},
+    {"engine": {"image": "other"}},
+    {"engine": {"env": [{"name": "A", "value": "b"}]}},
+    {"engine": {"shutdownTimeoutSeconds": 1}},
+    {"rollout": {"drainSeconds": 1}},
+    {"resources": {"gpu": {}}},
+    {"placement": {"nodeSelector": {"a": "b"}}},
+    {"podTemplate": {"metadata": {"annotations": {"a": "b"}}}},
+]
+
+
+@pytest.mark.parametrize("spec", SAME_REVISION, ids=str)
+def test_revision_stays(spec: dict[str, Any]) -> None:
+    assert plan(**spec).revision == plan().revision
+
+
+@pytest.mark.parametrize("spec", OTHER_REVISION, ids=str)
+def test_revision_changes(spec: dict[str, Any]) -> None:
+    made = plan(**spec)
+    assert made.revision != plan().revision
+    assert made.deployment["spec"]["template"]["metadata"]["labels"][REVISION_LABEL] == made.revision
+
+
+STARVED = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu. preemption: not helpful."
+NO_CPU = "0/2 nodes are available: 2 Insufficient cpu."
+WAITING = pod("new-1", "new", ready=False, gate="", node="", unschedulable=STARVED)
+STARTING = pod("new-1", "new", ready=False, gate="")
+OLD = pod("old-1", "old")
+
+
+def deployment(revision: str, surge: int) -> dict[str, Any]:
+    return {
+        "spec": {
+            "template": {"metadata": {"labels": {REVISION_LABEL: revision}}},
+            "strategy": {"rollingUpdate": {"maxSurge": surge, "maxUnavailable": 1 - surge}},
+        }
+    }
+
+
+GPU = {"resources": {"gpu": {}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "pods", "live", "expected"),
+    [
+        ("no gpu wanted", {}, (WAITING, OLD), deployment("new", 1), False),
+        ("surge starves", GPU, (WAITING, OLD), deployment("new", 1), True),
+        ("starved pod got the GPU, old ones left", GPU, (STARTING, OLD), deployment("new", 0), True),
+        ("surge found a GPU", GPU, (STARTING, OLD), deployment("new", 1), False),
+        ("no old pod left", GPU, (STARTING,), deployment("new", 0), False),
+        ("old pod is going", GPU, (WAITING, pod("old-1", "old", is_terminating=True)), deployment("new", 1), False),
+        ("a GPU is about to be free", GPU, (WAITING, OLD, pod("old-2", "old", is_terminating=True)),
+         deployment("new", 1), False),
+        ("fewer are about to be free than are wanted", GPU,
+         (WAITING, pod("new-2", "new", ready=False, node="", unschedulable=STARVED), OLD,
+          pod("old-2", "old", is_terminating=True)), deployment("new", 1), True),
+        ("old pod holds no GPU", GPU, (WAITING, pod("old-1", "old", node="")), deployment("new", 1), False),
+        ("starves for something else", GPU, (
+            pod("new-1", "new", ready=False, node="", unschedulable=NO_CPU), OLD), deployment("new", 1), False),
+        ("scaling up, no rollout", GPU, (WAITING, pod("new-2", "new")), deployment("new", 1), False),
+        ("next edit tries a surge again", GPU, (pod("b-1", "b"), OLD), deployment("b", 0), False),
+        ("user wants no surge", {**GPU, "rollout": {"maxSurge": 0}}, (WAITING, OLD), deployment("new", 0), False),
+        ("other resource name", {"resources": {"gpu": {"resourceName": "amd.com/gpu"}}}, (WAITING, OLD), None, False),
+    ],
+)  # fmt: skip
+def test_no_gpu_for_surge(
+    name: str, spec: dict[str, Any], pods: tuple[Pod, ...], live: dict[str, Any] | None, expected: bool
+) -> None:
+    observed = Observed(deployment=live, pods=pods)
+    assert no_gpu_for_surge(isvc(**spec), observed, "new") is expected, name
+
+
+def test_replacing_in_place_changes_the_strategy_and_nothing_else() -> None:
+    service: InferenceService = isvc(**GPU, replicas=2)
+    usual = desired(service, NOTHING, CONFIG)
+    starved = pod("n", usual.revision, ready=False, gate="", node="", unschedulable=STARVED)
+    fallen_back = desired(service, Observed(deployment=usual.deployment, pods=(starved, OLD)), CONFIG)
+    assert fallen_back.replaces_in_place
+    strategy = fallen_back.deployment["spec"]["strategy"]["rollingUpdate"]
+    assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
+    assert fallen_back.deployment["spec"]["template"] == usual.deployment["spec"]["template"]
+    settled = Observed(deployment=fallen_back.deployment, pods=(pod("n", usual.revision),))
+    assert desired(service, settled, CONFIG) == usual

@@ -1,0 +1,152 @@
+"""The real process: kopf and `kubernetes.aio` over HTTP against the fake cluster, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession, web
+from builders import CONFIG, isvc_object
+from fake_http import FakeApiServer
+from fake_kubernetes import FakeKubernetes
+from harness import FakeRouter
+
+from argosy_operator import main
+from argosy_operator.api import DEPLOYMENTS, INFERENCE_SERVICES, PODS, KubernetesApi
+from argosy_operator.config import OperatorConfig
+from argosy_operator.controller import Controller
+from argosy_operator.errors import ApiError
+from argosy_operator.health import health_app
+
+PATIENCE = 60
+
+
+@asynccontextmanager
+async def served(
+    cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[FakeApiServer]:
+    """The fake cluster as KUBECONFIG's cluster."""
+    server = FakeApiServer(cluster)
+    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    kubeconfig = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    path = tmp_path / "kubeconfig"
+    path.write_text(json.dumps(kubeconfig))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    try:
+        yield server
+    finally:
+        await runner.cleanup()
+
+
+async def until(cluster: FakeKubernetes, operator: asyncio.Task[int], condition: Callable[[], bool]) -> None:
+    """Lets the cluster act until the condition holds, while the operator runs."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            assert not operator.done(), operator
+            await asyncio.sleep(0.02)
+            cluster.step()
+
+
+async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeKubernetes()
+    config = OperatorConfig(
+        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
+    )
+    router = FakeRouter(cluster)
+    monkeypatch.setattr(main, "http_fetch", lambda session, key: router.fetch)
+    monkeypatch.setattr("argosy_operator.routers.GRACE", 0.2)
+    async with served(cluster, tmp_path, monkeypatch) as server:
+        operator = asyncio.create_task(main.run(config, health_port=0))
+        try:
+            cluster.create(isvc_object(replicas=2))
+            await until(cluster, operator, lambda: cluster.condition("Ready").get("status") == "True")
+            cluster.edit("tiny", lambda spec: spec.update(replicas=1))
+            await until(cluster, operator, lambda: len(cluster.pods()) == 1)
+            cluster.remove((INFERENCE_SERVICES, "team", "tiny"))
+            await until(cluster, operator, lambda: '"services"' not in cluster.fleet())
+        finally:
+            operator.cancel()
+            await asyncio.gather(operator, return_exceptions=True)
+    assert cluster.children() == {}
+    paths = [(method, path) for method, path, _, _ in server.requests]
+    assert not [path for _, path in paths if path.endswith("secrets")], (
+        "Secrets are written, never listed or watched"
+    )
+    assert not [path for method, path in paths if method == "GET" and "secrets" in path]
+    assert not [
+        path for _, path in paths if "customresourcedefinitions" in path or path.endswith("/namespaces")
+    ]
+    watches = {path: query for _, path, query, _ in server.requests if "watch=true" in query}
+    assert len(watches) == 5
+    assert "labelSelector" in watches["/api/v1/pods"]
+
+
+async def test_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeKubernetes()
+    async with served(cluster, tmp_path, monkeypatch), await KubernetesApi.connect() as api:
+        assert await api.serves(INFERENCE_SERVICES)
+        assert await api.get(DEPLOYMENTS, "team", "none") is None
+        assert await api.list(PODS, namespace="team") == []
+        with pytest.raises(ApiError) as caught:
+            await api.patch_status(
+                PODS, "team", "none", {"metadata": {"uid": "u"}, "status": {}}, strategic=True
+            )
+        assert caught.value.status == 404
+        await api.delete(DEPLOYMENTS, "team", "none", uid="u")
+
+
+async def test_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(ApiError, match="find a cluster"):
+        await KubernetesApi.connect()
+
+
+async def test_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeKubernetes()
+    async with served(cluster, tmp_path, monkeypatch):
+        api = await KubernetesApi.connect()
+    async with api:
+        with pytest.raises(ApiError) as caught:
+            await api.get(DEPLOYMENTS, "team", "any")
+        assert caught.value.status == 0
+
+
+async def test_health_and_metrics(tmp_path: Path) -> None:
+    cluster = FakeKubernetes()
+    controller = Controller(cluster, CONFIG, fetch=FakeRouter(cluster).fetch)
+    runner = web.AppRunner(health_app(controller, resync_seconds=300), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with ClientSession() as session:
+        async with session.get(f"{url}/healthz") as response:
+            assert (response.status, (await response.json())["alive"]) == (200, True)
+        controller.resynced_at -= 1000
+        async with session.get(f"{url}/healthz") as response:
+            assert response.status == 503
+        async with session.get(f"{url}/metrics") as response:
+            assert "argosy_operator_api_writes_total" in await response.text()
+    await runner.cleanup()
+
+
+def test_wrong_settings_end_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("POD_NAMESPACE", raising=False)
+    assert main.main([]) == main.EXIT_CONFIG
+    assert "ARGOSY_FLEET_KEY" in capsys.readouterr().err

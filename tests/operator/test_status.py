@@ -1,0 +1,237 @@
+"""Tables for conditions: status tells the truth, and only the truth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders import CONFIG, NOW, gate_condition, isvc_object, pod, pod_object
+
+from argosy_engine.protocol.fleet import NameConflict
+from argosy_operator.desired import desired
+from argosy_operator.observed import Observed, Pod, Problem, Routers, read_pod
+from argosy_operator.spec import InferenceServiceStatus, parse
+from argosy_operator.status import invalid_status, status
+
+REVISION = desired(parse(isvc_object()), Observed(), CONFIG).revision
+ALIVE = Routers(known=True, alive=1)
+
+
+def live_deployment(
+    replicas: int = 2, *, seen: bool = True, conditions: tuple[Any, ...] = ()
+) -> dict[str, Any]:
+    wanted = desired(parse(isvc_object(replicas=replicas)), Observed(), CONFIG).deployment
+    return {
+        **wanted,
+        "metadata": {**wanted["metadata"], "generation": 2},
+        "status": {"observedGeneration": 2 if seen else 1, "conditions": list(conditions)},
+    }
+
+
+def report(
+    pods: tuple[Pod, ...] = (),
+    *,
+    replicas: int = 2,
+    deployment: dict[str, Any] | None = None,
+    routers: Routers = ALIVE,
+    conflicts: tuple[NameConflict, ...] = (),
+    failure: Problem | None = None,
+    **spec: Any,
+) -> InferenceServiceStatus:
+    service = parse(isvc_object(replicas=replicas, **spec))
+    deployment = deployment if deployment is not None else live_deployment(replicas)
+    observed = Observed(deployment=deployment, pods=pods, routers=routers, conflicts=conflicts)
+    plan = desired(service, observed, CONFIG)
+    return status(service, observed, plan, config=CONFIG, now=NOW, failure=failure)
+
+
+def new(number: int, **state: Any) -> Pod:
+    return pod(f"new-{number}", REVISION, **state)
+
+
+def old(number: int, **state: Any) -> Pod:
+    return pod(f"old-{number}", "old", **state)
+
+
+def verdicts(made: InferenceServiceStatus) -> dict[str, tuple[str, str]]:
+    return {each.type: (each.status, each.reason) for each in made.conditions}
+
+
+STARTING = {"ready": False, "gate": ""}
+CRASH = Problem("CrashLoopBackOff", "back-off 10s")
+QUOTA = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "quota"}
+DEADLINE = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}
+
+READY = ("True", "ReplicasRoutable")
+COMPLETE = ("False", "Complete")
+FINE = ("False", "AsExpected")
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "expected"),
+    [
+        (
+            "at rest",
+            report((new(1), new(2))),
+            {"Ready": READY, "Progressing": COMPLETE, "WorkloadReady": ("True", "ReplicasReady"),
+             "Routable": READY, "Degraded": FINE},
+        ),
+        (
+            "just created",
+            status(parse(isvc_object()), Observed(), desired(parse(isvc_object()), Observed(), CONFIG),
+                   config=CONFIG, now=NOW),
+            {"Ready": ("False", "RollingOut"), "Progressing": ("True", "Reconciling"),
+             "Routable": ("False", "WaitingForReplicas"), "Degraded": FINE},
+        ),
+        (
+            "containers start",
+            report((new(1, **STARTING), new(2, **STARTING))),
+            {"Ready": ("False", "Starting"), "Progressing": ("True", "WaitingForReplicas"),
+             "WorkloadReady": ("False", "Starting"), "Degraded": FINE},
+        ),
+        (
+            "ready, but no router is synced",
+            report((new(1, gate=""), new(2, gate=""))),
+            {"Ready": ("False", "WaitingForRouter"), "WorkloadReady": ("True", "ReplicasReady"),
+             "Routable": ("False", "WaitingForRouter"), "Progressing": ("True", "WaitingForReplicas")},
+        ),
+        ("one of two routable, none may be missing", report((new(1), new(2, gate=""))),
+         {"Ready": ("False", "WaitingForRouter")}),
+        ("one of two routable, one may be missing",
+         report((new(1), new(2, gate="")), rollout={"maxUnavailable": 1, "maxSurge": 1}), {"Ready": READY}),
+        ("the only one may be missing, yet none is not ready",
+         report((new(1, gate=""),), replicas=1, rollout={"maxUnavailable": 1}),
+         {"Ready": ("False", "WaitingForRouter")}),
+        ("deployment controller has not seen the change",
+         report((new(1), new(2)), deployment=live_deployment(seen=False)),
+         {"Ready": ("False", "RollingOut"), "Progressing": ("True", "Reconciling")}),
+        ("surge pod starts, old ones serve", report((new(1, **STARTING), old(1), old(2))),
+         {"Ready": ("False", "RollingOut"), "Progressing": ("True", "RollingOut"), "Routable": READY}),
+        ("new ones serve, an old one still does", report((new(1), new(2), old(1))),
+         {"Ready": ("False", "RollingOut"), "Progressing": ("True", "RollingOut")}),
+        ("old one drains", report((new(1), new(2), old(1, is_terminating=True, gate="False"))), {"Ready": READY}),
+        ("scaling down", report((new(1), new(2), new(3))),
+         {"Ready": ("False", "RollingOut"), "Progressing": ("True", "Scaling")}),
+        ("scaled to zero", report((), replicas=0),
+         {"Ready": ("True", "ScaledToZero"), "Progressing": COMPLETE, "Routable": ("False", "ScaledToZero")}),
+        ("crash loop", report((new(1), new(2, **STARTING, problem=CRASH))),
+         {"Ready": ("False", "CrashLoopBackOff"), "WorkloadReady": ("False", "CrashLoopBackOff"),
+          "Degraded": ("True", "CrashLoopBackOff")}),
+        ("no node", report((new(1), new(2, **STARTING, node="", unschedulable="0/2 nodes"))),
+         {"Ready": ("False", "Unschedulable"), "Degraded": FINE}),
+        ("quota", report((), deployment=live_deployment(conditions=(QUOTA,))),
+         {"Ready": ("False", "FailedCreate"), "Degraded": ("True", "FailedCreate")}),
+        ("deadline", report((new(1, **STARTING), old(1)), deployment=live_deployment(conditions=(DEADLINE,))),
+         {"Progressing": ("False", "ProgressDeadlineExceeded"), "Degraded": ("True", "ProgressDeadlineExceeded")}),
+        ("no router lives", report((new(1), new(2)), routers=Routers(known=True)),
+         {"Ready": ("False", "NoRouter"), "Routable": ("Unknown", "NoRouter")}),
+        ("operator has just started", report((new(1), new(2)), routers=Routers()), {"Ready": READY}),
+        ("name lost", report((new(1), new(2)), conflicts=(NameConflict(name="tiny", winner="a/b", loser="team/tiny"),)),
+         {"Ready": ("False", "NameConflict"), "Degraded": ("True", "NameConflict")}),
+        ("alias lost", report((new(1), new(2)), conflicts=(NameConflict(name="x", winner="a/b", loser="team/tiny"),)),
+         {"Ready": READY, "Degraded": ("True", "NameConflict")}),
+        ("child of somebody else", report((), failure=Problem("ChildNotOwned", "Service 'x'")),
+         {"Ready": ("False", "ChildNotOwned"), "Degraded": ("True", "ChildNotOwned")}),
+        ("paused at rest", report((new(1), new(2)), paused=True),
+         {"Ready": READY, "Progressing": ("False", "Paused")}),
+        ("paused, then edited", report((old(1), old(2)), paused=True, engine={"threads": 3}),
+         {"Ready": ("False", "Paused"), "Progressing": ("False", "Paused")}),
+        ("evicted pods do not count", report((new(1), new(2), new(3, is_finished=True, **STARTING))), {"Ready": READY}),
+    ],
+)  # fmt: skip
+def test_conditions(name: str, made: InferenceServiceStatus, expected: dict[str, tuple[str, str]]) -> None:
+    found = verdicts(made)
+    assert {kind: found[kind] for kind in expected} == expected, name
+    assert list(found) == ["Ready", "Progressing", "WorkloadReady", "Routable", "Degraded"]
+    assert all(condition.observed_generation == 1 for condition in made.conditions)
+
+
+def test_rollout_without_a_spare_gpu_says_so() -> None:
+    gpu = {"resources": {"gpu": {}}}
+    revision = desired(parse(isvc_object(replicas=2, **gpu)), Observed(), CONFIG).revision
+    starved = pod("s", revision, **STARTING, node="", unschedulable="2 Insufficient nvidia.com/gpu.")
+    made = report((starved, old(1), old(2)), **gpu)
+    assert verdicts(made)["Progressing"] == ("True", "NoGPUForSurge")
+    assert verdicts(made)["Routable"] == READY
+
+
+def test_numbers() -> None:
+    made = report((new(1), new(2, **STARTING), old(1), old(2, is_terminating=True)))
+    assert (made.replicas, made.updated_replicas, made.ready_replicas) == (3, 2, 2)
+    assert (made.routable_replicas, made.draining_replicas, made.routable) == (2, 1, "2/2")
+    assert (made.observed_generation, made.url, made.model) == (1, "http://router/v1", "tiny")
+    assert made.revision == REVISION
+    assert made.selector == "app.kubernetes.io/component=engine,inference.argosy.dev/service=tiny"
+
+
+def test_message_names_the_pod_and_its_trouble() -> None:
+    made = report((new(1), new(2, **STARTING, problem=Problem("ImagePullBackOff", "not found"))))
+    message = next(each.message for each in made.conditions if each.type == "Ready")
+    assert message == "1/2 updated replicas ready; pod new-2: not found"
+
+
+def test_transition_time_is_kept_while_the_status_stays() -> None:
+    first = report((new(1), new(2, **STARTING)))
+    obj = isvc_object(replicas=2)
+    obj["status"] = {
+        "conditions": [
+            {
+                "type": each.type,
+                "status": each.status,
+                "reason": "x",
+                "lastTransitionTime": "2020-01-01T00:00:00Z",
+            }
+            for each in first.conditions
+        ]
+    }
+    service = parse(obj)
+    observed = Observed(deployment=live_deployment(), pods=(new(1), new(2)), routers=ALIVE)
+    made = status(service, observed, desired(service, observed, CONFIG), config=CONFIG, now=NOW)
+    times = {each.type: each.last_transition_time for each in made.conditions}
+    assert times["Degraded"] == "2020-01-01T00:00:00Z"
+    assert times["Ready"] == NOW
+
+
+def test_same_inputs_give_the_same_status() -> None:
+    assert report((new(1), new(2))) == report((new(1), new(2)))
+
+
+def test_unreadable_resource() -> None:
+    made = invalid_status(isvc_object(), "field x", now=NOW)
+    assert [each["reason"] for each in made["conditions"]] == ["InvalidSpec", "InvalidSpec"]
+
+
+WAITING = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
+OOM = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
+
+
+@pytest.mark.parametrize(
+    ("name", "container", "reason", "message"),
+    [
+        ("creating", {"state": {"waiting": {"reason": "ContainerCreating"}}}, None, ""),
+        ("running", {"state": {"running": {}}, "ready": True}, None, ""),
+        ("pull", {"state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}, "ErrImagePull", "no"),
+        ("crash loop", {"state": WAITING, "lastState": {"terminated": {"reason": "Error", "exitCode": 3}}},
+         "CrashLoopBackOff", "back-off (last exit: Error, code 3)"),
+        ("out of memory", {"state": WAITING, "lastState": OOM}, "OOMKilled",
+         "back-off (last exit: OOMKilled, code 137)"),
+        ("restarted, not yet ready", {"state": {"running": {}}, "ready": False, "lastState": OOM}, "OOMKilled",
+         "last exit: OOMKilled, code 137"),
+        ("restarted long ago", {"state": {"running": {}}, "ready": True, "lastState": OOM}, None, ""),
+    ],
+)  # fmt: skip
+def test_problem_of_a_pod(name: str, container: dict[str, Any], reason: str | None, message: str) -> None:
+    found = read_pod(pod_object("p", containerStatuses=[{"name": "engine", **container}])).problem
+    assert (found.reason if found else None, found.message if found else "") == (reason, message), name
+
+
+def test_reading_a_pod() -> None:
+    obj = pod_object(
+        "p",
+        labels={"inference.argosy.dev/revision": "r"},
+        conditions=[{"type": "ContainersReady", "status": "True"}, gate_condition("True")],
+    )
+    read = read_pod(obj)
+    assert (read.revision, read.node, read.is_routable) == ("r", "node-a", True)
+    obj["metadata"]["deletionTimestamp"] = NOW
+    assert not read_pod(obj).is_routable

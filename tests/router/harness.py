@@ -1,0 +1,142 @@
+"""A router in front of fake engines, inside the test's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_engine.protocol.report import ReplicaState
+from argosy_router.config import RouterConfig
+from argosy_router.discovery.base import Publish, snapshot_of
+from argosy_router.replica import Replica
+from argosy_router.server import Router
+
+from .fake_engine import MODEL, FakeEngine
+
+DEADLINE_S = 10.0
+TICK_S = 0.01
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""An empty one: loading the system's certificates costs every test a tenth of a second."""
+
+
+class ManualDiscovery:
+    """Publishes what a test hands it."""
+
+    def __init__(self, document: FleetDocument) -> None:
+        self._document = document
+        self._publish: Publish | None = None
+
+    async def run(self, publish: Publish) -> None:
+        self._publish = publish
+        self.set(self._document)
+        await asyncio.Event().wait()
+
+    def set(self, document: FleetDocument) -> None:
+        assert self._publish is not None
+        self._publish(snapshot_of(document, encode_fleet(document)))
+
+
+def service(engines: Sequence[FakeEngine], **fields: Any) -> FleetService:
+    """A service of these engines, named r0, r1, ..."""
+    endpoints = tuple(Endpoint(name=f"r{number}", url=engine.url) for number, engine in enumerate(engines))
+    given = {"namespace": "default", "name": "svc", "uid": "uid-1", "model": MODEL, "endpoints": endpoints}
+    return FleetService(**{**given, **fields})
+
+
+@dataclass
+class Rig:
+    """A running router and what tests ask of it."""
+
+    router: Router
+    discovery: ManualDiscovery
+    http: httpx.AsyncClient
+    engines: Sequence[FakeEngine] = field(default_factory=list)
+
+    def replica(self, number: int) -> Replica:
+        return next(r for r in self.router.fleet.replicas() if r.name == f"r{number}")
+
+    async def until_state(self, number: int, *states: ReplicaState) -> None:
+        await self.until(lambda: self.replica(number).state in states)
+
+    async def until(self, is_true: Callable[[], bool]) -> None:
+        await until(is_true)
+
+    async def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/chat/completions", json=chat(content, **fields))
+
+    def metric(self, text: str) -> float:
+        """Value of the sample whose line starts with `text`."""
+        for line in self.router.metrics.render().decode().splitlines():
+            if line.startswith("argosy_router_" + text):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+
+def chat(content: str = "hi", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+
+
+async def until(is_true: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """Yields to the loop until `is_true`. Fails after the deadline."""
+    async with asyncio.timeout(deadline_s):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def rig(
+    engines: Sequence[FakeEngine] = (),
+    *,
+    document: FleetDocument | None = None,
+    wait: bool = True,
+    fields: dict[str, Any] | None = None,
+    **config: Any,
+) -> AsyncIterator[Rig]:
+    """Starts the engines that are not running and a router over them; waits until all are routable."""
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            if not engine.port:
+                await stack.enter_async_context(engine)
+        discovery = ManualDiscovery(document or FleetDocument(services=(service(engines, **(fields or {})),)))
+        given: dict[str, Any] = {
+            "port": 0,
+            "admin_port": -1,
+            "access_log": False,
+            "replicas": ("http://unused:1",),
+        }
+        router = Router(RouterConfig(**{**given, **config}), discovery=discovery, tick_s=TICK_S)
+        await stack.enter_async_context(router.serving())
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=router.url, timeout=DEADLINE_S, verify=_NO_TLS, trust_env=False)
+        )
+        await until(lambda: router.fleet.is_loaded)
+        if wait:
+            await until(lambda: all(replica.is_routable for replica in router.fleet.replicas()))
+        yield Rig(router, discovery, http, engines)
+
+
+@contextlib.asynccontextmanager
+async def raw(router: Router) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A plain TCP connection to the router."""
+    reader, writer = await asyncio.open_connection(*router.address)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def read_all(reader: asyncio.StreamReader) -> bytes:
+    """Everything until the router closes."""
+    async with asyncio.timeout(DEADLINE_S):
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(65536):
+                data += piece
+        return data

@@ -1,0 +1,245 @@
+"""Static, file and Kubernetes discovery."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes.aio import client as kubernetes_client
+
+from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_router.discovery.base import Discovery, revision_of
+from argosy_router.discovery.file import FileDiscovery
+from argosy_router.discovery.kubernetes import KubernetesDiscovery, pod_selectors
+from argosy_router.discovery.static import StaticDiscovery
+from argosy_router.fleet import FleetSnapshot
+from argosy_router.http.deadlines import TimerWheel
+from argosy_router.replica import Member
+
+from .fake_api_server import FakeApiServer
+from .fake_engine import FakeEngine
+from .harness import until
+
+
+class Published(list[FleetSnapshot]):
+    """Snapshots in order."""
+
+    @property
+    def members(self) -> dict[str, list[str]]:
+        """Service -> names of its members, draining ones marked."""
+        if not self:
+            return {}
+        return {
+            key: [member.name + ("!" if member.is_draining else "") for member in members]
+            for key, members in self[-1].members.items()
+        }
+
+
+@contextlib.asynccontextmanager
+async def following(discovery: Discovery) -> AsyncIterator[Published]:
+    published = Published()
+    task = asyncio.create_task(discovery.run(published.append))
+    try:
+        yield published
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+# static
+
+
+async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
+    wheel = TimerWheel(asyncio.get_running_loop())
+    async with (
+        FakeEngine(aliases=("small",)) as first,
+        FakeEngine() as second,
+        FakeEngine(model="other") as late,
+    ):
+        await late.stop()
+        urls = [engine.url for engine in (first, second, late)]
+        async with following(StaticDiscovery(urls, "", wheel)) as published:
+            await until(lambda: len(published.members.get("static/tiny", ())) == 2)
+            assert published[-1].document.services[0].aliases == ("small",)
+            await late.start()
+            await until(lambda: "static/other" in published.members)
+    wheel.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["https://a:1", "a:1", "http://", "http://a:1/v1", "http://u:p@a:1", "http://a:99999"]
+)
+async def test_replica_urls_are_checked(url: str) -> None:
+    with pytest.raises(ValueError):
+        StaticDiscovery([url], "", TimerWheel(asyncio.get_running_loop()))
+
+
+# file
+
+
+def document(*names: str, **fields: Any) -> FleetDocument:
+    endpoints = tuple(Endpoint(name=name, url=f"http://127.0.0.1:{9000 + n}") for n, name in enumerate(names))
+    service = FleetService(
+        namespace="default", name="svc", uid="u", model="tiny", endpoints=endpoints, **fields
+    )
+    return FleetDocument(services=(service,))
+
+
+def replace(path: Path, data: bytes) -> None:
+    """As a careful writer does."""
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+async def test_a_file_is_followed_and_broken_ones_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.json"
+    async with following(FileDiscovery(path, poll_s=0.005)) as published:
+        await asyncio.sleep(0)
+        assert not published, "nothing is known before the file exists"
+        replace(path, encode_fleet(document("a")))
+        await until(lambda: published.members == {"default/svc": ["a"]})
+        assert published[-1].revision == revision_of(path.read_bytes())
+        count = len(published)
+        for broken in (b"{", b'{"services":[{"name":1}]}', b"\xff\xff"):
+            replace(path, broken)
+        path.unlink()
+        replace(path, encode_fleet(document("a", "b")))
+        await until(lambda: published.members == {"default/svc": ["a", "b"]})
+        assert all(snapshot.document.services for snapshot in published[count:])
+
+
+async def test_documents_of_a_newer_operator_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.json"
+    path.write_text(
+        '{"version": 9, "moon": 1, "services": [{"namespace": "n", "name": "s", "uid": "u", "model": "m", '
+        '"canary": {"weight": 10}, "endpoints": [{"name": "a", "url": "http://h:1", "zone": "z"}]}]}'
+    )
+    async with following(FileDiscovery(path, poll_s=0.005)) as published:
+        await until(lambda: published.members == {"n/s": ["a"]})
+
+
+# Kubernetes
+
+SELECTOR = {"component": "engine", "service": "svc"}
+
+
+def pod_fields(
+    ip: str = "10.0.0.1", *, containers_ready: bool = True, ready: bool = False, **metadata: Any
+) -> Any:
+    return {
+        "metadata": {"labels": {**SELECTOR, "extra": "x"}, **metadata},
+        "status": {
+            "podIP": ip,
+            "conditions": [
+                {"type": "Ready", "status": str(ready)},
+                {"type": "ContainersReady", "status": str(containers_ready)},
+            ],
+        },
+    }
+
+
+def publish_document(api: FakeApiServer, *services: FleetService) -> None:
+    data = encode_fleet(FleetDocument(services=services)).decode()
+    api.put("configmaps", "argosy", "argosy-fleet", data={"fleet.json": data})
+
+
+SERVICE = FleetService(namespace="default", name="svc", uid="u", model="tiny", selector=SELECTOR, port=8000)
+
+
+@contextlib.asynccontextmanager
+async def cluster(relist_s: float = 30.0) -> AsyncIterator[tuple[FakeApiServer, Published]]:
+    async with FakeApiServer() as api:
+        publish_document(api, SERVICE)
+        configuration = kubernetes_client.Configuration()
+        configuration.host = api.url
+        client = kubernetes_client.ApiClient(configuration)
+        discovery = KubernetesDiscovery("argosy", "argosy-fleet", client=client, relist_s=relist_s)
+        async with following(discovery) as published:
+            await until(lambda: bool(published))
+            yield api, published
+
+
+async def test_pods_are_used_by_their_containers_not_by_readiness() -> None:
+    async with cluster() as (api, published):
+        assert published.members == {"default/svc": []}
+        api.put("pods", "default", "a", **pod_fields(containers_ready=False))
+        api.put("pods", "default", "b", **pod_fields("10.0.0.2", ready=False))
+        api.put("pods", "default", "c", **pod_fields("", ready=True))
+        api.put("pods", "default", "d", metadata={"labels": {"component": "engine", "service": "other"}})
+        api.put("pods", "elsewhere", "e", **pod_fields())
+        await until(lambda: published.members == {"default/svc": ["b"]})
+        assert published[-1].members["default/svc"] == (Member("b", "uid-b", "http://10.0.0.2:8000"),)
+        api.put("pods", "default", "a", **pod_fields("fd00::1"))
+        await until(lambda: published.members == {"default/svc": ["a", "b"]})
+        assert published[-1].members["default/svc"][0].url == "http://[fd00::1]:8000"
+        api.put("pods", "default", "b", **pod_fields("10.0.0.2", deletionTimestamp="2026-01-01T00:00:00Z"))
+        await until(lambda: published.members == {"default/svc": ["a", "b!"]})
+        api.delete("pods", "default", "b")
+        await until(lambda: published.members == {"default/svc": ["a"]})
+
+
+async def test_the_document_is_followed() -> None:
+    async with cluster() as (api, published):
+        api.put("pods", "default", "a", **pod_fields())
+        other_pod = pod_fields("10.9.9.9", labels={"component": "engine", "service": "other"})
+        api.put("pods", "default", "o", **other_pod)
+        await until(lambda: published.members == {"default/svc": ["a"]})
+        second = FleetService(
+            namespace="default", name="other", uid="u2", model="m", selector={**SELECTOR, "service": "other"}
+        )
+        publish_document(api, SERVICE, second)
+        await until(lambda: published.members == {"default/svc": ["a"], "default/other": ["o"]})
+        api.put("configmaps", "argosy", "argosy-fleet", data={"fleet.json": "{broken"})
+        api.put("pods", "default", "b", **pod_fields("10.0.0.3"))
+        await until(lambda: published.members.get("default/svc") == ["a", "b"])
+        api.delete("configmaps", "argosy", "argosy-fleet")
+        api.delete("pods", "default", "b")
+        await until(lambda: published.members == {"default/svc": ["a"], "default/other": ["o"]})
+
+
+async def test_the_last_good_state_survives_an_outage() -> None:
+    async with cluster(relist_s=1.0) as (api, published):
+        api.put("pods", "default", "a", **pod_fields())
+        await until(lambda: published.members == {"default/svc": ["a"]})
+        count = len(published)
+        api.status = 503
+        api.cut_watches()
+        api.put("pods", "default", "b", **pod_fields("10.0.0.2"))
+        lists = len(api.lists)
+        api.status = 200
+        await until(lambda: published.members == {"default/svc": ["a", "b"]})
+        assert len(api.lists) > lists
+        assert all(snapshot.members["default/svc"] for snapshot in published[count:])
+
+
+@pytest.mark.parametrize("how", ["lost events", "expired watch"])
+async def test_lists_are_the_truth(how: str) -> None:
+    async with cluster(relist_s=1.0) as (api, published):
+        api.put("pods", "default", "a", **pod_fields())
+        await until(lambda: published.members == {"default/svc": ["a"]})
+        api.drops_events = True
+        api.delete("pods", "default", "a")
+        api.put("pods", "default", "b", **pod_fields("10.0.0.2"))
+        if how == "expired watch":
+            api.expire_watches()
+        await until(lambda: published.members == {"default/svc": ["b"]})
+
+
+def test_one_selector_covers_a_namespace() -> None:
+    def named(namespace: str, **selector: str) -> FleetService:
+        return FleetService(namespace=namespace, name="x", uid="u", model="m", selector=selector)
+
+    services = (
+        named("a", c="engine", s="1"),
+        named("a", c="engine", s="2"),
+        named("b", c="engine", s="3"),
+        named("c"),
+    )
+    assert pod_selectors(services) == {"a": "c=engine", "b": "c=engine,s=3"}

@@ -1,0 +1,144 @@
+"""Snapshots replaced under traffic, and what operators are told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from argosy_engine.protocol.fleet import Endpoint, FleetDocument, ServiceLimits
+from argosy_engine.protocol.keys import internal_key
+from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+
+from .fake_engine import DONE, Connection, FakeEngine, Received, event
+from .harness import Rig, rig, service
+
+FLEET_KEY = b"0123456789abcdef"
+
+
+def draining(document: FleetDocument, *names: str) -> FleetDocument:
+    (only,) = document.services
+    endpoints = tuple(
+        Endpoint(name=endpoint.name, url=endpoint.url, draining=endpoint.name in names)
+        for endpoint in only.endpoints
+    )
+    return FleetDocument(services=(msgspec.structs.replace(only, endpoints=endpoints),))
+
+
+async def test_streams_survive_the_departure_of_their_replica_from_the_document() -> None:
+    go_on = asyncio.Event()
+
+    async def stream(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(event("a"))
+        await go_on.wait()
+        connection.chunk(event("b") + DONE)
+        connection.end_stream()
+
+    async with rig([FakeEngine(script=stream), FakeEngine(script=stream)]) as r:
+        before = FleetDocument(services=(service(r.engines),))
+        task = asyncio.create_task(r.chat(stream=True))
+        await r.until(lambda: sum(replica.load.inflight for replica in r.router.fleet.replicas()) == 1)
+        r.discovery.set(draining(before, "r0", "r1"))
+        assert (await r.chat()).status_code == 503, "nothing new for draining replicas"
+        r.discovery.set(FleetDocument())
+        assert (await r.chat()).status_code == 404
+        go_on.set()
+        assert (await task).content == event("a") + event("b") + DONE
+        assert r.router.dispatcher.inflight == 0
+
+
+async def test_a_replica_with_a_new_address_starts_afresh() -> None:
+    async with rig([FakeEngine()]) as r, FakeEngine() as other:
+        old = r.replica(0)
+        document = FleetDocument(services=(service([other]),))
+        r.discovery.set(document)
+        assert r.replica(0) is not old
+        await r.until_state(0, "synced")
+        assert (await r.chat()).status_code == 200
+        assert len(other.requests) == 1
+        kept = r.replica(0)
+        r.discovery.set(FleetDocument(services=(service([other], aliases=("x",), policy="round-robin"),)))
+        assert r.replica(0) is kept, "an edit of the service keeps what is known"
+        assert (await r.chat(model="x")).status_code == 200
+
+
+async def test_inflight_limits_are_kept() -> None:
+    release = asyncio.Event()
+
+    async def hold(connection: Connection, _: Received) -> None:
+        await release.wait()
+        connection.answer(200, b"{}")
+
+    limits = ServiceLimits(max_inflight_per_replica=1)
+    async with rig([FakeEngine(script=hold), FakeEngine(script=hold)], fields={"limits": limits}) as r:
+        tasks = [asyncio.create_task(r.chat()) for _ in range(2)]
+        await r.until(lambda: all(engine.requests for engine in r.engines))
+        refused = await r.chat()
+        assert refused.status_code == 429
+        assert refused.headers["retry-after-ms"] == "1000"
+        release.set()
+        assert [(await task).status_code for task in tasks] == [200, 200]
+
+
+# the admin port
+
+
+async def report(r: Rig, after: int = -1, wait: float = 0) -> RoutableReport:
+    response = await r.http.get(
+        f"{r.router.admin_url}{REPORT_PATH}?after={after}&wait={wait}",
+        headers={"authorization": f"Bearer {internal_key(FLEET_KEY, ADMIN_KEY_UID)}"},
+    )
+    assert response.status_code == 200
+    return msgspec.json.decode(response.content, type=RoutableReport)
+
+
+async def test_the_report_is_a_long_poll() -> None:
+    key = internal_key(FLEET_KEY, "uid-1")
+    async with rig([FakeEngine(key=key), FakeEngine(key=key)], fleet_key=FLEET_KEY, admin_port=0) as r:
+        first = await report(r)
+        assert [(replica.name, replica.state, replica.routable) for replica in first.replicas] == [
+            ("r0", "synced", True),
+            ("r1", "synced", True),
+        ]
+        assert first.replicas[0].service == "default/svc"
+        assert first.replicas[0].epoch
+        assert len(first.fleet_revision) == 16
+        waiting = asyncio.create_task(report(r, first.revision, 30))
+        await r.engines[0].stop()
+        second = await waiting
+        assert second.revision > first.revision
+        while second.replicas[0].routable:
+            second = await report(r, second.revision, 30)
+        assert second.replicas[0].state == "ejected"
+        await r.engines[0].start()
+        while not second.replicas[0].routable:
+            second = await report(r, second.revision, 30)
+        assert second.replicas[0].epoch != first.replicas[0].epoch
+        assert (await report(r, second.revision, 0.01)).revision == second.revision
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        (REPORT_PATH, 401),
+        ("/debug/replicas", 401),
+        ("/health", 200),
+        ("/metrics", 200),
+        ("/ready", 200),
+        ("/openapi.json", 404),
+    ],
+)
+async def test_admin_routes_need_the_admin_key(path: str, status: int) -> None:
+    async with rig([], document=FleetDocument(), fleet_key=FLEET_KEY, admin_port=0) as r:
+        url = r.router.admin_url + path
+        assert (await r.http.get(url)).status_code == status
+        wrong = internal_key(FLEET_KEY, "uid-1")
+        assert (await r.http.get(url, headers={"authorization": f"Bearer {wrong}"})).status_code == status
+
+
+async def test_replicas_are_described() -> None:
+    async with rig([FakeEngine()], admin_port=0) as r:
+        (described,) = (await r.http.get(r.router.admin_url + "/debug/replicas")).json()
+        assert (described["replica"], described["state"], described["inflight"]) == ("r0", "synced", 0)

@@ -1,0 +1,214 @@
+"""What the wire layer accepts as HTTP, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from argosy_router.http.server import ServerLimits
+
+from .fake_engine import FakeEngine
+from .harness import Rig, chat, raw, read_all, rig, until
+
+BODY = json.dumps(chat()).encode()
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\n"
+HOST = b"Host: a\r\n"
+TYPE = b"Content-Type: application/json\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+GOOD = HEAD + HOST + TYPE + LENGTH + b"\r\n" + BODY
+SMUGGLED = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+async def exchange(r: Rig, data: bytes) -> bytes:
+    """Everything the router answers to `data` and an end of input."""
+    async with raw(r.router) as (reader, writer):
+        writer.write(data)
+        return await read_all(reader)
+
+
+REFUSED = {
+    "content-length and transfer-encoding": HEAD
+    + HOST
+    + TYPE
+    + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    + SMUGGLED,
+    "transfer-encoding then content-length": HEAD
+    + HOST
+    + b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n"
+    + SMUGGLED,
+    "two different lengths": HEAD + HOST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n" + SMUGGLED,
+    "two equal lengths": HEAD + HOST + b"Content-Length: 0\r\nContent-Length: 0\r\n\r\n" + SMUGGLED,
+    "length list": HEAD + HOST + b"Content-Length: 0, 0\r\n\r\n" + SMUGGLED,
+    "signed length": HEAD + HOST + b"Content-Length: +5\r\n\r\nhello" + SMUGGLED,
+    "underscore in length": HEAD + HOST + b"Content-Length: 1_0\r\n\r\n0123456789" + SMUGGLED,
+    "absurd length": HEAD + HOST + TYPE + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n",
+    "hex length": HEAD + HOST + b"Content-Length: 0x5\r\n\r\nhello",
+    "empty length": HEAD + HOST + b"Content-Length: \r\n\r\n" + SMUGGLED,
+    "unknown coding": HEAD + HOST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "coding list": HEAD + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "identity coding": HEAD + HOST + b"Transfer-Encoding: identity\r\n\r\n" + SMUGGLED,
+    "coding twice": HEAD
+    + HOST
+    + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "space before colon": HEAD + HOST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "NUL in a header": HEAD + HOST + b"X: a\x00b\r\n" + LENGTH + b"\r\n" + BODY,
+    "bare CR in a header": HEAD + HOST + b"X: a\rb\r\n" + LENGTH + b"\r\n" + BODY,
+    "bare LF line ends": GOOD.replace(b"\r\n", b"\n"),
+    "folded header": HEAD + HOST + b"X: a\r\n b\r\n" + LENGTH + b"\r\n" + BODY,
+    "bare LF in a chunk extension": HEAD + HOST + b"Transfer-Encoding: chunked\r\n\r\n1;a\nx\r\n0\r\n\r\n",
+    "negative chunk": HEAD + HOST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\nx\r\n0\r\n\r\n",
+    "chunk size with 0x": HEAD + HOST + b"Transfer-Encoding: chunked\r\n\r\n0x1\r\nx\r\n0\r\n\r\n",
+    "two hosts": HEAD + HOST + HOST + LENGTH + b"\r\n" + BODY,
+    "no host": HEAD + LENGTH + b"\r\n" + BODY,
+    "CONNECT": b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
+    "upgrade": b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    + SMUGGLED,
+    "upgrade without connection": b"GET /health HTTP/1.1\r\nHost: a\r\nUpgrade: h2c\r\n\r\n" + SMUGGLED,
+    "absolute target": b"GET http://b/health HTTP/1.1\r\nHost: a\r\n\r\n",
+    "asterisk target": b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n",
+    "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "HTTP/1.0 with chunked": HEAD.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "unknown expectation": HEAD + HOST + b"Expect: payment\r\n" + LENGTH + b"\r\n" + BODY,
+    "TLS hello": b"\x16\x03\x01\x02\x00\x01\x00",
+    "lower-case method": b"post /health HTTP/1.1\r\nHost: a\r\n\r\n",
+    "unknown method": b"BREW /health HTTP/1.1\r\nHost: a\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_ambiguous_framing_is_refused_and_the_connection_closed(name: str) -> None:
+    async with rig([FakeEngine()]) as r:
+        answer = await exchange(r, REFUSED[name])
+        assert answer.startswith(b"HTTP/1.1 400 "), answer
+        assert answer.count(b"HTTP/1.1") == 1, "nothing after the refused message may be answered"
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+        assert not r.engines[0].requests
+
+
+LIMITS = ServerLimits(max_header_bytes=2048, max_headers=20, max_body_bytes=1000)
+TOO_LARGE = {
+    "one long header": (HEAD + HOST + b"X: " + b"a" * 5000 + b"\r\n\r\n", 431),
+    "an endless header": (HEAD + HOST + b"X: " + b"a" * 5000, 431),
+    "an endless target": (b"GET /" + b"a" * 5000, 431),
+    "many headers": (HEAD + HOST + b"".join(b"X-%d: a\r\n" % n for n in range(30)) + b"\r\n", 431),
+    "declared body": (HEAD + HOST + TYPE + b"Content-Length: 1001\r\n\r\n", 413),
+    "chunked body": (
+        HEAD
+        + HOST
+        + TYPE
+        + b"Transfer-Encoding: chunked\r\n\r\n"
+        + b"100\r\n"
+        + b"a" * 256
+        + b"\r\n"
+        + b"3e9\r\n"
+        + b"a" * 1001,
+        413,
+    ),
+    "trailers": (
+        HEAD + HOST + TYPE + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: y\r\n" * 400,
+        431,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+async def test_sizes_are_bounded(name: str) -> None:
+    data, status = TOO_LARGE[name]
+    async with rig([FakeEngine()], server=LIMITS) as r:
+        answer = await exchange(r, data)
+        assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+        assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("sent", [HEAD + b"Host:", HEAD + HOST + TYPE + LENGTH + b"\r\n" + BODY[:5]])
+async def test_slow_requests_time_out(sent: bytes) -> None:
+    limits = ServerLimits(header_timeout_s=0.05, body_timeout_s=0.05)
+    async with rig([FakeEngine()], server=limits) as r:
+        assert (await exchange(r, sent)).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_idle_connections_are_closed_silently() -> None:
+    limits = ServerLimits(keep_alive_s=0.05)
+    async with rig([FakeEngine()], server=limits) as r, raw(r.router) as (reader, writer):
+        writer.write(SMUGGLED)
+        answer = await read_all(reader)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+async def test_requests_may_arrive_in_any_pieces(step: int) -> None:
+    async with rig([FakeEngine()]) as r, raw(r.router) as (reader, writer):
+        for start in range(0, len(GOOD), step):
+            writer.write(GOOD[start : start + step])
+            await writer.drain()
+            await asyncio.sleep(0)
+        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+
+
+async def test_chunked_request_bodies_are_accepted() -> None:
+    chunked = b"%x\r\n%b\r\n%x\r\n%b\r\n0\r\nX-Trailer: dropped\r\n\r\n" % (
+        5,
+        BODY[:5],
+        len(BODY) - 5,
+        BODY[5:],
+    )
+    async with rig([FakeEngine()]) as r, raw(r.router) as (reader, writer):
+        writer.write(HEAD + HOST + TYPE + b"Transfer-Encoding: chunked\r\n\r\n" + chunked)
+        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+        assert r.engines[0].requests[0].body == BODY
+        assert "x-trailer" not in r.engines[0].requests[0].headers
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with rig([FakeEngine()]) as r:
+        last = b"GET /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+        answer = await exchange(r, SMUGGLED + GOOD + GOOD + last)
+        assert answer.count(b"HTTP/1.1 200 OK\r\n") == answer.count(b"HTTP/1.1") == 4
+        assert answer.endswith(b'{"version":"0.1.0"}')
+
+
+async def test_bytes_sent_ahead_are_bounded() -> None:
+    release = asyncio.Event()
+
+    async def wait(connection, request) -> None:  # type: ignore[no-untyped-def]
+        await release.wait()
+        connection.answer(200, b"{}")
+
+    limits = ServerLimits(max_held_bytes=1000)
+    async with rig([FakeEngine(script=wait)], server=limits) as r, raw(r.router) as (reader, writer):
+        writer.write(GOOD)
+        await until(lambda: bool(r.engines[0].requests))
+        writer.write(SMUGGLED * 200)
+        release.set()
+        answers = b""
+        while answers.count(b"HTTP/1.1 200") < 201:
+            answers += await reader.read(65536)
+
+
+async def test_expect_continue() -> None:
+    async with rig([FakeEngine()]) as r, raw(r.router) as (reader, writer):
+        writer.write(HEAD + HOST + TYPE + LENGTH + b"Expect: 100-continue\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(BODY)
+        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+
+
+async def test_http10_gets_a_plain_body_and_a_close() -> None:
+    body = json.dumps(chat(stream=True)).encode()
+    async with rig([FakeEngine()]) as r:
+        head = HEAD.replace(b"1.1", b"1.0") + TYPE + b"Content-Length: %d\r\n\r\n" % len(body)
+        answer = await exchange(r, head + body)
+        assert b"transfer-encoding" not in answer
+        assert b"connection: close\r\n" in answer
+        assert answer.endswith(b"data: [DONE]\n\n")
+
+
+async def test_head_has_no_body() -> None:
+    async with rig([FakeEngine()]) as r:
+        answer = await exchange(r, b"HEAD /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.endswith(b"\r\n\r\n")

@@ -1,0 +1,160 @@
+"""The prefix index against brute force, and its bounds."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from argosy_router.index import SHARDS, PrefixIndex
+from argosy_router.residency import GUESS_TTL_S, Residency
+
+REPLICAS = 4
+CHAINS = [[chain * 1000 + depth for depth in range(1, 8)] for chain in range(3)]
+"""Prompts as chains of chunks. The second shares its first three chunks with the first."""
+CHAINS[1][:3] = CHAINS[0][:3]
+CHUNKS = sorted({chunk for chain in CHAINS for chunk in chain})
+
+
+def tokens_of(chunk: int) -> int:
+    """Prompt tokens up to a chunk: a function of the chunk, as in production."""
+    return 16 * (chunk % 1000)
+
+
+class Index(RuleBasedStateMachine):
+    """Random announcements, evictions, guesses, restarts and departures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.now = 0.0
+        self.residencies = [Residency(self.index) for _ in range(REPLICAS)]
+        self.announced: list[set[int]] = [set() for _ in range(REPLICAS)]
+        self.guessed: list[dict[int, float]] = [{} for _ in range(REPLICAS)]
+
+    replicas = st.integers(0, REPLICAS - 1)
+    some_chunks = st.sets(st.sampled_from(CHUNKS), min_size=1)
+
+    @rule(replica=replicas, chunks=some_chunks)
+    def store(self, replica: int, chunks: set[int]) -> None:
+        self.residencies[replica].stored(sorted(chunks), [tokens_of(chunk) for chunk in sorted(chunks)])
+        self.announced[replica] |= chunks
+        for chunk in chunks:
+            self.guessed[replica].pop(chunk, None)
+
+    @rule(replica=replicas, chunks=some_chunks)
+    def remove(self, replica: int, chunks: set[int]) -> None:
+        self.residencies[replica].removed(sorted(chunks))
+        self.announced[replica] -= chunks
+        for chunk in chunks:
+            self.guessed[replica].pop(chunk, None)
+
+    @rule(replica=replicas, chain=st.sampled_from(CHAINS), length=st.integers(1, 7))
+    def guess(self, replica: int, chain: list[int], length: int) -> None:
+        chunks = chain[:length]
+        self.residencies[replica].guess(chunks, 16.0, self.now, expires=True)
+        for chunk in chunks:
+            if chunk not in self.announced[replica]:
+                self.guessed[replica].setdefault(chunk, self.now + GUESS_TTL_S)
+
+    @rule(seconds=st.floats(0.0, 2 * GUESS_TTL_S))
+    def expire(self, seconds: float) -> None:
+        self.now += seconds
+        for replica, residency in enumerate(self.residencies):
+            residency.expire(self.now)
+            self.guessed[replica] = {
+                c: until for c, until in self.guessed[replica].items() if until > self.now
+            }
+
+    @rule(replica=replicas)
+    def restart(self, replica: int) -> None:
+        self.residencies[replica].clear()
+        self.announced[replica].clear()
+        self.guessed[replica].clear()
+
+    @rule(replica=replicas)
+    def replace(self, replica: int) -> None:
+        self.residencies[replica].close()
+        self.residencies[replica] = Residency(self.index)
+        self.announced[replica].clear()
+        self.guessed[replica].clear()
+
+    @rule(steps=st.integers(1, 2 * SHARDS))
+    def scrub(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.index.scrub():
+                break
+
+    @precondition(lambda self: True)
+    @rule()
+    def scrub_all(self) -> None:
+        while self.index.scrub():
+            pass
+        held = set().union(*self.announced, *self.guessed)
+        assert len(self.index) == len(held), "nothing but held chunks stays after scrubbing"
+
+    @invariant()
+    def equals_brute_force(self) -> None:
+        for chain in CHAINS:
+            runs, longest = self.index.match(chain)
+            for replica, residency in enumerate(self.residencies):
+                held = self.announced[replica] | self.guessed[replica].keys()
+                length = next((n for n, chunk in enumerate(chain) if chunk not in held), len(chain))
+                expected = tokens_of(chain[length - 1]) if length else None
+                assert runs.get(residency.slot) == expected
+                assert length <= longest
+            assert len(runs) <= REPLICAS
+
+    @invariant()
+    def slots_are_distinct(self) -> None:
+        assert len({residency.slot for residency in self.residencies}) == REPLICAS
+
+
+TestIndex = Index.TestCase
+TestIndex.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+
+
+def test_the_cap_holds_and_the_newest_survive() -> None:
+    index = PrefixIndex(capacity=10_000)
+    slot = index.acquire_slot()
+    for start in range(0, 30_000, 1000):
+        index.add(slot, range(start, start + 1000), [1] * 1000)
+        assert len(index) <= index.capacity
+    assert all(index.match([chunk])[1] for chunk in range(29_000, 30_000))
+
+
+def test_use_keeps_a_guessed_prefix_alive() -> None:
+    index = PrefixIndex(capacity=SHARDS * 4)
+    slot = index.acquire_slot()
+    hot = [1, 2, 3]
+    for chunk in range(1000, 5_000):
+        index.guess(slot, hot, 10.0, touch=True)
+        index.guess(slot, [chunk], 1.0, touch=True)
+    assert index.match(hot) == ({slot: 30}, 3)
+
+
+def test_a_departed_replica_is_invisible_at_once_and_its_slot_rests() -> None:
+    index = PrefixIndex()
+    gone, stays = index.acquire_slot(), index.acquire_slot()
+    for slot in (gone, stays):
+        index.add(slot, range(5000), [7] * 5000)
+    index.retire_slot(gone)
+    assert index.match([0, 1]) == ({stays: 7}, 2)
+    assert index.acquire_slot() not in (gone, stays)
+    steps = 1
+    while index.scrub():
+        steps += 1
+    assert steps == SHARDS
+    assert len(index) == 5000
+    assert index.acquire_slot() == gone
+    assert index.match([0]) == ({stays: 7}, 1)
+
+
+def test_large_shards_are_scrubbed_one_at_a_time() -> None:
+    index = PrefixIndex()
+    slot = index.acquire_slot()
+    index.add(slot, range(1024), [1] * 1024)
+    index.retire_slot(slot)
+    before = len(index)
+    index.scrub()
+    assert before - len(index) == 1024 // SHARDS

@@ -1,0 +1,185 @@
+"""Start, configuration, drain and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from argosy_engine.protocol.fleet import FleetDocument, encode_fleet
+from argosy_router.config import ConfigError
+from argosy_router.keys import ApiKeys
+from argosy_router.main import EXIT_ADDRESS, EXIT_USAGE, build_parser, config_of, main
+
+from .fake_engine import DONE, Connection, FakeEngine, Received, event
+from .harness import chat, raw, rig, service, until
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+
+
+def request_bytes(**fields: object) -> bytes:
+    body = json.dumps(chat(**fields)).encode()  # type: ignore[arg-type]
+    return HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+
+
+# configuration
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ([], {}, "exactly one of"),
+        (["--replica", "http://a:1", "--kubernetes"], {}, "exactly one of"),
+        (["--replica", "http://a:1", "--host", "0.0.0.0"], {}, "without API keys"),
+        (["--kubernetes"], {}, "ARGOSY_FLEET_KEY"),
+        (["--fleet-file", "f"], {"ARGOSY_FLEET_KEY": "short"}, "16 bytes"),
+    ],
+)
+def test_unsafe_or_contradictory_configuration_is_refused(
+    flags: list[str], environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(build_parser().parse_args(flags), environment)
+
+
+def test_flags_win_over_the_environment() -> None:
+    environment = {"ARGOSY_ROUTER_API_KEY": "env", "ARGOSY_REPLICA_KEY": "env"}
+    replica = ["--replica", "http://a:1", "--host", "0.0.0.0"]
+    assert config_of(build_parser().parse_args(replica), environment).api_keys == ("env",)
+    flags = [*replica, "--api-key", "a", "--api-key", "b", "--replica-key", "c"]
+    config = config_of(build_parser().parse_args(flags), environment)
+    assert (config.api_keys, config.replica_key) == (("a", "b"), "c")
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--host", "0.0.0.0", "--replica", "http://a:1"]) == EXIT_USAGE
+    assert "--api-key" in capsys.readouterr().err
+    assert main(["--replica", "https://a:1"]) == EXIT_USAGE
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--replica", "http://127.0.0.1:1", "--port", port, "--admin-port", "-1"]) == EXIT_ADDRESS
+
+
+async def test_key_files_are_reread_and_never_open_the_router(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# clients\nfirst\n\n")
+    keys = ApiKeys((), path, poll_s=0.005)
+    watch = asyncio.create_task(keys.watch())
+    assert keys.ring.accepts("Bearer first")
+    path.write_text("second\n")
+    await until(lambda: keys.ring.accepts("Bearer second"))
+    assert not keys.ring.accepts("Bearer first")
+    path.unlink()
+    await until(lambda: not keys.ring.accepts("Bearer second"))
+    assert keys.ring, "an empty ring would mean that no key is needed"
+    assert not keys.ring.accepts("Bearer ")
+    watch.cancel()
+
+
+# draining
+
+
+async def test_drain_finishes_what_is_under_way_and_takes_nothing_new() -> None:
+    go_on = asyncio.Event()
+
+    async def stream(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(event("a"))
+        await go_on.wait()
+        connection.chunk(event("b") + DONE)
+        connection.end_stream()
+
+    async with (
+        rig([FakeEngine(script=stream)]) as r,
+        raw(r.router) as (idle, _),
+        raw(r.router) as (reader, writer),
+    ):
+        writer.write(request_bytes(stream=True))
+        await reader.readuntil(b"\n\n")
+        address = r.router.address
+        drain = asyncio.create_task(r.router._drain())
+        assert await idle.read() == b"", "idle connections are closed"
+        assert not r.router.application.is_ready
+        with pytest.raises(OSError):
+            await asyncio.open_connection(*address)
+        go_on.set()
+        rest = await reader.read()
+        assert rest.endswith(b"0\r\n\r\n"), "the connection closes after the answer"
+        await drain
+        assert r.router.dispatcher.inflight == 0
+
+
+async def test_drain_has_an_end() -> None:
+    aborted = asyncio.Event()
+
+    async def endless(connection: Connection, _: Received) -> None:
+        await connection.gone()
+        aborted.set()
+
+    async with (
+        rig([FakeEngine(script=endless)], shutdown_timeout_s=0.05) as r,
+        raw(r.router) as (reader, writer),
+    ):
+        writer.write(request_bytes())
+        await r.until(lambda: bool(r.engines[0].requests))
+        await r.router._drain()
+        await r.router._stop()
+        assert await reader.read() == b""
+        await asyncio.wait_for(aborted.wait(), 5)
+        assert r.router.dispatcher.inflight == 0
+
+
+async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(connection: Connection, _: Received) -> None:
+        await go_on.wait()
+        connection.answer(200, b'{"late":true}')
+
+    async with FakeEngine(script=slow) as engine:
+        path = tmp_path / "fleet.json"
+        path.write_bytes(encode_fleet(FleetDocument(services=(service([engine]),))))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *(
+                "-m",
+                "argosy_router.main",
+                "--fleet-file",
+                str(path),
+                "--port",
+                str(port),
+                "--admin-port",
+                "0",
+            ),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            await until(lambda: bool(engine.telemetry), 60.0)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request_bytes())
+            await until(lambda: bool(engine.requests))
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            async with asyncio.timeout(20):
+                while b"draining 1 requests" not in (line := await process.stderr.readline()):
+                    assert line, "ended without draining"
+            go_on.set()
+            assert (await reader.read()).endswith(b'{"late":true}')
+            writer.close()
+            log = await process.stderr.read()
+            assert await process.wait() == 0
+            assert b"status=200" in log
+            assert b"replica=r0" in log
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()

@@ -1,0 +1,199 @@
+"""Load account, health, retry budget, event cutter, usage finder, deadlines: the small state machines."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from argosy_router.health import BASE_EJECTION_S, CONSECUTIVE_FAILURES, MAX_EJECTION_S, Health, may_eject
+from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.sse import MAX_EVENT_BYTES, EventCutter, EventTooLarge
+from argosy_router.load import LoadAccount
+from argosy_router.proxy.retry import MAX_CREDIT, RetryBudget
+from argosy_router.proxy.usage import find_usage
+
+# load
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["charge", "first", "release", "report"]))))
+def test_every_charge_is_discharged_once(steps: list[tuple[int, str]]) -> None:
+    account = LoadAccount()
+    charges = {}
+    for number, step in steps:
+        if step == "charge" and number not in charges:
+            charges[number] = account.charge(100 + number)
+        elif step == "report":
+            account.report(requests=number, tokens=number * 50)
+        elif number in charges:
+            charge = charges[number]
+            charge.first_token() if step == "first" else charge.release()
+        assert account.inflight >= 0
+        assert account.inflight_tokens >= 0
+    for charge in charges.values():
+        charge.release()
+        charge.release()
+    assert (account.inflight, account.inflight_tokens) == (0, 0)
+
+
+def test_own_dispatches_count_before_and_after_a_report() -> None:
+    account = LoadAccount()
+    account.report(requests=3, tokens=1000)
+    first = account.charge(500)
+    assert (account.queued_tokens, account.requests) == (1500, 4)
+    account.report(requests=4, tokens=1400)  # the replica has it now, and has begun
+    assert (account.queued_tokens, account.requests) == (1400, 4)
+    first.first_token()
+    assert (account.queued_tokens, account.requests) == (900, 4)
+    first.release()
+    assert (account.queued_tokens, account.requests) == (900, 3)
+    account.forget()
+    assert (account.queued_tokens, account.requests) == (0, 0)
+
+
+# health
+
+
+def test_ejection_backs_off_and_a_probe_decides() -> None:
+    health = Health()
+    for _ in range(CONSECUTIVE_FAILURES - 1):
+        assert not health.failed(0.0)
+    assert health.failed(0.0)
+    assert not health.admits(0.5)
+    now, pauses = 0.0, []
+    for _ in range(7):
+        pause = 0.0
+        while not health.admits(now + pause):
+            pause += 0.5
+        now += pause
+        pauses.append(pause)
+        health.dispatched(now)
+        assert not health.admits(now), "one probe at a time"
+        assert health.failed(now)
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    assert pauses[0] == BASE_EJECTION_S
+    assert pauses[-1] == MAX_EJECTION_S
+    now += 30
+    health.dispatched(now)
+    health.abandoned()
+    assert health.admits(now), "a probe without a verdict frees the place"
+    assert health.succeeded()
+    assert not health.is_ejected
+
+
+def test_one_refused_connection_ejects() -> None:
+    health = Health()
+    assert health.failed(0.0, refused=True)
+    assert health.is_ejected
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ejected", "allowed"),
+    [(1, 0, False), (2, 0, True), (2, 1, False), (3, 1, False), (4, 1, True)],
+)
+def test_at_most_half_and_never_the_last(replicas: int, ejected: int, allowed: bool) -> None:
+    fleet = [Health() for _ in range(replicas)]
+    for health in fleet[:ejected]:
+        health.failed(0.0, refused=True)
+    assert may_eject(fleet) is allowed
+    assert fleet[-1].failed(0.0, refused=True, may_eject=may_eject(fleet)) is allowed
+
+
+# retry budget
+
+
+def test_the_budget_is_a_fifth_of_requests_and_a_floor() -> None:
+    budget = RetryBudget(0.0)
+    assert sum(budget.spend(0.0) for _ in range(1000)) == MAX_CREDIT
+    for _ in range(50):
+        budget.earn()
+    assert sum(budget.spend(0.0) for _ in range(1000)) in (9, 10)  # a fifth of 50, floats
+    assert sum(budget.spend(1.0) for _ in range(1000)) in (10, 11)
+
+
+# events
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            ["data: a\n\n", "data: b\r\n\r\n", ": ping\n\n", "data: c\ndata: d\n\n", "data: e\r\r"]
+        )
+    ),
+    st.text(alphabet="ab: \n", max_size=8),
+    st.integers(1, 9),
+)
+def test_events_are_cut_at_blank_lines_only(events: list[str], rest: str, step: int) -> None:
+    stream = ("".join(events) + rest).encode()
+    cutter = EventCutter()
+    forwarded = b""
+    for start in range(0, len(stream), step):
+        piece = cutter.feed(stream[start : start + step])
+        forwarded += piece
+        if piece:
+            assert piece.endswith((b"\n\n", b"\n\r\n", b"\r\r"))
+    assert forwarded + cutter.tail == stream
+    assert len(forwarded) >= len("".join(events)) - 2  # a CR may still become a CRLF
+
+
+def test_an_endless_event_is_refused() -> None:
+    cutter = EventCutter()
+    for _ in range(MAX_EVENT_BYTES // 65536):
+        assert cutter.feed(b"x" * 65536) == b""
+    with pytest.raises(EventTooLarge):
+        cutter.feed(b"x")
+
+
+# usage
+
+USAGE = b'"usage": {"prompt_tokens": 12, "total_tokens": 20, "prompt_tokens_details": {"cached_tokens": 8}}'
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (b"{" + USAGE + b"}", (12, 8)),
+        (b'{"usage":{"prompt_tokens":3}}', (3, 0)),
+        (b'{"usage":null}', None),
+        (b'{"choices":[]}', None),
+        (b'data: {"choices":[{"text":"\\"usage\\": {\\"prompt_tokens\\": 99}"}]}', None),
+        (b"data: {" + USAGE + b"}\n\ndata: [DONE]\n\n", (12, 8)),
+        (b"", None),
+    ],
+)
+def test_usage_is_found_at_the_end(tail: bytes, expected: tuple[int, int] | None) -> None:
+    assert find_usage(tail) == expected
+
+
+# deadlines
+
+
+async def test_deadlines_move_cheaply_and_fire_once() -> None:
+    loop = asyncio.get_running_loop()
+    wheel = TimerWheel(loop, tick_s=0.005)
+    fired: list[str] = []
+    done = asyncio.Event()
+
+    def fire(name: str) -> None:
+        fired.append(name)
+        if len(fired) == 2:
+            done.set()
+
+    late, early, never = (Deadline(wheel, partial(fire, name)) for name in ("late", "early", "never"))
+    late.set(0.01)
+    never.set(0.02)
+    early.set(10.0)
+    early.set(0.015)  # moved forward
+    late.set(0.05)  # moved back
+    never.clear()
+    started = loop.time()
+    async with asyncio.timeout(5):
+        await done.wait()
+    assert sorted(fired) == ["early", "late"]
+    assert loop.time() - started >= 0.045
+    wheel.close()

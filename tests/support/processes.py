@@ -1,0 +1,91 @@
+"""Servers under test as real processes: started, awaited by their own readiness, and ended by id."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Polls a condition that no event announces; fails with `what` at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"timed out waiting for {what}")
+        time.sleep(0.02)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+class Server:
+    """A running server process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+        """Signals the process and returns its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout_s)
+
+
+@contextmanager
+def running(
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    port: int,
+    ready_path: str = "/ready",
+    env: dict[str, str] | None = None,
+) -> Iterator[Server]:
+    """`python -m ...` with the given arguments until the block ends; waits for `ready_path` to answer 200."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+        )
+    server = Server(process, port, log)
+
+    def is_up() -> bool:
+        if process.poll() is not None:
+            raise AssertionError(f"exited with {process.returncode}:\n{log.read_text()[-4000:]}")
+        return answers(server.url + ready_path)
+
+    try:
+        wait_until(is_up, f"{arguments} to be ready", 120.0)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

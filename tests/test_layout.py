@@ -1,0 +1,86 @@
+"""The repository's layout and a few rules that hold in every package."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("operator", "engine", "router", "cli")
+PACKAGES = {
+    "operator": "argosy_operator",
+    "engine": "argosy_engine",
+    "router": "argosy_router",
+    "cli": "argosy",
+}
+
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+"""What runs code out of data. `yaml.load_all` is used once, with a loader derived from SafeLoader."""
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_holds_packages_and_no_python_files(folder: str) -> None:
+    assert [path.name for path in (ROOT / folder).glob("*.py*")] == []
+    assert (ROOT / folder / PACKAGES[folder] / "__init__.py").is_file()
+    assert (ROOT / folder / PACKAGES[folder] / "py.typed").is_file()
+
+
+def test_operator_is_the_standard_library_s_even_in_the_root() -> None:
+    # -S: without it site imports the standard library's module first, which would hide a shadowing one
+    script = "import sys; sys.path.insert(0, ''); import operator; print(operator.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not Path(done.stdout.strip()).is_relative_to(ROOT / "operator")
+
+
+def sources() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder / PACKAGES[folder]).rglob("*.py"))]
+
+
+def violations(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+            yield f"line {node.lineno}: calls {ast.unparse(node.func)}"
+            continue
+        elif isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+            yield f"line {node.value.lineno}: trust_remote_code"
+            continue
+        else:
+            continue
+        for name in names:
+            if name.partition(".")[0] in FORBIDDEN_MODULES:
+                yield f"line {node.lineno}: imports {name}"
+
+
+def test_no_package_can_run_code_out_of_data() -> None:
+    found = {str(path.relative_to(ROOT)): list(violations(path.read_text("utf-8"))) for path in sources()}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "import torch\ntorch.load(path)",
+        "f(trust_remote_code=True)",
+    ],
+)
+def test_the_rule_sees_what_it_forbids(source: str) -> None:
+    assert len(list(violations(source))) == 1
+
+
+def test_sources_are_found() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in sources()} == set(FOLDERS)
