@@ -122,7 +122,7 @@ def install(cluster: Cluster, images: dict[str, str]) -> None:
     values = []
     for name, image in images.items():
         repository, _, tag = image.rpartition(":")
-        values += ["--set", f"{name}.image.repository={repository}", "--set", f"{name}.image.tag={tag}"]
+        values += ["--set", f"{name}.image.repository={repository}", "--set-string", f"{name}.image.tag={tag}"]
     cluster.helm(
         "upgrade", "--install", "argosy", str(ROOT / "charts" / "argosy"), "-n", SYSTEM, *values,
         "--set", f"router.apiKeys[0]={ROUTER_KEY}", "--wait", "--timeout", "300s", timeout=330,

@@ -20,7 +20,7 @@ class Shape:
     vocab_size: int = 1024
     hidden_size: int = 256
     intermediate_size: int = 512
-    layers: int = 4
+    layers: int = 5
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64

@@ -70,8 +70,8 @@ def build(
     """Build `dockerfile` over `context` with BASE set to our base image (unless in `arguments`).
 
     `ignore` is a .dockerignore file other than the context's own. Steps that did not change come from the
-    store. Returns the tag, `localhost/argosy-e2e/NAME:<first 12 digits of the image id>`. Raises ClusterError
-    with the end of the build's output.
+    store. Returns the tag, `localhost/argosy-e2e/NAME:id-<first 12 digits of the image id>`: with letters in front, for
+    digits alone are a number to `helm --set` and to YAML. Raises ClusterError with the end of the build's output.
     """
     arguments = {"BASE": "", **(arguments or {})}
     arguments["BASE"] = arguments["BASE"] or ensure_base(settings)
@@ -94,7 +94,7 @@ def build(
     )
     (settings.logs / f"image-{name}.log").write_text(output)
     image_id = id_file.read_text().strip().removeprefix("sha256:")
-    tag = f"{REPOSITORY}/{name}:{image_id[:12]}"
+    tag = f"{REPOSITORY}/{name}:id-{image_id[:12]}"
     _buildah(settings, "tag", image_id, tag)
     say(f"built image {tag} in {time.monotonic() - started:.1f} s")
     return tag

@@ -8,16 +8,16 @@ from .conversation import Conversation, Message, Turn, answer, is_held_out, syst
 
 _TURNS: dict[str, tuple[float, Callable[[random.Random], Turn]]] = {
     "small_talk": (9, small_talk.sample),
-    "echo": (13, copying.echo),
-    "spell": (13, copying.spell),
+    "echo": (11, copying.echo),
+    "spell": (11, copying.spell),
     "facts": (17, facts.sample),
     "facts_many": (1.2, lambda rng: facts.sample(rng, rng.randint(9, 30))),
     "long": (0, lambda rng: facts.needle(rng, int(2 ** rng.uniform(9, 11.8)))),
     "very_long": (0, lambda rng: facts.needle(rng, int(2 ** rng.uniform(11.8, 13.3)))),
-    "arithmetic": (15, arithmetic.sample),
-    "json": (13, extraction.sample),
+    "arithmetic": (12, arithmetic.sample),
+    "json": (16, extraction.sample),
 }
-_COMPOUND = {"memory": 11.0, "tools": 17.0}
+_COMPOUND = {"memory": 11.0, "tools": 28.0}
 _LONG_SHARE = {"long": 1.0, "very_long": 0.2}
 """Added in the later part of the training only: they cost the most per token."""
 
