@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ARTIFACTS = ROOT / "e2e" / "artifacts"
 SYSTEM = "argosy-system"
 TENANT = "team-a"
+GPUS = 4
+"""Advertised by the node: one more than the replicas of the tests, so that a rollout can surge."""
 ROUTER_KEY = "e2e-client-key"
 TORCH_CLAIM = "torch"
 
@@ -76,7 +78,7 @@ def stack(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Stack]:
         for name, arguments in (("engine", {"INSTALL_TORCH": "0"}), ("router", {}), ("operator", {}))
     }
     cluster.prune_images(list(images.values()))
-    cluster.advertise_gpus(4)
+    cluster.advertise_gpus(GPUS)
     cluster.kubectl.namespace(TENANT, RESTRICTED)
     cluster.kubectl.namespace(SYSTEM, RESTRICTED)
     if not cluster.external:
@@ -122,7 +124,12 @@ def install(cluster: Cluster, images: dict[str, str]) -> None:
     values = []
     for name, image in images.items():
         repository, _, tag = image.rpartition(":")
-        values += ["--set", f"{name}.image.repository={repository}", "--set-string", f"{name}.image.tag={tag}"]
+        values += [
+            "--set",
+            f"{name}.image.repository={repository}",
+            "--set-string",
+            f"{name}.image.tag={tag}",
+        ]
     cluster.helm(
         "upgrade", "--install", "argosy", str(ROOT / "charts" / "argosy"), "-n", SYSTEM, *values,
         "--set", f"router.apiKeys[0]={ROUTER_KEY}", "--wait", "--timeout", "300s", timeout=330,

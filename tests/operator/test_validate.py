@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from manifests_table import CASES, TINY, Case, manifest
 
 from argosy_operator.validate import ManifestError, load_manifests, validate_manifest
+from manifests_table import CASES, TINY, Case, manifest
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
