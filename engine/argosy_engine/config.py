@@ -46,6 +46,14 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, le=1 << 20, description="cap on one prompt's share of a step; 0: no cap")
     ] = 0
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        Meta(description="priority: requests with a lower `priority` go first"),
+    ] = "fcfs"
+    watermark: Annotated[
+        float,
+        Meta(ge=0.0, le=0.5, description="share of the KV cache kept free at admission while requests run"),
+    ] = 0.01
     enable_prefix_caching: Annotated[bool, Meta(description="share KV blocks of equal prefixes")] = True
     enable_chunked_prefill: Annotated[bool, Meta(description="split prompts that exceed the budget")] = True
     gpu_memory_utilization: Annotated[

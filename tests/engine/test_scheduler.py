@@ -38,9 +38,9 @@ def run_step(scheduler: Scheduler, token: int = 9) -> tuple[SchedulerOutput, lis
     """One step with a model that always says `token`."""
     step = scheduler.schedule()
     sampled = []
-    for request_id, count in step.num_scheduled_tokens.items():
+    for request_id in step.num_scheduled_tokens:
         live = scheduler.requests[request_id]
-        sampled.append([token] if live.num_computed_tokens + count >= live.num_tokens else [])
+        sampled.append([token] if live.num_computed_tokens >= live.num_tokens else [])
     return step, scheduler.update(step, ModelRunnerOutput(list(step.num_scheduled_tokens), sampled))
 
 

@@ -149,6 +149,13 @@ class BlockPool:
         self._by_hash[block_hash] = block
         return True
 
+    def unregister(self, block_ids: Sequence[int]) -> None:
+        """Withdraws `register` for blocks whose content will not be computed after all."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.block_hash is not None:
+                self._forget(block)
+
     def free(self, block_ids: Sequence[int]) -> None:
         """Drops one reference on each block.
 

@@ -60,7 +60,7 @@ class EngineCore:
             eos_token_ids=info.config.eos_token_ids,
             startup_phases=info.phases,
         )
-        self.kv = KVCacheManager(info.num_blocks, args.block_size, args.enable_prefix_caching)
+        self.kv = KVCacheManager(info.num_blocks, args.block_size, args.enable_prefix_caching, args.watermark)
         self.scheduler = Scheduler(
             self.kv,
             max_num_batched_tokens=args.max_num_batched_tokens,
@@ -69,6 +69,7 @@ class EngineCore:
             eos_token_ids=frozenset(info.config.eos_token_ids),
             enable_chunked_prefill=args.enable_chunked_prefill,
             long_prefill_token_threshold=args.long_prefill_token_threshold,
+            policy=args.scheduling_policy,
         )
         self._prefill_rate = 0.0
         self._decode_step_s = 0.0
@@ -106,7 +107,7 @@ class EngineCore:
         kv, scheduler = self.kv, self.scheduler
         stats = SchedulerStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=scheduler.num_waiting,
             queued_uncached_tokens=scheduler.queued_uncached_tokens,
             kv_cache_usage=kv.usage,
             prefix_cache_queries=kv.num_queried_tokens,

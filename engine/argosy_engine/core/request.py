@@ -13,15 +13,21 @@ from argosy_engine.sample.params import SamplingParams
 
 class RequestStatus(IntEnum):
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED = 3
+    WAITING_FOR_GRAMMAR = 1
+    """Blocked: its grammar is being compiled. `Scheduler.unblock` or `Scheduler.fail` ends it."""
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED = 4
+
+
+BLOCKED = frozenset({RequestStatus.WAITING_FOR_GRAMMAR})
+"""What keeps a request from being admitted although there may be room."""
 
 
 class Request:
-    """Mutable state of a request. `num_computed_tokens` chases `num_tokens`; there are no phases.
+    """Mutable state of a request. `num_computed_tokens` chases `num_tokens_with_spec`; there are no phases.
 
-    Invariant: `len(block_hashes) == num_tokens // block_size` when prefix caching is on.
+    `num_computed_tokens` counts the tokens of every step that was scheduled, so the next step can be planned from it.
     """
 
     __slots__ = (
@@ -33,18 +39,26 @@ class Request:
         "chunk_ends",
         "finish_reason",
         "first_scheduled_at",
+        "has_first_token",
+        "max_num_tokens",
+        "num_allocated_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tied_chunks",
+        "num_tokens",
+        "num_tokens_with_spec",
         "priority",
+        "queue_key",
         "queued_at",
         "request_id",
         "root_hash",
         "sampling_params",
         "status",
+        "stop_ids",
         "stop_reason",
     )
 
@@ -53,19 +67,34 @@ class Request:
         self.sampling_params: SamplingParams = message.sampling_params
         self.all_token_ids: list[int] = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(message.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        """Known tokens: prompt and output."""
+        self.num_tokens_with_spec = self.num_tokens
+        """Known tokens and draft tokens to verify."""
         self.arrival_time = message.arrival_time
         self.priority = message.priority
+        self.queue_key = (0, 0)
+        """(urgency, order of arrival): lower goes first, higher is preempted first. Set by the scheduler."""
         self.chunk_ends: list[ChunkEnd] = message.chunk_ends
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
+        self.stop_ids: frozenset[int] = frozenset()
+        """Tokens that end the request. Set by the scheduler, which knows the model's EOS."""
+        self.max_num_tokens = 0
+        """Prompt and output together end here. Set by the scheduler."""
+        self.has_first_token = False
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1
         """Prompt tokens found in the prefix cache at first schedule; -1 before."""
+        self.num_pending_tokens = 0
+        """The request's part of the scheduler's `queued_uncached_tokens`."""
         self.num_preemptions = 0
         self.queued_at = time.monotonic()
         self.first_scheduled_at = 0.0
         self.block_ids: list[int] = []
+        self.num_allocated_tokens = 0
+        """Tokens that the blocks held now have room for."""
         self.num_cached_blocks = 0
         """Leading blocks whose content is registered in the prefix cache."""
         self.num_tied_chunks = 0
@@ -73,15 +102,12 @@ class Request:
         self.block_size = block_size
         self.root_hash = _root_hash(message.cache_salt) if hash_blocks else None
         self.block_hashes: list[bytes] = []
-        self._hash_full_blocks()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
+        """Of the full blocks, as far as someone asked (`hash_full_blocks`)."""
+        self.hash_full_blocks()
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.all_token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -89,17 +115,18 @@ class Request:
 
     def append_output(self, token_id: int) -> None:
         self.all_token_ids.append(token_id)
-        if len(self.all_token_ids) % self.block_size == 0:
-            self._hash_full_blocks()
+        self.num_tokens += 1
+        self.num_tokens_with_spec = self.num_tokens
 
-    def _hash_full_blocks(self) -> None:
+    def hash_full_blocks(self) -> None:
+        """Brings `block_hashes` up to the known tokens; does nothing without prefix caching."""
         if self.root_hash is None:
             return
-        size = self.block_size
-        parent = self.block_hashes[-1] if self.block_hashes else self.root_hash
-        for start in range(len(self.block_hashes) * size, self.num_tokens - size + 1, size):
+        size, hashes = self.block_size, self.block_hashes
+        parent = hashes[-1] if hashes else self.root_hash
+        for start in range(len(hashes) * size, self.num_tokens - size + 1, size):
             parent = hash_block(parent, self.all_token_ids[start : start + size])
-            self.block_hashes.append(parent)
+            hashes.append(parent)
 
 
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:

@@ -1,24 +1,30 @@
 """Scheduler: which requests compute how many tokens in the next step.
 
 There are no prefill or decode phases: every request has `num_computed_tokens` and tries to catch up with
-`num_tokens`, within one token budget per step. Running requests come first, in order; when the KV cache is full the
-newest (or least urgent) one is preempted and will be recomputed. Waiting requests are admitted while budget, slots
-and blocks last. (vLLM V1, `v1/core/sched/scheduler.py`.)
+`num_tokens_with_spec`, within one token budget per step. Running requests come first, in order; when the KV cache is
+full the least urgent, then newest one is preempted and will be recomputed. Waiting requests are admitted, most urgent
+first, while budget, slots and blocks last. (vLLM V1, `v1/core/sched/scheduler.py`.)
 
 Knows no tensors, no text, no clients. Invariants: the scheduled tokens of a step never exceed the budget; every
 request that was added is answered by exactly one output with a finish reason, unless its client aborted it.
+
+A decode within its last block is the common case and has a short path of its own in `schedule` and `update`; all
+else, block boundaries included, takes the general one.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable
+from typing import Literal
 
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import EngineCoreOutput, FinishReason, PrefillStats
-from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.worker.step import CachedRequests, ModelRunnerOutput, NewRequest, SchedulerOutput
+from argosy_engine.core.request import BLOCKED, Request, RequestStatus
+from argosy_engine.core.request_queue import RequestQueue
+from argosy_engine.worker.step import ModelRunnerOutput, NewRequest, SchedulerOutput
+
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 class Scheduler:
@@ -27,6 +33,7 @@ class Scheduler:
         max_num_batched_tokens: token budget of a step.
         max_num_seqs: requests running at once.
         long_prefill_token_threshold: cap on one request's tokens per step while others run; 0 is no cap.
+        policy: `fcfs` ignores the requests' priority.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
+        policy: SchedulingPolicy = "fcfs",
     ) -> None:
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -47,85 +55,161 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.policy = policy
         self.requests: dict[str, Request] = {}
-        self.waiting: deque[Request] = deque()
+        self.waiting = RequestQueue()
+        self.blocked: dict[str, Request] = {}
+        """Requests that wait for something other than room; no step looks at them."""
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.queued_uncached_tokens = 0
+        """Tokens that admitted, waiting and blocked requests have to compute before their next token."""
+        self._num_arrivals = 0
         self._released: list[str] = []
         """Requests whose worker slots the next step frees."""
         self._failed: list[EngineCoreOutput] = []
 
     @property
     def has_work(self) -> bool:
+        """Whether a step would do something. Blocked requests alone are no work."""
         return bool(self.running or self.waiting or self._failed)
 
     @property
-    def queued_uncached_tokens(self) -> int:
-        """Prompt tokens that admitted and waiting requests still have to compute."""
-        pending = sum(request.num_tokens for request in self.waiting)
-        return pending + sum(
-            max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in self.running
-        )
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request still awaits its answer, blocked ones included."""
+        return bool(self.requests or self._failed)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.blocked)
 
     def add(self, request: Request) -> None:
+        """Queues a request; one whose status is blocked (`WAITING_FOR_GRAMMAR`) waits aside for `unblock`.
+
+        Raises:
+            ValueError: a request with this id is unfinished.
+        """
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        params = request.sampling_params
+        stop_ids = self.eos_token_ids if not params.ignore_eos else frozenset()
+        request.stop_ids = stop_ids.union(params.stop_token_ids)
+        request.max_num_tokens = self.max_model_len
+        if params.max_tokens is not None:
+            request.max_num_tokens = min(self.max_model_len, request.num_prompt_tokens + params.max_tokens)
+        request.queue_key = (request.priority if self.policy == "priority" else 0, self._num_arrivals)
+        self._num_arrivals += 1
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        self._set_pending(request, request.num_tokens)
+        if request.status in BLOCKED:
+            self.blocked[request.request_id] = request
+        else:
+            self.waiting.push(request)
+
+    def unblock(self, request_id: str) -> None:
+        """What a blocked request waited for is there; it takes the place it would have had. Unknown ids are fine."""
+        request = self.blocked.pop(request_id, None)
+        if request is not None:
+            request.status = RequestStatus.WAITING
+            self.waiting.push(request)
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """Ends a request with an error; its answer travels with the next step. Unknown ids are fine."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._failed.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=reason))
+            self._remove(request)
+            self._finish(request, FinishReason.ERROR)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests whose client is gone; unknown ids are fine (they finished meanwhile)."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
-                if request.status is RequestStatus.RUNNING:
-                    self.running.remove(request)
-                else:
-                    self.waiting.remove(request)
+                self._remove(request)
                 self._finish(request, FinishReason.ABORT)
 
     # One step
 
     def schedule(self) -> SchedulerOutput:
         scheduled: dict[str, int] = {}
+        new_block_ids: dict[str, list[int]] = {}
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_running(scheduled, new_block_ids)
         new_requests: list[NewRequest] = []
-        cached = CachedRequests([], [], [])
+        if num_preemptions == self.num_preemptions:
+            budget = self._schedule_waiting(scheduled, new_requests, budget)
+        assert budget >= 0
+        released, self._released = self._released, []
+        return SchedulerOutput(
+            new_requests, new_block_ids, scheduled, self.max_num_batched_tokens - budget, released
+        )
+
+    def _schedule_running(self, scheduled: dict[str, int], new_block_ids: dict[str, list[int]]) -> int:
+        """Plans the running requests; the budget that is left."""
         budget = self.max_num_batched_tokens
-        preempted = False
-
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            num_new = self._num_new_tokens(request, budget)
-            new_block_ids = self.kv.grow(request, num_new)
-            while new_block_ids is None:
-                preempted = True
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is request:
-                    break
-                new_block_ids = self.kv.grow(request, num_new)
-            if new_block_ids is None:
-                break  # the request preempted itself: it was the last
-            scheduled[request.request_id] = num_new
-            cached.request_ids.append(request.request_id)
-            cached.new_block_ids.append(new_block_ids)
-            cached.num_computed_tokens.append(request.num_computed_tokens)
-            budget -= num_new
-            index += 1
-
-        while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            admitted = self._admit(request, budget)
-            if admitted is None:
-                if not self.running and not scheduled:
-                    # Nothing runs, so nothing will ever make room: an answer beats a livelock.
-                    self._fail_head()
-                    continue
+        num_preemptions = self.num_preemptions
+        for request in self.running:
+            if budget <= 0:
                 break
-            self.waiting.popleft()
+            num_computed = request.num_computed_tokens + 1
+            if num_computed == request.num_tokens_with_spec and num_computed <= request.num_allocated_tokens:
+                request.num_computed_tokens = num_computed
+                scheduled[request.request_id] = 1
+                budget -= 1
+            elif request.status is RequestStatus.RUNNING:  # else preempted a moment ago
+                budget = self._extend(request, budget, scheduled, new_block_ids)
+        if num_preemptions != self.num_preemptions:
+            self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        return budget
+
+    def _extend(
+        self,
+        request: Request,
+        budget: int,
+        scheduled: dict[str, int],
+        new_block_ids: dict[str, list[int]],
+    ) -> int:
+        """Gives a running request its tokens and blocks, preempting others if need be; the budget that is left."""
+        num_new = self._limit(request.num_tokens_with_spec - request.num_computed_tokens, budget)
+        while (block_ids := self.kv.grow(request, num_new)) is None:
+            victim = max(
+                (r for r in self.running if r.status is RequestStatus.RUNNING), key=lambda r: r.queue_key
+            )
+            num_refunded = scheduled.pop(victim.request_id, 0)
+            new_block_ids.pop(victim.request_id, None)
+            budget += num_refunded
+            self._preempt(victim, victim.num_computed_tokens - num_refunded)
+            if victim is request:
+                return budget
+        if block_ids:
+            new_block_ids[request.request_id] = block_ids
+        self._advance(request, num_new)
+        scheduled[request.request_id] = num_new
+        return budget - num_new
+
+    def _schedule_waiting(
+        self, scheduled: dict[str, int], new_requests: list[NewRequest], budget: int
+    ) -> int:
+        """Admits waiting requests in order, up to the first that must wait; the budget that is left."""
+        while budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.peek()
+            if request is None:
+                break
+            num_new = self._admit(request, budget)
+            if num_new is None:
+                if self.running:
+                    break
+                # Nothing runs, so nothing will ever make room: an answer beats a livelock.
+                self.fail(
+                    request.request_id,
+                    f"the request's {request.num_tokens} tokens do not fit into the KV cache of "
+                    f"{self.kv.num_tokens} tokens",
+                )
+                continue
+            self.waiting.remove(request)
             request.status = RequestStatus.RUNNING
             self.running.append(request)
-            scheduled[request.request_id] = admitted
-            budget -= admitted
             new_requests.append(
                 NewRequest(
                     request.request_id,
@@ -135,102 +219,108 @@ class Scheduler:
                     request.sampling_params,
                 )
             )
+            self._advance(request, num_new)
+            scheduled[request.request_id] = num_new
+            budget -= num_new
+        return budget
 
-        total = self.max_num_batched_tokens - budget
-        assert total == sum(scheduled.values())
-        released, self._released = self._released, []
-        return SchedulerOutput(new_requests, cached, scheduled, total, released)
-
-    def _num_new_tokens(self, request: Request, budget: int) -> int:
-        num_new = request.num_tokens - request.num_computed_tokens
+    def _limit(self, num_wanted: int, budget: int) -> int:
+        """How many of the tokens that a request wants to compute this step gives it."""
         threshold = self.long_prefill_token_threshold
-        if threshold and num_new > threshold and len(self.requests) > 1:
-            num_new = threshold
-        return min(num_new, budget)
+        if threshold and num_wanted > threshold and len(self.requests) > 1:
+            num_wanted = threshold
+        return min(num_wanted, budget)
 
     def _admit(self, request: Request, budget: int) -> int | None:
         """Gives the request blocks; the tokens it may compute in this step, or None when it must wait."""
         cached_block_ids = self.kv.find_cached_prefix(request)
-        request.num_computed_tokens = len(cached_block_ids) * self.kv.block_size
-        num_new = self._num_new_tokens(request, budget)
-        wanted = request.num_tokens - request.num_computed_tokens
-        if num_new < wanted and not self.enable_chunked_prefill and self.running:
+        num_cached = len(cached_block_ids) * self.kv.block_size
+        num_wanted = request.num_tokens - num_cached
+        num_new = self._limit(num_wanted, budget)
+        if num_new < num_wanted and not self.enable_chunked_prefill and self.running:
             return None
-        if self.kv.admit(request, cached_block_ids, num_new) is None:
+        if not self.kv.admit(request, cached_block_ids, num_new, leave_room=bool(self.running)):
             return None
+        request.num_computed_tokens = num_cached
         if request.num_cached_tokens < 0:
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens = num_cached
             request.first_scheduled_at = time.monotonic()
         return num_new
 
-    def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self.kv.free(request)
+    def _advance(self, request: Request, num_new: int) -> None:
+        request.num_computed_tokens += num_new
+        self._set_pending(request, request.num_tokens_with_spec - request.num_computed_tokens)
+
+    def _preempt(self, request: Request, num_computed_tokens: int) -> None:
+        """Takes the blocks of a running request; `num_computed_tokens` without what this step would have added. The
+        caller takes it out of `running`."""
+        self.kv.free(request, num_computed_tokens)
         request.num_computed_tokens = 0
+        request.num_tokens_with_spec = request.num_tokens
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
+        self._set_pending(request, request.num_tokens)
         self.num_preemptions += 1
         self._released.append(request.request_id)
-        self.waiting.appendleft(request)
-
-    def _fail_head(self) -> None:
-        request = self.waiting.popleft()
-        self._failed.append(
-            EngineCoreOutput(
-                request.request_id,
-                [],
-                FinishReason.ERROR,
-                error=f"the request's {request.num_tokens} tokens do not fit into the KV cache of "
-                f"{(len(self.kv.pool.blocks) - 1) * self.kv.block_size} tokens",
-            )
-        )
-        self._finish(request, FinishReason.ERROR)
+        self.waiting.push(request)
 
     # What came out of it
 
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Books a finished step: advances requests, appends tokens, stops what is done."""
+        """Books a finished step: appends its tokens and stops what is done."""
         outputs, self._failed = self._failed, []
-        stopped: set[str] = set()
+        requests = self.requests
+        has_stopped = False
         for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
-            request = self.requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
-                continue  # aborted while the step ran
-            request.num_computed_tokens += step.num_scheduled_tokens[request_id]
-            self.kv.cache_computed_blocks(request)
             if not token_ids:
+                continue  # its prompt is still being computed
+            request = requests.get(request_id)
+            if request is None:
+                continue  # aborted while the step ran
+            token_id = token_ids[0]
+            num_tokens = request.num_tokens + 1
+            if (
+                num_tokens < request.max_num_tokens
+                and token_id not in request.stop_ids
+                and request.has_first_token
+                and len(token_ids) == 1
+            ):
+                request.all_token_ids.append(token_id)
+                request.num_tokens = request.num_tokens_with_spec = num_tokens
+                outputs.append(EngineCoreOutput(request_id, token_ids))
                 continue
-            is_first = request.num_output_tokens == 0
-            kept = self._append_until_stop(request, token_ids)
-            output = EngineCoreOutput(request_id, kept, request.finish_reason, request.stop_reason)
-            if is_first:
-                output.prefill_stats = self._prefill_stats(request)
+            outputs.append(self._book(request, token_ids))
             if request.finish_reason is not None:
-                output.num_preemptions = request.num_preemptions
-                stopped.add(request_id)
+                has_stopped = True
                 self._finish(request, request.finish_reason)
-            outputs.append(output)
-        if stopped:
-            self.running = [request for request in self.running if request.request_id not in stopped]
+        if has_stopped:
+            self.running = [request for request in self.running if not request.is_finished]
         return outputs
 
-    def _append_until_stop(self, request: Request, token_ids: list[int]) -> list[int]:
+    def _book(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
+        """Appends tokens up to a stop. Tokens that were drafted and not accepted count as not computed."""
         for position, token_id in enumerate(token_ids):
             request.append_output(token_id)
             self._check_stop(request, token_id)
             if request.finish_reason is not None:
-                return token_ids[: position + 1]
-        return token_ids
+                token_ids = token_ids[: position + 1]
+                break
+        request.num_computed_tokens = request.num_tokens - 1
+        output = EngineCoreOutput(request.request_id, token_ids, request.finish_reason, request.stop_reason)
+        if not request.has_first_token:
+            request.has_first_token = True
+            output.prefill_stats = self._prefill_stats(request)
+        if request.finish_reason is not None:
+            output.num_preemptions = request.num_preemptions
+        return output
 
     def _check_stop(self, request: Request, token_id: int) -> None:
         params = request.sampling_params
-        if token_id in self.eos_token_ids and not params.ignore_eos:
+        if token_id in request.stop_ids:
             request.finish_reason = FinishReason.STOP
-        elif token_id in params.stop_token_ids:
-            request.finish_reason, request.stop_reason = FinishReason.STOP, token_id
-        elif request.num_tokens >= self.max_model_len or (
-            params.max_tokens is not None and request.num_output_tokens >= params.max_tokens
-        ):
+            if params.ignore_eos or token_id not in self.eos_token_ids:
+                request.stop_reason = token_id
+        elif request.num_tokens >= request.max_num_tokens:
             request.finish_reason = FinishReason.LENGTH
 
     def _prefill_stats(self, request: Request) -> PrefillStats:
@@ -241,19 +331,33 @@ class Scheduler:
             max(now - request.first_scheduled_at, 0.0),
         )
 
+    def _remove(self, request: Request) -> None:
+        """Takes an unfinished request out of the collection that its status names."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status in BLOCKED:
+            del self.blocked[request.request_id]
+        else:
+            self.waiting.remove(request)
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """Frees everything a request holds; the caller has taken it out of `running` or `waiting`."""
+        """Frees everything a request holds; the caller takes it out of its collection."""
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        self.kv.free(request)
         del self.requests[request.request_id]
+        self._set_pending(request, 0)
         self._released.append(request.request_id)
+        self.kv.free(request, request.num_computed_tokens)
+
+    def _set_pending(self, request: Request, num_tokens: int) -> None:
+        self.queued_uncached_tokens += num_tokens - request.num_pending_tokens
+        request.num_pending_tokens = num_tokens
 
     def check(self) -> None:
-        """Asserts the invariants; for tests and the idle engine."""
-        self.kv.pool.check()
-        assert len(self.requests) == len(self.running) + len(self.waiting)
-        held = sum(len(request.block_ids) for request in self.requests.values())
-        referenced = sum(block.ref_count for block in self.kv.pool.blocks[1:])
-        assert held == referenced, f"requests hold {held} blocks, the pool counts {referenced}"
-        assert all(not request.block_ids for request in self.waiting)
+        """Asserts the invariants; O(requests + blocks), for tests and the idle engine."""
+        self.kv.check(self.requests.values())
+        assert len(self.requests) == len(self.running) + len(self.waiting) + len(self.blocked)
+        assert all(request.status is RequestStatus.RUNNING for request in self.running)
+        assert all(not request.block_ids for request in (*self.waiting, *self.blocked.values()))
+        pending = sum(request.num_pending_tokens for request in self.requests.values())
+        assert pending == self.queued_uncached_tokens

@@ -80,10 +80,8 @@ class ModelRunner:
         """Books the scheduler's diff into the input batch."""
         for request_id in step.finished_request_ids:
             self.batch.remove(request_id)
-        cached = step.cached_requests
-        for request_id, block_ids in zip(cached.request_ids, cached.new_block_ids, strict=True):
-            if block_ids:
-                self.batch.append_blocks(self.batch.slot_of[request_id], block_ids)
+        for request_id, block_ids in step.new_block_ids.items():
+            self.batch.append_blocks(self.batch.slot_of[request_id], block_ids)
         for request in step.new_requests:
             self.batch.add(request)
 

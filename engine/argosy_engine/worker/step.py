@@ -22,17 +22,10 @@ class NewRequest(Struct, array_like=True, gc=False):
     sampling_params: SamplingParams
 
 
-class CachedRequests(Struct, array_like=True, gc=False):
-    """Requests the worker already knows; parallel lists."""
-
-    request_ids: list[str]
-    new_block_ids: list[list[int]]
-    num_computed_tokens: list[int]
-
-
 class SchedulerOutput(Struct, array_like=True, gc=False):
     new_requests: list[NewRequest]
-    cached_requests: CachedRequests
+    new_block_ids: dict[str, list[int]]
+    """Of the requests the worker already knows, those that got blocks; to be appended."""
     num_scheduled_tokens: dict[str, int]
     """Request id -> tokens to compute in this step; the order is the batch order."""
     total_num_scheduled_tokens: int
@@ -43,4 +36,4 @@ class SchedulerOutput(Struct, array_like=True, gc=False):
 class ModelRunnerOutput(Struct, array_like=True, gc=False):
     request_ids: list[str]
     sampled_token_ids: list[list[int]]
-    """Per request the new tokens; empty while its prompt is still being computed."""
+    """Per request the new tokens, several when drafts were accepted; none while its prompt is being computed."""

@@ -1,0 +1,53 @@
+"""RequestQueue: requests that wait to be admitted, most urgent first.
+
+A heap over `Request.queue_key` = (priority, order of arrival) with lazy deletion: push, pop and removal from the
+middle are O(log n) amortised, so thousands of waiting requests cost a step nothing. First come, first served is the
+case where all priorities are equal. A request that comes back (preempted, or no longer blocked) has kept its key and
+thereby its place.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from argosy_engine.core.request import Request
+
+_MIN_STALE = 64
+"""Stale heap entries tolerated before their number is compared with the live ones."""
+
+
+class RequestQueue:
+    """Invariant: every member's key is in the heap; a heap entry whose key has no member is stale."""
+
+    def __init__(self) -> None:
+        self._members: dict[tuple[int, int], Request] = {}
+        self._heap: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no particular order."""
+        return iter(self._members.values())
+
+    def push(self, request: Request) -> None:
+        self._members[request.queue_key] = request
+        heapq.heappush(self._heap, request.queue_key)
+
+    def peek(self) -> Request | None:
+        """The most urgent request."""
+        heap, members = self._heap, self._members
+        while heap:
+            request = members.get(heap[0])
+            if request is not None:
+                return request
+            heapq.heappop(heap)
+        return None
+
+    def remove(self, request: Request) -> None:
+        """Raises KeyError when the request does not wait here."""
+        del self._members[request.queue_key]
+        if len(self._heap) > 2 * len(self._members) + _MIN_STALE:
+            self._heap = list(self._members)
+            heapq.heapify(self._heap)
