@@ -131,7 +131,7 @@ def test_unsupported_checkpoints_are_refused(random_checkpoint: Any, tmp_path: P
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"hidden_act": "gelu"}, "only silu"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE scaling 'dynamic'"),
         ({"hidden_size": "big"}, "hidden_size"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 16, **change}))

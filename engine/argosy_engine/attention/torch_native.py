@@ -19,13 +19,27 @@ class TorchAttention:
     """
     Args:
         num_heads, num_kv_heads, head_dim: of the model; heads are grouped (GQA).
+        scale: factor on the scores; default 1 / sqrt(head_dim).
+        sliding_window: a token sees that many tokens, itself included; None: all before it.
+        logit_softcap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118).
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+    ) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.sliding_window = sliding_window
+        self.logit_softcap = logit_softcap
 
     def write(
         self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMetadata
@@ -82,9 +96,13 @@ class TorchAttention:
         v = kv_cache[1].index_select(0, tables).view(shape).permute(0, 2, 1, 3)
         # matmul + softmax, not SDPA: with one query per row it is about twice as fast on a CPU.
         scores = torch.matmul(q.view(batch, self.num_kv_heads, groups, self.head_dim), k).float() * self.scale
+        scores = self._cap(scores)
         positions = torch.arange(shape[1], device=q.device)
-        beyond = positions >= meta.decode_seq_lens[rows].unsqueeze(1)
-        scores.masked_fill_(beyond[:, None, None, :], float("-inf"))
+        seq_lens = meta.decode_seq_lens[rows].unsqueeze(1)
+        hidden = positions >= seq_lens
+        if self.sliding_window is not None:
+            hidden |= positions < seq_lens - self.sliding_window
+        scores.masked_fill_(hidden[:, None, None, :], float("-inf"))
         probs = torch.softmax(scores, dim=-1).to(q.dtype)
         return torch.matmul(probs, v).view(batch, self.num_heads, self.head_dim)
 
@@ -96,22 +114,43 @@ class TorchAttention:
         shape = (-1, self.num_kv_heads, self.head_dim)
         k = kv_cache[0].index_select(0, blocks).view(shape)[:seq_len].transpose(0, 1)
         v = kv_cache[1].index_select(0, blocks).view(shape)[:seq_len].transpose(0, 1)
-        num_new = q.shape[0]
-        if num_new == seq_len:
-            mask, is_causal = None, True
-        else:
-            # Bottom-right aligned: query i sees the context and the new tokens up to itself.
-            mask, is_causal = (
-                torch.ones(num_new, seq_len, dtype=torch.bool, device=q.device).tril(seq_len - num_new),
-                False,
-            )
+        q = q.transpose(0, 1)
+        if self.logit_softcap is not None:
+            return self._prefill_capped(q, k, v).transpose(0, 1)
+        mask = self._visible(q.shape[1], seq_len, q.device)
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
+            q.unsqueeze(0),
             k.unsqueeze(0),
             v.unsqueeze(0),
             attn_mask=mask,
-            is_causal=is_causal,
+            is_causal=mask is None,
             scale=self.scale,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
         return out.squeeze(0).transpose(0, 1)
+
+    def _prefill_capped(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """SDPA has no soft cap. q [num_heads, new, head_dim], k and v [num_kv_heads, seq_len, head_dim]."""
+        num_new, seq_len = q.shape[1], k.shape[1]
+        grouped = q.reshape(self.num_kv_heads, -1, self.head_dim)
+        scores = torch.matmul(grouped, k.transpose(1, 2)).float() * self.scale
+        scores = self._cap(scores).view(self.num_heads, num_new, seq_len)
+        mask = self._visible(num_new, seq_len, q.device)
+        if mask is None:
+            mask = torch.ones(num_new, seq_len, dtype=torch.bool, device=q.device).tril()
+        probs = torch.softmax(scores.masked_fill_(~mask, float("-inf")), dim=-1).to(q.dtype)
+        return torch.matmul(probs.view(self.num_kv_heads, -1, seq_len), v).view(q.shape)
+
+    def _visible(self, num_new: int, seq_len: int, device: torch.device) -> torch.Tensor | None:
+        """Which of seq_len tokens each of the last num_new ones sees, bool [num_new, seq_len]; None: plain causal."""
+        context = seq_len - num_new
+        window = self.sliding_window
+        if context == 0 and (window is None or window >= seq_len):
+            return None
+        # Bottom-right aligned: query i sees the context and the new tokens up to itself.
+        mask = torch.ones(num_new, seq_len, dtype=torch.bool, device=device).tril(context)
+        return mask if window is None else mask.triu(context - window + 1)
+
+    def _cap(self, scores: torch.Tensor) -> torch.Tensor:
+        cap = self.logit_softcap
+        return scores if cap is None else torch.tanh(scores / cap) * cap

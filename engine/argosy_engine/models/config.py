@@ -1,51 +1,85 @@
-"""ModelConfig: the part of a checkpoint's config.json that shapes the computation. No torch, no transformers."""
+"""ModelConfig: what a checkpoint's config.json says about the computation. No torch, no transformers.
+
+`ModelConfig` holds what every part of the worker reads, whatever the family; a family's own config adds what only its
+model reads. A config is data: one that names code to run (`auto_map`) is refused, and there is no switch for it.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.models import registry
 
 MAX_CONFIG_BYTES = 16 << 20
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+
+Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+"""A dimension. The bound is far above any model and keeps products of two of them within 64 bits."""
+LayerCount = Annotated[int, Meta(ge=1, le=4096)]
+Positive = Annotated[float, Meta(gt=0.0, le=1e12)]
+RawConfig = Mapping[str, Any]
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
-    """Decoder-only transformer with RMSNorm, RoPE, GQA and a gated SiLU MLP (Llama's shape and its kin)."""
+    """A decoder-only transformer, seen from the worker."""
+
+    refused_dtypes: ClassVar[Mapping[str, str]] = {}
+    """dtype -> why the family cannot run in it"""
 
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: LayerCount
+    num_attention_heads: Annotated[int, Meta(ge=1, le=4096)]
+    num_key_value_heads: Annotated[int, Meta(ge=1, le=4096)]
+    head_dim: Annotated[int, Meta(ge=1, le=4096)]
+    max_position_embeddings: Size
+    """tokens of the longest sequence, RoPE scaling included"""
     tie_word_embeddings: bool
-    qk_norm: bool
-    """Qwen3: RMSNorm on each head of q and k before RoPE"""
-    attention_bias: bool
-    """bias on the q, k and v projections (Qwen2)"""
-    output_bias: bool
-    """bias on the attention's output projection"""
-    mlp_bias: bool
-    dtype: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """of the checkpoint"""
     eos_token_ids: tuple[int, ...]
+    sliding_windows: tuple[Size | None, ...]
+    """per layer: a token attends to that many tokens, itself included; None: to all before it"""
 
+    @classmethod
+    def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
+        """The family's reading of config.json: every field but `architecture`, `dtype` and `eos_token_ids`.
 
-SUPPORTED = {
-    "Qwen3ForCausalLM": {"qk_norm": True, "attention_bias": False},
-    "Qwen2ForCausalLM": {"qk_norm": False, "attention_bias": True},
-    "LlamaForCausalLM": {"qk_norm": False, "attention_bias": False},
-}
-"""Architectures and the defaults that their configs leave unsaid."""
+        Values are checked against the fields' types and bounds afterwards.
+
+        Raises:
+            ConfigError: the config asks for something the model does not compute.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """
+        Raises:
+            ConfigError: a field is missing, of another type or out of bounds, or fields contradict each other.
+        """
+        try:
+            config = msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error)) from None
+        if config.num_attention_heads % config.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{config.num_key_value_heads}"
+            )
+        if len(config.sliding_windows) != config.num_hidden_layers:
+            raise ConfigError(
+                f"{len(config.sliding_windows)} layer_types for {config.num_hidden_layers} layers"
+            )
+        return config
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -55,11 +89,10 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: missing, too large, or not a JSON object.
     """
     try:
-        data = path.read_bytes()
-        if len(data) > MAX_CONFIG_BYTES:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
-        value = json.loads(data)
-    except (OSError, ValueError) as error:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object")
@@ -70,62 +103,77 @@ def load_model_config(path: Path) -> ModelConfig:
     """Reads config.json and generation_config.json (for the EOS ids).
 
     Raises:
-        ConfigError: unsupported architecture, activation, RoPE scaling or quantisation; malformed values.
+        ConfigError: an architecture, dtype, quantisation or option that is not supported; malformed values.
     """
-    raw = read_json(path / "config.json")
-    architectures = raw.get("architectures") or ["(none)"]
-    architecture = architectures[0]
-    if architecture not in SUPPORTED:
-        raise ConfigError(
-            f"architecture {architecture} is not supported; there is: {', '.join(sorted(SUPPORTED))}"
-        )
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{path}: quantised checkpoints are not supported; use the unquantised one")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{path}: activation {raw['hidden_act']!r} is not supported, only silu")
-    if raw.get("use_sliding_window"):
-        raise ConfigError(f"{path}: sliding-window attention is not supported")
-    rope = _rope_parameters(raw, path)
-    traits = SUPPORTED[architecture]
-    heads = raw.get("num_attention_heads")
-    bias = bool(raw.get("attention_bias", traits["attention_bias"]))
-    fields = {
-        "architecture": architecture,
-        "vocab_size": raw.get("vocab_size"),
-        "hidden_size": raw.get("hidden_size"),
-        "intermediate_size": raw.get("intermediate_size"),
-        "num_hidden_layers": raw.get("num_hidden_layers"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or (raw["hidden_size"] // heads if heads else None),
-        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "rope_theta": rope,
-        "max_position_embeddings": raw.get("max_position_embeddings", 2048),
-        "tie_word_embeddings": raw.get("tie_word_embeddings", False),
-        "qk_norm": traits["qk_norm"],
-        "attention_bias": bias,
-        "output_bias": bias and architecture != "Qwen2ForCausalLM",
-        "mlp_bias": bool(raw.get("mlp_bias", False)),
-        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        "eos_token_ids": _eos_token_ids(raw, path),
-    }
+    file = path / "config.json"
+    raw = read_json(file)
     try:
-        return msgspec.convert(fields, ModelConfig)
+        _refuse_code(raw)
+        if raw.get("quantization_config") or raw.get("compression_config"):
+            raise ConfigError("quantised checkpoints are not supported; use the unquantised one")
+        architectures = raw.get("architectures") or ["(none)"]
+        architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
+        config_class = registry.config_class(architecture)
+        common = {
+            "architecture": architecture,
+            "dtype": _dtype(raw),
+            "eos_token_ids": _eos_token_ids(raw, path),
+        }
+        try:
+            fields = config_class.fields_of(raw)
+        except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
+            raise ConfigError(f"malformed: {type(error).__name__}: {error}") from None
+        return config_class.of({**fields, **common})
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def layer_count(raw: RawConfig, name: str = "num_hidden_layers") -> int:
+    """The number of layers, checked before anything per layer is made.
+
+    Raises:
+        ConfigError: missing, not an integer, or out of bounds.
+    """
+    try:
+        return msgspec.convert(raw.get(name), LayerCount)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path / 'config.json'}: {error}") from None
+        raise ConfigError(f"{name}: {error}") from None
 
 
-def _rope_parameters(raw: dict[str, Any], path: Path) -> float:
-    """RoPE's base; transformers 5 nests it in `rope_parameters`."""
-    nested = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or nested
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise ConfigError(f"{path}: RoPE scaling {kind!r} is not supported")
-    return float(nested.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+def sliding_windows_of(raw: RawConfig, window: Any, default: list[str]) -> tuple[Any, ...]:
+    """Per layer the window, from `layer_types` or, where a config has none, from the family's `default`.
+
+    Raises:
+        ConfigError: a layer type other than full or sliding attention, or sliding without a window.
+    """
+    windows = []
+    for kind in raw.get("layer_types") or default:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(
+                f"layer type {kind!r} is not supported, only full_attention and sliding_attention"
+            )
+        if kind == "sliding_attention" and window is None:
+            raise ConfigError("layer_types has sliding_attention, but sliding_window is not set")
+        windows.append(window if kind == "sliding_attention" else None)
+    return tuple(windows)
 
 
-def _eos_token_ids(raw: dict[str, Any], path: Path) -> tuple[int, ...]:
+def _refuse_code(raw: RawConfig) -> None:
+    if raw.get("auto_map"):
+        raise ConfigError(
+            f"auto_map asks to run Python code that comes with the checkpoint ({sorted(raw['auto_map'])}); "
+            "that is never done. If the model is one of the supported architectures, remove auto_map from config.json"
+        )
+
+
+def _dtype(raw: RawConfig) -> str:
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in SUPPORTED_DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; there is: {', '.join(SUPPORTED_DTYPES)}")
+    return dtype
+
+
+def _eos_token_ids(raw: RawConfig, path: Path) -> tuple[int, ...]:
     """End tokens of generation_config.json and config.json together."""
     generation = path / "generation_config.json"
     values = [raw.get("eos_token_id")]
@@ -134,6 +182,6 @@ def _eos_token_ids(raw: dict[str, Any], path: Path) -> tuple[int, ...]:
     ids: dict[int, None] = {}
     for value in values:
         for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int):
+            if isinstance(token_id, int) and not isinstance(token_id, bool):
                 ids[token_id] = None
     return tuple(ids)

@@ -1,4 +1,4 @@
-"""The decoder of Llama's shape: Qwen3, Qwen2 and Llama differ only by what their config says.
+"""The decoder of Llama's shape: Llama, Mistral, Qwen2 and Qwen3 differ only by what their config says.
 
 Input is a step's flattened batch of T tokens; the KV cache is written and read through the attention backend.
 Projections are fused (q, k, v; gate, up), so a layer costs four matrix products.
@@ -6,39 +6,69 @@ Projections are fused (q, k, v; gate, up), so a layer costs four matrix products
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.torch_native import TorchAttention
-from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.layers import Linear, RMSNorm, RotaryEmbedding
-from argosy_engine.models.weights import WeightReader
+from argosy_engine.models.llama_config import LlamaConfig
+from argosy_engine.models.rope import inverse_frequencies
+from argosy_engine.models.weights import Weights
+
+MLP = Callable[[torch.Tensor], torch.Tensor]
+"""[T, hidden_size] -> the same shape"""
+MakeMLP = Callable[[Weights, str, int], MLP]
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, weights: Weights, prefix: str, hidden: int, inner: int, *, bias: bool) -> None:
+        self.gate_up = weights.linear(
+            {prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden, bias=bias
+        )
+        self.down = weights.linear({prefix + "down_proj": hidden}, inner, bias=bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, weights: WeightReader, index: int) -> None:
+    """
+    Args:
+        make_mlp: (weights, prefix, layer index) -> what follows the attention.
+    """
+
+    def __init__(self, config: LlamaConfig, weights: Weights, index: int, make_mlp: MakeMLP) -> None:
         self.config = config
         prefix = f"model.layers.{index}."
-        eps = config.rms_norm_eps
-        self.input_norm = RMSNorm(weights.take(prefix + "input_layernorm.weight"), eps)
-        self.post_norm = RMSNorm(weights.take(prefix + "post_attention_layernorm.weight"), eps)
+        eps, hidden, head_dim = config.rms_norm_eps, config.hidden_size, config.head_dim
+        self.input_norm = RMSNorm(weights.take(prefix + "input_layernorm.weight", hidden), eps)
+        self.post_norm = RMSNorm(weights.take(prefix + "post_attention_layernorm.weight", hidden), eps)
         attention = prefix + "self_attn."
-        self.qkv = weights.linear([attention + f"{name}_proj" for name in "qkv"], bias=config.attention_bias)
-        self.output = weights.linear([attention + "o_proj"], bias=config.output_bias)
-        self.q_norm = RMSNorm(weights.take(attention + "q_norm.weight"), eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(weights.take(attention + "k_norm.weight"), eps) if config.qk_norm else None
-        mlp = prefix + "mlp."
-        self.gate_up = weights.linear([mlp + "gate_proj", mlp + "up_proj"], bias=config.mlp_bias)
-        self.down = weights.linear([mlp + "down_proj"], bias=config.mlp_bias)
-        self.attention = TorchAttention(
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        self._split = [q, kv, kv]
+        self.qkv = weights.linear(
+            {attention + "q_proj": q, attention + "k_proj": kv, attention + "v_proj": kv},
+            hidden,
+            bias=config.attention_bias,
         )
-        self._split = [
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-        ]
+        self.output = weights.linear({attention + "o_proj": hidden}, q, bias=config.output_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(weights.take(attention + "q_norm.weight", head_dim), eps)
+            self.k_norm = RMSNorm(weights.take(attention + "k_norm.weight", head_dim), eps)
+        self.mlp = make_mlp(weights, prefix + "mlp.", index)
+        self.attention = TorchAttention(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim,
+            sliding_window=config.sliding_windows[index],
+        )
 
     def __call__(
         self,
@@ -49,8 +79,7 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """hidden [T, hidden_size] -> the same shape."""
         hidden = hidden + self._attend(self.input_norm(hidden), rotary, kv_cache, meta)
-        gate, up = self.gate_up(self.post_norm(hidden)).chunk(2, dim=-1)
-        return hidden + self.down(F.silu(gate) * up)
+        return hidden + self.mlp(self.post_norm(hidden))
 
     def _attend(
         self,
@@ -74,22 +103,34 @@ class DecoderLayer:
 class Decoder:
     """
     Args:
-        weights: positioned at the checkpoint; every tensor is taken exactly once.
+        weights: every tensor is taken exactly once.
         max_positions: length of the rotary tables.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightReader, max_positions: int) -> None:
+    checkpoint_prefix = "model."
+    ignored_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+    def __init__(self, config: LlamaConfig, weights: Weights, max_positions: int) -> None:
         self.config = config
-        self.embedding = weights.take("model.embed_tokens.weight")
-        self.layers = [DecoderLayer(config, weights, i) for i in range(config.num_hidden_layers)]
-        self.norm = RMSNorm(weights.take("model.norm.weight"), config.rms_norm_eps)
+        self.embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.layers = [
+            DecoderLayer(config, weights, index, self.make_mlp) for index in range(config.num_hidden_layers)
+        ]
+        self.norm = RMSNorm(weights.take("model.norm.weight", config.hidden_size), config.rms_norm_eps)
         if config.tie_word_embeddings:
             self.lm_head = Linear(self.embedding)
         else:
-            self.lm_head = weights.linear(["lm_head"], bias=False)
+            self.lm_head = weights.linear({"lm_head": config.vocab_size}, config.hidden_size)
         self.rotary = RotaryEmbedding(
-            config.head_dim, config.rope_theta, max_positions, self.embedding.dtype, self.embedding.device
+            inverse_frequencies(config.rope, config.head_dim, weights.device),
+            max_positions,
+            weights.dtype,
+            config.rope.attention_scaling,
         )
+
+    def make_mlp(self, weights: Weights, prefix: str, index: int) -> MLP:
+        config = self.config
+        return GatedMLP(weights, prefix, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(
         self,
@@ -107,6 +148,10 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rotary, kv_cache[index], meta)
         return hidden
+
+    def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm over hidden [R, hidden_size]."""
+        return self.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab_size] of the rows that are sampled; call it with those rows only."""

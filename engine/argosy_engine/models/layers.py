@@ -57,18 +57,20 @@ class RMSNorm:
 
 
 class RotaryEmbedding:
-    """Rotary position embedding, halves rotated (arXiv 2104.09864; the layout of Llama checkpoints)."""
+    """Rotary position embedding, halves rotated (arXiv 2104.09864; the layout of Llama checkpoints).
+
+    Args:
+        inv_freq: float32 [head_dim / 2], see `rope.inverse_frequencies`.
+    """
 
     def __init__(
-        self, head_dim: int, theta: float, max_positions: int, dtype: torch.dtype, device: torch.device
+        self, inv_freq: torch.Tensor, max_positions: int, dtype: torch.dtype, attention_scaling: float = 1.0
     ) -> None:
-        inv_freq = 1.0 / (
-            theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-        )
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device=device), inv_freq)
+        positions = torch.arange(max_positions, dtype=torch.float32, device=inv_freq.device)
+        angles = torch.outer(positions, inv_freq)
         angles = torch.cat((angles, angles), dim=-1)
-        self._cos = angles.cos().to(dtype)
-        self._sin = angles.sin().to(dtype)
+        self._cos = (angles.cos() * attention_scaling).to(dtype)
+        self._sin = (angles.sin() * attention_scaling).to(dtype)
 
     def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin for positions [T], each [T, 1, head_dim]; once per step, for all layers."""

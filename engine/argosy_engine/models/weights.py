@@ -1,69 +1,104 @@
-"""WeightReader: tensors of a safetensors checkpoint, single file or sharded, memory-mapped.
+"""Weights: where a model's constructor takes its tensors from, by name and shape.
 
-Safetensors is the only format: it cannot carry code. Every tensor is read when the model takes it, so peak memory is
-the model plus one tensor.
+One constructor serves three sources: `WeightPlan` writes down what the model will ask for, `SafetensorsWeights` reads
+a checkpoint, `DummyWeights` draws random numbers. Safetensors is the only format: it cannot carry code. Files are
+memory-mapped and every tensor is read when the model takes it, so peak memory is the model plus one (fused) tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.config import ModelConfig, read_json
+from argosy_engine.models.config import read_json
 from argosy_engine.models.layers import Linear
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_MAX_NAMED = 6
+"""Tensors that an error message lists by name, of each kind of fault."""
 
-class WeightReader:
+
+class Weights(ABC):
     """
-    Raises (from every method):
-        ConfigError: the checkpoint lacks a tensor, or a file is not safetensors.
+    Attributes:
+        num_bytes: of the tensors taken so far, in the engine's dtype.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
         self.num_bytes = 0
-        self._files = {name: path / file for name, file in _index(path).items()}
-        self._open: dict[Path, safe_open] = {}
-        for file in set(self._files.values()):
-            self._open[file] = _open_file(file)
 
-    def take(self, name: str) -> torch.Tensor:
-        """The tensor, converted to the engine's dtype on its device."""
-        file = self._files.get(name)
-        if file is None:
-            raise ConfigError(f"the checkpoint has no tensor {name!r}; is it of another architecture?")
-        tensor = self._open[file].get_tensor(name).to(device=self.device, dtype=self.dtype)
+    @abstractmethod
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor, in the engine's dtype on its device."""
+
+    def linear(
+        self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
+    ) -> Linear:
+        """One projection, or several fused along their outputs.
+
+        Args:
+            parts: name without `.weight` -> output features.
+            is_transposed: the checkpoint stores [in, out] (GPT-2's Conv1D).
+        """
+
+        def take_weight(name: str, out_features: int) -> torch.Tensor:
+            if is_transposed:
+                return self.take(name + ".weight", in_features, out_features).t()
+            return self.take(name + ".weight", out_features, in_features)
+
+        weight = self._fuse(parts, take_weight)
+        biases = self._fuse(parts, lambda name, size: self.take(name + ".bias", size)) if bias else None
+        return Linear(weight, biases)
+
+    def _fuse(self, parts: Mapping[str, int], take: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
+        """The parts one after another along dimension 0, each copied into place as it is read."""
+        if len(parts) == 1:
+            return take(*next(iter(parts.items())))
+        fused: torch.Tensor | None = None
+        start = 0
+        for name, size in parts.items():
+            part = take(name, size)
+            if fused is None:
+                fused = part.new_empty((sum(parts.values()), *part.shape[1:]))
+            fused[start : start + size].copy_(part)
+            start += size
+        assert fused is not None
+        return fused
+
+
+class WeightPlan(Weights):
+    """What a model will take: names, shapes and bytes, on the meta device. Costs no memory and reads no file."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype, torch.device("meta"))
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        self.shapes[name] = shape
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.num_bytes += tensor.nbytes
         return tensor
 
-    def linear(self, names: Sequence[str], bias: bool) -> Linear:
-        """One projection, or several fused along their outputs."""
-        weights = [self.take(name + ".weight") for name in names]
-        biases = [self.take(name + ".bias") for name in names] if bias else []
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return Linear(weight, torch.cat(biases) if biases else None)
 
-
-class DummyWeights(WeightReader):
+class DummyWeights(Weights):
     """Random weights of the right shapes, for benchmarks without a checkpoint."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.num_bytes = 0
-        self._shapes = _shapes(config)
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        super().__init__(dtype, device)
         self._generator = torch.Generator().manual_seed(seed % (1 << 63))
 
-    def take(self, name: str) -> torch.Tensor:
-        kind = name.rsplit(".", 2)
-        shape = self._shapes[name if name in self._shapes else ".".join(kind[-2:])]
+    def take(self, name: str, *shape: int) -> torch.Tensor:
         if len(shape) == 1:
-            tensor = torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+            tensor = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         else:
             tensor = torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
         tensor = tensor.to(device=self.device, dtype=self.dtype)
@@ -71,40 +106,129 @@ class DummyWeights(WeightReader):
         return tensor
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, q = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    inner = config.intermediate_size
-    matrices = {
-        "q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q),
-        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
-        "embed_tokens": (config.vocab_size, hidden), "lm_head": (config.vocab_size, hidden),
-    }  # fmt: skip
-    vectors = {
-        "input_layernorm": hidden, "post_attention_layernorm": hidden, "norm": hidden,
-        "q_norm": config.head_dim, "k_norm": config.head_dim,
-    }  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in matrices.items()}
-    shapes |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
-    return shapes | {f"{name}.weight": (size,) for name, size in vectors.items()}
+class SafetensorsWeights(Weights):
+    """
+    Args:
+        prefix: of the base model's tensors ("model."). Checkpoints saved from the base model lack it.
+        on_read: called with every tensor's bytes in the file, after it was taken.
+
+    Raises (from every method):
+        ConfigError: a file is missing, cut off or not safetensors.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        prefix: str,
+        on_read: Callable[[int], None],
+    ) -> None:
+        super().__init__(dtype, device)
+        self.path = path
+        self._on_read = on_read
+        self._files = _open_checkpoint(path)
+        if not any(name.startswith(prefix) for name in self._files):
+            self._files = {_prefixed(name, prefix): source for name, source in self._files.items()}
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        file, stored_name = self._files[name]
+        try:
+            stored = file.get_tensor(stored_name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"cannot read tensor {stored_name} of {self.path}: {error}") from None
+        tensor = stored.to(device=self.device, dtype=self.dtype)
+        self.num_bytes += tensor.nbytes
+        self._on_read(stored.nbytes)
+        return tensor
+
+    def check(self, plan: WeightPlan, ignored: Sequence[str]) -> None:
+        """Compares the checkpoint's headers with what the model will take, before any data is read.
+
+        Args:
+            ignored: patterns of names that may lie in the checkpoint unused.
+
+        Raises:
+            ConfigError: names every missing, unexpected, mis-shaped or quantised tensor.
+        """
+        slices = {name: file.get_slice(stored) for name, (file, stored) in self._files.items()}
+        missing = [name for name in plan.shapes if name not in slices]
+        unexpected = [
+            name
+            for name in slices
+            if name not in plan.shapes and not any(re.fullmatch(pattern, name) for pattern in ignored)
+        ]
+        misshaped, quantised = [], []
+        for name, shape in plan.shapes.items():
+            if name not in slices:
+                continue
+            found, dtype = tuple(slices[name].get_shape()), slices[name].get_dtype()
+            if dtype not in _FLOATS:
+                quantised.append(f"{name} is {dtype}")
+            elif found != shape:
+                misshaped.append(f"{name} is {list(found)}, not {list(shape)}")
+        faults = [
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another shape", misshaped),
+            ("quantised or not floating point", quantised),
+        ]
+        if any(names for _, names in faults):
+            text = "; ".join(f"{len(names)} {fault}: {_some(names)}" for fault, names in faults if names)
+            raise ConfigError(f"the tensors of {self.path} do not fit its config.json: {text}")
+
+    @property
+    def num_stored_bytes(self) -> int:
+        """Bytes that `take` will read when every tensor is taken."""
+        sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+        total = 0
+        for file, stored in self._files.values():
+            view = file.get_slice(stored)
+            count = 1
+            for size in view.get_shape():
+                count *= size
+            total += count * sizes.get(view.get_dtype(), 1)
+        return total
 
 
-def _index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+def _some(names: list[str]) -> str:
+    rest = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _prefixed(name: str, prefix: str) -> str:
+    return name if name.startswith("lm_head.") else prefix + name
+
+
+def _open_checkpoint(path: Path) -> dict[str, tuple[Any, str]]:
+    """Tensor name -> (open file, name); of one file, or of the shards that an index lists."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or any("/" in str(file) for file in weight_map.values()):
-            raise ConfigError(f"{index} is malformed")
-        return weight_map
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index} has no weight_map")
+        for name in weight_map.values():
+            # A shard is a file beside its index; anything else would read outside of the checkpoint.
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise ConfigError(f"{index} names {name!r}; shards are .safetensors files in its own folder")
+        files = {name: _open_file(path / name) for name in sorted(set(weight_map.values()))}
+        names = {name: set(file.keys()) for name, file in files.items()}
+        return {tensor: (files[name], tensor) for tensor, name in weight_map.items() if tensor in names[name]}
     if single.is_file():
-        with _open_file(single) as file:
-            return dict.fromkeys(file.keys(), single.name)
-    raise ConfigError(f"{path} has no model.safetensors; other weight formats are not loaded")
+        file = _open_file(single)
+        return {name: (file, name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    raise ConfigError(
+        f"{path} has no model.safetensors; other weight formats are not loaded, because they can carry code"
+    )
 
 
-def _open_file(path: Path) -> safe_open:
+def _open_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+        raise ConfigError(
+            f"cannot read {path}: {error}; the file is cut off or damaged, download it again"
+            if path.is_file()
+            else f"{path} is missing"
+        ) from None

@@ -13,7 +13,7 @@ import torch
 
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.models.config import ModelConfig
-from argosy_engine.models.decoder import Decoder
+from argosy_engine.models.registry import CausalLM
 from argosy_engine.sample.sampler import SamplingBatch, sample
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
@@ -22,7 +22,7 @@ from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 class ModelRunner:
     def __init__(
         self,
-        model: Decoder,
+        model: CausalLM,
         config: ModelConfig,
         *,
         num_blocks: int,

@@ -15,9 +15,8 @@ from msgspec import Struct
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config import ModelConfig, load_model_config
-from argosy_engine.models.decoder import Decoder
+from argosy_engine.models.loader import load_model
 from argosy_engine.models.source import resolve_model
-from argosy_engine.models.weights import DummyWeights, WeightReader
 from argosy_engine.worker.memory import CPU_SHARE, available_cpu_memory, num_kv_blocks
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
@@ -63,13 +62,15 @@ class Worker:
             dtype = _choose_dtype(args, config, device)
             max_model_len = _choose_max_model_len(args, config)
         with self._phase("weights"):
-            weights = (
-                DummyWeights(config, dtype, device, args.seed)
-                if args.load_format == "dummy"
-                else WeightReader(path, dtype, device)
+            loaded = load_model(
+                path,
+                config,
+                dtype=dtype,
+                device=device,
+                max_positions=max_model_len + 1,
+                load_format=args.load_format,
+                seed=args.seed,
             )
-            with torch.inference_mode():
-                model = Decoder(config, weights, max_model_len + 1)
         with self._phase("kv cache"):
             block_bytes = (
                 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -82,7 +83,7 @@ class Worker:
                 max_model_len=max_model_len,
             )
             runner = ModelRunner(
-                model,
+                loaded.model,
                 config,
                 num_blocks=num_blocks,
                 block_size=args.block_size,
@@ -101,7 +102,7 @@ class Worker:
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             kv_cache_bytes=num_blocks * block_bytes,
-            weights_bytes=weights.num_bytes,
+            weights_bytes=loaded.num_bytes,
             phases=tuple(self._phases),
         )
 

@@ -1,0 +1,88 @@
+"""LlamaConfig: Llama, Mistral, Qwen2 and Qwen3, one decoder that differs by what the config says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.models.config import (
+    ModelConfig,
+    Positive,
+    RawConfig,
+    Size,
+    layer_count,
+    sliding_windows_of,
+)
+from argosy_engine.models.rope_config import RopeParameters, rope_fields
+
+
+class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
+    """RMSNorm before each block, RoPE, grouped-query attention, gated SiLU MLP."""
+
+    intermediate_size: Size
+    rms_norm_eps: Positive
+    rope: RopeParameters
+    qk_norm: bool
+    """Qwen3: RMSNorm on each head of q and k before RoPE"""
+    attention_bias: bool
+    """bias on the q, k and v projections (Qwen2)"""
+    output_bias: bool
+    """bias on the attention's output projection"""
+    mlp_bias: bool
+
+    @classmethod
+    def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"activation {raw['hidden_act']!r} is not supported, only silu")
+        architecture = raw["architectures"][0]
+        heads = raw.get("num_attention_heads")
+        has_bias = bool(raw.get("attention_bias", architecture == "Qwen2ForCausalLM"))
+        positions = raw.get("max_position_embeddings", 2048)
+        rope = rope_fields(
+            raw.get("rope_scaling") or raw.get("rope_parameters") or {},
+            theta=(raw.get("rope_parameters") or {}).get("rope_theta") or raw.get("rope_theta") or 10000.0,
+            max_position_embeddings=positions,
+        )
+        return {
+            "vocab_size": raw.get("vocab_size"),
+            "hidden_size": raw.get("hidden_size"),
+            "intermediate_size": raw.get("intermediate_size"),
+            "num_hidden_layers": raw.get("num_hidden_layers"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+            "head_dim": raw.get("head_dim") or (raw["hidden_size"] // heads if heads else None),
+            "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+            "rope": rope,
+            "max_position_embeddings": _positions(rope, positions),
+            "tie_word_embeddings": raw.get("tie_word_embeddings", False),
+            "qk_norm": architecture.startswith("Qwen3"),
+            "attention_bias": has_bias,
+            "output_bias": has_bias and architecture != "Qwen2ForCausalLM",
+            "mlp_bias": bool(raw.get("mlp_bias", False)),
+            "sliding_windows": _sliding_windows(architecture, raw),
+        }
+
+
+def _positions(rope: dict[str, Any], positions: Any) -> Any:
+    """Linear and yarn scaling lengthen the context that the config states; llama3's is stated already."""
+    if rope["kind"] == "linear":
+        return int(positions * rope["factor"])
+    if rope["kind"] == "yarn":
+        return max(positions, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return positions
+
+
+def _sliding_windows(architecture: str, raw: RawConfig) -> tuple[Any, ...]:
+    layers = layer_count(raw)
+    window = raw.get("sliding_window", 4096)
+    if architecture == "LlamaForCausalLM":
+        return (None,) * layers
+    if architecture == "MistralForCausalLM":
+        return (window,) * layers
+    if not raw.get("use_sliding_window"):
+        return (None,) * layers
+    if architecture == "Qwen3MoeForCausalLM":
+        return (window,) * layers
+    first = raw.get("max_window_layers", 28)
+    kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
+    return sliding_windows_of(raw, window, kinds)

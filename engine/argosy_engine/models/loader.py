@@ -1,0 +1,143 @@
+"""Loading a model: plan what it takes, check the checkpoint's headers against that, read, and say how far it is."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from argosy_engine.models import registry
+from argosy_engine.models.config import ModelConfig
+from argosy_engine.models.registry import CausalLM
+from argosy_engine.models.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
+
+logger = logging.getLogger("argosy.models")
+
+_QUIET_S = 1.0
+"""Loads shorter than this show no progress, only what they took."""
+_LINE_EVERY_S = 5.0
+"""Between two progress lines where there is no terminal."""
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: CausalLM
+    num_bytes: int
+    """of the weights, in the engine's dtype"""
+
+
+def plan_weights(config: ModelConfig, dtype: torch.dtype) -> WeightPlan:
+    """Names, shapes and bytes of the weights that a config asks for; needs no checkpoint."""
+    plan = WeightPlan(dtype)
+    registry.model_class(config.architecture)(config, plan, 1)
+    return plan
+
+
+def load_model(
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int,
+    load_format: Literal["auto", "dummy"],
+    seed: int,
+) -> LoadedModel:
+    """The model with its weights on the device.
+
+    Args:
+        max_positions: length of position tables that are computed.
+        seed: of dummy weights.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or its tensors are not those of its config.
+    """
+    model_class = registry.model_class(config.architecture)
+    with torch.inference_mode():
+        plan = plan_weights(config, dtype)
+        if load_format == "dummy":
+            weights: Weights = DummyWeights(dtype, device, seed)
+            return LoadedModel(model_class(config, weights, max_positions), weights.num_bytes)
+        progress = LoadProgress(plan.num_bytes)
+        reader = SafetensorsWeights(
+            path, dtype, device, prefix=model_class.checkpoint_prefix, on_read=progress.advance
+        )
+        reader.check(plan, [*model_class.ignored_tensors, *_tied_head(config)])
+        with progress:
+            model = model_class(config, reader, max_positions)
+        return LoadedModel(model, reader.num_bytes)
+
+
+def _tied_head(config: ModelConfig) -> list[str]:
+    """Checkpoints of tied models may carry the head a second time."""
+    return [r"lm_head\.weight"] if config.tie_word_embeddings else []
+
+
+class LoadProgress:
+    """Bytes and seconds of a load: a bar on a terminal, a line every few seconds elsewhere.
+
+    Args:
+        total_bytes: that `advance` will add up to.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self._started = self._last_line = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> LoadProgress:
+        self._started = self._last_line = time.monotonic()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if kind is None:
+            seconds = time.monotonic() - self._started
+            logger.info("loaded %.2f GiB of weights in %.1f s", self.done_bytes / _GIB, seconds)
+
+    def advance(self, num_bytes: int) -> None:
+        self.done_bytes += num_bytes
+        now = time.monotonic()
+        if now - self._started < _QUIET_S:
+            return
+        if sys.stderr.isatty():
+            if self._bar is None:
+                self._bar = _start_bar(self.total_bytes)
+            self._bar.update(self._bar.tasks[0].id, completed=self.done_bytes)
+        elif now - self._last_line >= _LINE_EVERY_S:
+            self._last_line = now
+            logger.info(
+                "loading weights: %.2f of %.2f GiB (%.0f %%) after %.0f s",
+                self.done_bytes / _GIB,
+                self.total_bytes / _GIB,
+                100 * self.done_bytes / max(self.total_bytes, 1),
+                now - self._started,
+            )
+
+
+def _start_bar(total_bytes: int) -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TransferSpeedColumn,
+    )
+
+    bar = Progress(
+        TextColumn("loading weights"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        TimeElapsedColumn(), console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    bar.add_task("weights", total=total_bytes)
+    bar.start()
+    return bar
