@@ -42,6 +42,12 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "serve", "argosy_engine.api.serve:main", "run one engine: an OpenAI server for one model", "engine"
     ),
+    Command(
+        "doctor",
+        "argosy_engine.api.doctor:main",
+        "print device, memory and the KV cache's size for a model, before a load",
+        "engine",
+    ),
     Command("router", "argosy_router.main:main", "run the router: one endpoint for every model", "router"),
     Command("operator", "argosy_operator.main:main", "run the Kubernetes operator", "operator"),
     Command("crd", "argosy.commands.crd:main", "print the CustomResourceDefinition of InferenceService"),

@@ -35,8 +35,8 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
     ] = "auto"
     max_model_len: Annotated[
-        Annotated[int, Meta(ge=16, le=1 << 22)] | None,
-        Meta(description="longest prompt plus output; default: the model's"),
+        Annotated[int, Meta(ge=16, le=1 << 22)] | Literal["auto"] | None,
+        Meta(description="longest prompt plus output; default: the model's; auto: what fits into memory"),
     ] = None
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="requests running at once")] = 256
@@ -57,8 +57,12 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     enable_prefix_caching: Annotated[bool, Meta(description="share KV blocks of equal prefixes")] = True
     enable_chunked_prefill: Annotated[bool, Meta(description="split prompts that exceed the budget")] = True
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="share of device memory for weights and KV cache")
-    ] = 0.9
+        Annotated[float, Meta(gt=0.0, le=1.0)] | None,
+        Meta(
+            description="cuda: share of the device's memory for weights, activations and KV cache "
+            "(default 0.9); cpu: share for the KV cache of what weights leave free (default 0.4)"
+        ),
+    ] = None
     kv_cache_memory_bytes: Annotated[
         Annotated[int, Meta(ge=1 << 16, le=1 << 46)] | None,
         Meta(description="KV cache size, instead of sizing it from memory"),
@@ -67,6 +71,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Annotated[int, Meta(ge=2, le=1 << 30)] | None,
         Meta(description="number of KV blocks, for tests of preemption"),
     ] = None
+    enforce_eager: Annotated[bool, Meta(description="launch every kernel by itself: no CUDA graphs")] = False
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
         Meta(description="CPU compute threads; default: the cores this process may use"),
@@ -94,14 +99,54 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             args = msgspec.convert(fields, cls, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(str(error).replace("`$.", "`--").replace("_", "-")) from None
-        if not args.enable_chunked_prefill and args.max_model_len is not None:
-            longest = args.max_model_len
-            if args.max_num_batched_tokens < longest:
-                raise ConfigError(
-                    f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {longest} "
-                    "(--max-model-len)"
-                )
+        if isinstance(args.max_model_len, int):
+            args.check_model_len(args.max_model_len)
         return args
+
+    def check_model_len(self, max_model_len: int) -> None:
+        """Raises ConfigError if a prompt of that length could never be scheduled."""
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} "
+                "(--max-model-len)"
+            )
+
+
+class MemoryBudget(Struct, frozen=True, kw_only=True):
+    """Where a device's memory goes. Sizes in bytes; made by `worker.memory.plan_memory`."""
+
+    device: str
+    """`cpu` or `cuda`"""
+    total_bytes: int
+    """of the device; on a CPU what this process may use at most (the host's memory or its cgroup's limit)"""
+    available_bytes: int
+    """free when the engine started"""
+    utilization: float
+    """`--gpu-memory-utilization` or its default"""
+    weights_bytes: int
+    activation_bytes: int
+    """peak of the largest step; measured on CUDA, estimated on a CPU and before a load"""
+    block_bytes: int
+    """one KV block over all layers"""
+    block_size: int
+    num_blocks: int
+    """including the null block"""
+    max_model_len: int
+    limited_by: Literal["memory", "--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--max-num-seqs"]
+    """what the number of blocks follows from; --max-num-seqs: more could never be used"""
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of full length that fit into the KV cache at once."""
+        return self.kv_cache_tokens / self.max_model_len
 
 
 class ResolvedConfig(Struct, frozen=True, kw_only=True):
@@ -119,18 +164,8 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     num_gpu_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    kv_cache_bytes: int
-    weights_bytes: int
     epoch: str
     eos_token_ids: tuple[int, ...]
     startup_phases: tuple[tuple[str, float], ...]
     """(phase, seconds) in order, for the start-up table."""
-
-    @property
-    def kv_cache_tokens(self) -> int:
-        return (self.num_gpu_blocks - 1) * self.block_size
-
-    @property
-    def max_concurrency(self) -> float:
-        """Requests of full length that fit into the KV cache at once."""
-        return self.kv_cache_tokens / self.max_model_len
+    memory: MemoryBudget

@@ -2,6 +2,7 @@
 
 EngineError
 ├── ConfigError            the operator of the engine: a flag or a model that cannot work; the message names the remedy
+│   └── DoesNotFit         memory: the message says which --max-model-len would fit
 ├── InvalidRequest         the client: becomes HTTP 400 (`param` names the field)
 │   └── PromptTooLong      code context_length_exceeded
 ├── EngineBusy             the client, later: HTTP 503 with a retry hint
@@ -16,6 +17,10 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError):
+    pass
+
+
+class DoesNotFit(ConfigError):
     pass
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import difflib
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-import msgspec
 import uvicorn
 
 from argosy_engine.api.app import Engine, build_app
+from argosy_engine.api.budget import budget_table
+from argosy_engine.api.flags import FlagParser
 from argosy_engine.api.guard import Guard
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.errors import ConfigError, EngineDead
@@ -29,7 +29,6 @@ _KEEP_ALIVE_S = 75
 """Longer than the router keeps idle connections, so that the router closes first."""
 _LAST_BYTES_S = 5
 """After the drain: time for clients to read what is already written."""
-_GIB = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,10 +140,8 @@ def _print_start_up(
     print(
         "\n".join(
             [
-                f"{config.model_name}: {config.architecture}, {config.dtype} on {config.device}, "
-                f"weights {config.weights_bytes / _GIB:.2f} GiB",
-                f"KV cache {config.kv_cache_bytes / _GIB:.2f} GiB: {config.kv_cache_tokens} tokens, "
-                f"{config.max_concurrency:.1f} requests of {config.max_model_len} tokens at once",
+                f"{config.model_name}: {config.architecture}, {config.dtype} on {config.device}",
+                budget_table(config.memory),
                 *lines,
                 f"  {'ready':<34}{total_s:8.2f} s",
                 f"listening on http://{options.host}:{options.port}",
@@ -156,12 +153,8 @@ def _print_start_up(
 
 
 def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineArgs]:
-    """Server options and engine arguments; the engine's flags are made from `EngineArgs`.
-
-    Exits with code 2 and a suggestion on an unknown flag.
-    """
-    parser = argparse.ArgumentParser(prog="argosy serve", description="Serve one model behind an OpenAI API.")
-    parser.add_argument("model", help="builtin://tiny or a model directory")
+    """Server options and engine arguments. Exits with code 2 and a suggestion on an unknown flag."""
+    parser = FlagParser("argosy serve", "Serve one model behind an OpenAI API.")
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     server.add_argument("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
@@ -171,68 +164,13 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineAr
     server.add_argument("--guard-metrics", action="store_true", help="ask for the key on /metrics too")
     server.add_argument(
         "--shutdown-timeout",
-        type=float,
+        type=_seconds,
         default=45.0,
-        help="seconds to finish running requests on SIGTERM (default: 45)",
+        help="seconds to finish running requests on SIGTERM; 0: abort them (default: 45)",
     )
     server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    names = _add_engine_flags(parser.add_argument_group("engine"))
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        close = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
-        parser.error(f"unknown argument {unknown[0]}" + (f"; did you mean {close[0]}?" if close else ""))
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    try:
-        return options, EngineArgs.of(model=options.model, **given)
-    except ConfigError as error:
-        parser.error(str(error))
-
-
-def _add_engine_flags(group: argparse._ArgumentGroup) -> list[str]:
-    """One flag per field of EngineArgs; booleans get vLLM's --no- form."""
-    names = []
-    defaults = {field.name: field.default for field in msgspec.structs.fields(EngineArgs)}
-    for name, annotation in get_type_hints(EngineArgs, include_extras=True).items():
-        if name == "model":
-            continue
-        names.append(name)
-        flag = "--" + name.replace("_", "-")
-        kind, help_text = _unwrap(annotation)
-        default = defaults[name]
-        help_text += "" if default in (None, ()) else f" (default: {default})"
-        if kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
-        elif isinstance(default, tuple):
-            group.add_argument(flag, nargs="+", default=None, help=help_text)
-        else:
-            choices = (
-                get_args(kind)
-                if isinstance(kind, type) is False and all(isinstance(a, str) for a in get_args(kind))
-                else ()
-            )
-            group.add_argument(
-                flag,
-                default=None,
-                choices=choices or None,
-                metavar=None if choices else name.split("_")[-1].upper(),
-                help=help_text,
-            )
-    return names
-
-
-def _unwrap(annotation: Any) -> tuple[Any, str]:
-    """The type below Annotated and Optional, and its description."""
-    text = ""
-    while True:
-        if hasattr(annotation, "__metadata__"):
-            text = next((meta.description for meta in annotation.__metadata__ if meta.description), text)
-            annotation = annotation.__origin__
-            continue
-        options = [option for option in get_args(annotation) if option is not type(None)]
-        if len(options) == 1 and get_origin(annotation) is not tuple:
-            annotation = options[0]
-            continue
-        return annotation, text.replace("%", "%%")
+    parser.add_engine_flags()
+    return parser.parse(argv)
 
 
 def _port(text: str) -> int:
@@ -240,6 +178,13 @@ def _port(text: str) -> int:
     if not 0 <= port <= 65535:
         raise argparse.ArgumentTypeError("must be between 0 and 65535")
     return port
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError("must be between 0 and 86400 seconds")
+    return value
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class TelemetryHub(Observer):
                 block_size=config.block_size,
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
-                kv_cache_tokens=config.kv_cache_tokens,
+                kv_cache_tokens=config.memory.kv_cache_tokens,
                 engine_version=__version__,
             )
         ]

@@ -1,7 +1,8 @@
 """EngineCore: scheduler, KV cache and executor in one object, driven a step at a time.
 
 The same object serves both ways to run: in the caller's process (`InprocClient`) and in a process of its own
-(`core.process`). It raises on its own faults only: nothing a request contains can make `step` raise.
+(`core.process`). It raises on its own faults only: nothing a request contains can make `step` raise. A fault in the
+bookkeeping (scheduler, KV cache) is logged and healed; one in the executor ends the engine.
 """
 
 from __future__ import annotations
@@ -48,24 +49,25 @@ class EngineCore:
             architecture=info.config.architecture,
             device=info.device,
             dtype=info.dtype,
-            max_model_len=info.max_model_len,
+            max_model_len=info.memory.max_model_len,
             vocab_size=info.config.vocab_size,
             block_size=args.block_size,
-            num_gpu_blocks=info.num_blocks,
+            num_gpu_blocks=info.memory.num_blocks,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            kv_cache_bytes=info.kv_cache_bytes,
-            weights_bytes=info.weights_bytes,
             epoch=secrets.token_hex(8),
             eos_token_ids=info.config.eos_token_ids,
             startup_phases=info.phases,
+            memory=info.memory,
         )
-        self.kv = KVCacheManager(info.num_blocks, args.block_size, args.enable_prefix_caching, args.watermark)
+        self.kv = KVCacheManager(
+            info.memory.num_blocks, args.block_size, args.enable_prefix_caching, args.watermark
+        )
         self.scheduler = Scheduler(
             self.kv,
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_num_seqs=args.max_num_seqs,
-            max_model_len=info.max_model_len,
+            max_model_len=info.memory.max_model_len,
             eos_token_ids=frozenset(info.config.eos_token_ids),
             enable_chunked_prefill=args.enable_chunked_prefill,
             long_prefill_token_threshold=args.long_prefill_token_threshold,
@@ -73,6 +75,10 @@ class EngineCore:
         )
         self._prefill_rate = 0.0
         self._decode_step_s = 0.0
+        self._is_checked = True
+        """Whether the invariants were checked since the last step."""
+        self._was_healed = False
+        """Whether the last step's bookkeeping failed."""
         self._utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.kv.reset_prefix_cache,
             "check": self._check,
@@ -87,15 +93,28 @@ class EngineCore:
         self.scheduler.add(Request(message, self.kv.block_size, self.kv.enable_prefix_caching))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        self.scheduler.abort(request_ids)
+        try:
+            self.scheduler.abort(request_ids)
+        except Exception:
+            self._heal("aborting requests")
 
     def step(self) -> EngineCoreOutputs:
-        """Schedules, computes and books one step."""
-        step = self.scheduler.schedule()
+        """Schedules, computes and books one step. One whose bookkeeping fails is empty; the next one starts afresh."""
+        self._is_checked = False
+        try:
+            step = self.scheduler.schedule()
+        except Exception:
+            self._heal("scheduling")
+            return self.idle_outputs()
         started = time.perf_counter()
         result = self.executor.execute(step)
         self._measure(step, time.perf_counter() - started)
-        outputs = self.scheduler.update(step, result)
+        try:
+            outputs = self.scheduler.update(step, result)
+        except Exception:
+            self._heal("booking a step")
+            return self.idle_outputs()
+        self._was_healed = False
         return EngineCoreOutputs(
             outputs=outputs,
             stats=self.stats(step.total_num_scheduled_tokens),
@@ -123,6 +142,23 @@ class EngineCore:
     def idle_outputs(self) -> EngineCoreOutputs:
         """Heartbeat of a core with nothing to do; also carries what aborts and resets changed."""
         return EngineCoreOutputs(stats=self.stats(), residency=self.kv.residency.take_delta())
+
+    def check_when_idle(self) -> None:
+        """Checks the invariants once after the last step, and heals what it finds."""
+        if not self._is_checked and not self.has_work:
+            self._is_checked = True
+            try:
+                self.scheduler.check()
+            except AssertionError:
+                self._heal("checking the idle engine")
+
+    def _heal(self, activity: str) -> None:
+        """Called where an exception was caught: logs it and rebuilds the bookkeeping. Requests are recomputed; if
+        that fails in the next step too, they are answered with an error instead."""
+        logger.exception("fault while %s: the KV cache is rebuilt, running requests are recomputed", activity)
+        error = "the engine could not keep track of this request" if self._was_healed else None
+        self._was_healed = True
+        self.scheduler.rebuild(error)
 
     def call_utility(self, call: UtilityCall) -> UtilityOutput:
         """Runs a named utility; failures are answers, not crashes."""

@@ -1,66 +1,174 @@
-"""How many KV blocks fit: memory in, blocks out. Pure functions over sizes in bytes."""
+"""How many KV blocks fit, and how long a request may be: memory in, budget out. No torch; sizes in bytes.
+
+On CUDA a share of the whole device holds weights, activations and KV cache. On a CPU the engine is a guest: it takes a
+share of what the weights leave free, and the pages of the cache are committed only when they are first used.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 
-from argosy_engine.config import EngineArgs
-from argosy_engine.errors import ConfigError
+from argosy_engine.config import EngineArgs, MemoryBudget
+from argosy_engine.errors import ConfigError, DoesNotFit
+from argosy_engine.models.config import ModelConfig
+from argosy_engine.worker.device import DeviceMemory
 
-CPU_SHARE = 0.4
-"""Of the memory that is available at start: a laptop runs two replicas and a browser beside them."""
+DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
+"""cpu: a laptop runs two replicas and a browser beside them."""
 
-MIB = 1 << 20
+CUDA_CONTEXT_BYTES = 600 << 20
+"""What CUDA, cuBLAS and loaded kernels take beside our tensors, for an estimate before they are loaded."""
 
-
-def available_cpu_memory() -> int:
-    """Bytes this process may still use: the smaller of MemAvailable and the cgroup's headroom."""
-    available = _meminfo_available()
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit, usage = _read_int(limit_file), _read_int(usage_file)
-        if limit is not None and usage is not None:
-            available = min(available, max(limit - usage, 0))
-    return available
+_MIB = 1 << 20
+_GIB = 1 << 30
 
 
-def num_kv_blocks(args: EngineArgs, *, block_bytes: int, free_bytes: int, max_model_len: int) -> int:
-    """Number of blocks including the null block.
+def kv_block_bytes(config: ModelConfig, itemsize: int, block_size: int) -> int:
+    """Keys and values of one block over all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize * block_size
+
+
+def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int) -> int:
+    """Peak of the largest step: its widest layer over all tokens, or sampling with logprobs over all requests."""
+    q = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    inner = getattr(config, "intermediate_size", 4 * config.hidden_size)  # not every family has one
+    values = 4 * config.hidden_size + 2 * q + 2 * kv + 4 * inner
+    norm = 8 * config.hidden_size  # float32, in and out
+    layer = args.max_num_batched_tokens * (values * itemsize + norm)
+    # logits in the model's dtype and float32, log-softmax, a sorted copy and its indices (int64)
+    rows = min(args.max_num_seqs, args.max_num_batched_tokens)
+    sampling = rows * config.vocab_size * (itemsize + 4 + 4 + 4 + 8)
+    return max(layer, sampling)
+
+
+def estimate_weights(config: ModelConfig, elements: Mapping[str, int], itemsize: int, device: str) -> int:
+    """Bytes of the loaded weights, from the checkpoint's element counts (`models.headers`)."""
+    tied_copy = "lm_head.weight"
+    total = sum(
+        count for name, count in elements.items() if not (config.tie_word_embeddings and name == tied_copy)
+    )
+    if config.tie_word_embeddings and device == "cpu":
+        # The output projection is laid out for the product, the embedding for look-ups: two copies.
+        total += config.vocab_size * config.hidden_size
+    return total * itemsize
+
+
+def dummy_elements(config: ModelConfig) -> dict[str, int]:
+    """Element counts of a model without a checkpoint, in three lumps: a dense decoder with a gated MLP."""
+    q = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    layer = config.hidden_size * (2 * q + 2 * kv + 3 * inner)
+    embedding = config.vocab_size * config.hidden_size
+    return {"layers": config.num_hidden_layers * layer, "embedding": embedding, "lm_head.weight": embedding}
+
+
+def plan_memory(
+    args: EngineArgs,
+    config: ModelConfig,
+    memory: DeviceMemory,
+    *,
+    itemsize: int,
+    weights_bytes: int,
+    activation_bytes: int,
+) -> MemoryBudget:
+    """Sizes the KV cache and settles `max_model_len`.
 
     Args:
-        block_bytes: of one block over all layers.
-        free_bytes: memory left for the cache after weights and activations.
+        memory: as it was before the weights were loaded.
+        itemsize: bytes of a key or value.
 
     Raises:
-        ConfigError: not even one request of full length fits; the message says which length would.
+        DoesNotFit: not even one request of full length fits; the message says which length would.
     """
+    utilization = args.gpu_memory_utilization or DEFAULT_UTILIZATION[memory.device]
+    block_bytes = kv_block_bytes(config, itemsize, args.block_size)
+    wanted_len = wanted_model_len(args, config)
+    if memory.device == "cuda":
+        in_use = memory.total_bytes - memory.available_bytes
+        left = int(memory.total_bytes * utilization) - in_use - weights_bytes - activation_bytes
+    else:
+        left = int((memory.available_bytes - weights_bytes - activation_bytes) * utilization)
+
+    budget = left
+    limited_by = "memory"
+    if args.kv_cache_memory_bytes is not None:
+        budget, limited_by = args.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    num_blocks = max(budget, 0) // block_bytes
     if args.num_gpu_blocks_override is not None:
-        return args.num_gpu_blocks_override
-    budget = args.kv_cache_memory_bytes if args.kv_cache_memory_bytes is not None else free_bytes
-    useful = args.max_num_seqs * -(-max_model_len // args.block_size) + 1
-    num_blocks = min(budget // block_bytes, useful)
-    if (num_blocks - 1) * args.block_size < max_model_len:
-        fits = max((num_blocks - 1) * args.block_size, 0)
-        raise ConfigError(
-            f"a request of --max-model-len {max_model_len} tokens needs "
-            f"{-(-max_model_len // args.block_size) * block_bytes / MIB:.0f} MiB of KV cache, there are "
-            f"{budget / MIB:.0f} MiB; use --max-model-len {fits} or less, or a larger --kv-cache-memory-bytes"
+        num_blocks, limited_by = args.num_gpu_blocks_override, "--num-gpu-blocks-override"
+    else:
+        useful = args.max_num_seqs * _blocks(wanted_len, args.block_size) + 1
+        if num_blocks > useful:
+            num_blocks, limited_by = useful, "--max-num-seqs"
+
+    fits = max((num_blocks - 1) * args.block_size, 0)
+    max_model_len = wanted_len
+    if args.max_model_len == "auto" and fits >= 16:
+        max_model_len = min(wanted_len, fits)
+    # An override is the tester's business: requests that are too long for it fail one by one.
+    if fits < max_model_len and args.num_gpu_blocks_override is None:
+        raise DoesNotFit(
+            _does_not_fit(args, memory, utilization, budget, block_bytes, max_model_len, fits, weights_bytes)
         )
-    return num_blocks
+    args.check_model_len(max_model_len)
+    return MemoryBudget(
+        device=memory.device,
+        total_bytes=memory.total_bytes,
+        available_bytes=memory.available_bytes,
+        utilization=utilization,
+        weights_bytes=weights_bytes,
+        activation_bytes=activation_bytes,
+        block_bytes=block_bytes,
+        block_size=args.block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        limited_by=limited_by,  # type: ignore[arg-type]
+    )
 
 
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo has no MemAvailable; give --kv-cache-memory-bytes")
+def wanted_model_len(args: EngineArgs, config: ModelConfig) -> int:
+    """`--max-model-len`, or the model's own limit.
+
+    Raises:
+        ConfigError: more than the model has positions for.
+    """
+    if not isinstance(args.max_model_len, int):
+        return config.max_position_embeddings
+    if args.max_model_len > config.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {args.max_model_len} exceeds the model's {config.max_position_embeddings} positions"
+        )
+    return args.max_model_len
 
 
-def _read_int(path: str) -> int | None:
-    try:
-        text = Path(path).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _does_not_fit(
+    args: EngineArgs,
+    memory: DeviceMemory,
+    utilization: float,
+    budget: int,
+    block_bytes: int,
+    max_model_len: int,
+    fits: int,
+    weights_bytes: int,
+) -> str:
+    need = (_blocks(max_model_len, args.block_size) + 1) * block_bytes
+    have = f"{max(budget, 0) / _MIB:.1f} MiB"
+    if args.kv_cache_memory_bytes is None:
+        have += (
+            f" of {memory.available_bytes / _GIB:.2f} GiB available "
+            f"(weights {weights_bytes / _GIB:.2f} GiB, --gpu-memory-utilization {utilization:g})"
+        )
+    if fits < 16:
+        remedy = "give it more memory, a larger --gpu-memory-utilization, or a smaller model"
+    else:
+        remedy = f"use --max-model-len {fits} or less (or auto), or give it more memory"
+    return (
+        f"one request of --max-model-len {max_model_len} tokens needs {need / _MIB:.1f} MiB of KV cache, "
+        f"there are {have}; {remedy}"
+    )

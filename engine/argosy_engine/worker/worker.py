@@ -12,17 +12,18 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 
-from argosy_engine.config import EngineArgs
+from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config import ModelConfig, load_model_config
 from argosy_engine.models.loader import load_model
 from argosy_engine.models.source import resolve_model
-from argosy_engine.worker.memory import CPU_SHARE, available_cpu_memory, num_kv_blocks
+from argosy_engine.worker.device import DeviceMemory, choose_dtype, cpu_memory
+from argosy_engine.worker.memory import estimate_activations, plan_memory, wanted_model_len
 from argosy_engine.worker.model_runner import ModelRunner
+from argosy_engine.worker.profile import measure_activations
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_GPU_ACTIVATION_RESERVE = 1 << 30
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):
@@ -33,10 +34,7 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     config: ModelConfig
     device: str
     dtype: str
-    max_model_len: int
-    num_blocks: int
-    kv_cache_bytes: int
-    weights_bytes: int
+    memory: MemoryBudget
     phases: tuple[tuple[str, float], ...]
 
 
@@ -56,33 +54,26 @@ class Worker:
         with self._phase("device"):
             device = _choose_device(args)
             torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
+            memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
         with self._phase("config"):
             path = resolve_model(args.model)
             config = load_model_config(path)
-            dtype = _choose_dtype(args, config, device)
-            max_model_len = _choose_max_model_len(args, config)
+            dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
+            if isinstance(args.max_model_len, int):  # tell it before the weights are read
+                wanted_model_len(args, config)
         with self._phase("weights"):
             loaded = load_model(
                 path,
                 config,
                 dtype=dtype,
                 device=device,
-                max_positions=max_model_len + 1,
+                max_positions=wanted_model_len(args, config) + 1,
                 load_format=args.load_format,
                 seed=args.seed,
             )
-        with self._phase("kv cache"):
-            block_bytes = (
-                2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-                * dtype.itemsize * args.block_size
-            )  # fmt: skip
-            num_blocks = num_kv_blocks(
-                args,
-                block_bytes=block_bytes,
-                free_bytes=_free_bytes(args, device),
-                max_model_len=max_model_len,
-            )
-            runner = ModelRunner(
+
+        def runner(num_blocks: int, max_model_len: int) -> ModelRunner:
+            return ModelRunner(
                 loaded.model,
                 config,
                 num_blocks=num_blocks,
@@ -92,17 +83,29 @@ class Worker:
                 dtype=dtype,
                 device=device,
             )
-        self._runner = runner
+
+        if device.type == "cpu":
+            activation_bytes = estimate_activations(config, args, dtype.itemsize)
+        else:
+            with self._phase("profile"):
+                activation_bytes = measure_activations(runner, args, wanted_model_len(args, config), memory)
+        with self._phase("kv cache"):
+            budget = plan_memory(
+                args,
+                config,
+                memory,
+                itemsize=dtype.itemsize,
+                weights_bytes=loaded.num_bytes,
+                activation_bytes=activation_bytes,
+            )
+            self._runner = runner(budget.num_blocks, budget.max_model_len)
         return WorkerInfo(
             model_path=str(path),
             model_fingerprint=_fingerprint(path, config, str(dtype), args),
             config=config,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
-            max_model_len=max_model_len,
-            num_blocks=num_blocks,
-            kv_cache_bytes=num_blocks * block_bytes,
-            weights_bytes=loaded.num_bytes,
+            memory=budget,
             phases=tuple(self._phases),
         )
 
@@ -127,39 +130,9 @@ def _choose_device(args: EngineArgs) -> torch.device:
     return torch.device("cuda" if has_cuda else "cpu")
 
 
-def _choose_dtype(args: EngineArgs, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if args.dtype != "auto":
-        return _DTYPES[args.dtype]
-    dtype = _DTYPES.get(config.dtype, torch.float32)
-    if device.type != "cpu" or dtype is torch.float32:
-        return dtype
-    return torch.bfloat16 if _has_bf16_instructions() else torch.float32
-
-
-def _has_bf16_instructions() -> bool:
-    """Whether the CPU multiplies bf16 natively. Without, oneDNN emulates it, several times slower than float32."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
-
-
-def _choose_max_model_len(args: EngineArgs, config: ModelConfig) -> int:
-    if args.max_model_len is None:
-        return config.max_position_embeddings
-    if args.max_model_len > config.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len {args.max_model_len} exceeds the model's {config.max_position_embeddings} positions"
-        )
-    return args.max_model_len
-
-
-def _free_bytes(args: EngineArgs, device: torch.device) -> int:
-    if device.type == "cpu":
-        return int(available_cpu_memory() * CPU_SHARE)
+def _cuda_memory(device: torch.device) -> DeviceMemory:
     free, total = torch.cuda.mem_get_info(device)
-    return max(int(free - total * (1.0 - args.gpu_memory_utilization)) - _GPU_ACTIVATION_RESERVE, 0)
+    return DeviceMemory("cuda", torch.cuda.get_device_name(device), total, free)
 
 
 def _fingerprint(path: Path, config: ModelConfig, dtype: str, args: EngineArgs) -> str:

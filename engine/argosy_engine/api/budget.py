@@ -1,0 +1,41 @@
+"""The memory budget as a table: `argosy serve` prints it when the model is loaded, `argosy doctor` before."""
+
+from __future__ import annotations
+
+from argosy_engine.config import MemoryBudget
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def size(num_bytes: int) -> str:
+    """Three digits and a binary unit."""
+    for unit, name in _UNITS:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes} B"
+
+
+def budget_table(budget: MemoryBudget) -> str:
+    """Five lines, numbers right-aligned."""
+    if budget.device == "cuda":
+        share = f"{budget.utilization:g} of {size(budget.total_bytes)}, {size(budget.available_bytes)} free at start"
+    else:
+        share = f"{budget.utilization:g} of what weights leave of {size(budget.available_bytes)}"
+    kind = "peak of the largest step" + ("" if budget.device == "cuda" else ", estimated")
+    reason = share if budget.limited_by == "memory" else f"set by {budget.limited_by}"
+    rows = (
+        ("weights", size(budget.weights_bytes), ""),
+        ("activations", size(budget.activation_bytes), kind),
+        (
+            "KV cache",
+            size(budget.kv_cache_bytes),
+            f"{budget.num_blocks} blocks of {budget.block_size}; {reason}",
+        ),
+        (
+            "capacity",
+            str(budget.kv_cache_tokens),
+            f"tokens, {size(budget.block_bytes // budget.block_size)} each",
+        ),
+        ("concurrency", f"{budget.max_concurrency:.1f}", f"requests of {budget.max_model_len} tokens"),
+    )
+    return "\n".join(f"  {name:<14}{value:>12}  {note}".rstrip() for name, value, note in rows)

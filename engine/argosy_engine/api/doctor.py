@@ -1,0 +1,130 @@
+"""`argosy doctor MODEL`: device, memory and the budget of a start with these flags, before any load.
+
+Reads config.json and the safetensors headers; imports no torch and starts no device. The KV cache is sized by the
+function the worker uses, from an estimate of the activations, so a start with the same memory free agrees with it.
+
+Exit codes: 0 it fits, 1 it does not, 2 wrong usage, or a model or device that cannot work.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from argosy_engine.api.budget import budget_table, size
+from argosy_engine.api.flags import FlagParser
+from argosy_engine.config import EngineArgs, MemoryBudget
+from argosy_engine.errors import ConfigError, DoesNotFit
+from argosy_engine.models.config import load_model_config
+from argosy_engine.models.headers import checkpoint_elements
+from argosy_engine.models.source import resolve_model
+from argosy_engine.worker.device import DeviceMemory, choose_dtype, cpu_memory, gpu_memory
+from argosy_engine.worker.memory import (
+    CUDA_CONTEXT_BYTES,
+    dummy_elements,
+    estimate_activations,
+    estimate_weights,
+    plan_memory,
+)
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Diagnosis(Struct, kw_only=True):
+    """What `-o json` prints; `budget` is null where it does not fit, `problem` then says why."""
+
+    fits: bool
+    model: str
+    architecture: str
+    dtype: str
+    device: DeviceMemory
+    budget: MemoryBudget | None = None
+    kv_cache_bytes: int | None = None
+    kv_cache_tokens: int | None = None
+    max_concurrency: float | None = None
+    problem: str | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = FlagParser("argosy doctor", "Print device, memory and KV budget before a load.")
+    parser.add_argument(
+        "-o", "--output", choices=("table", "json"), default="table", help="format (default: %(default)s)"
+    )
+    parser.add_engine_flags()
+    options, args = parser.parse(argv)
+    try:
+        diagnosis = diagnose(args)
+    except ConfigError as error:
+        print(f"argosy doctor: {error}", file=sys.stderr)
+        return 2
+    if options.output == "json":
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(diagnosis), indent=2) + b"\n")
+    else:
+        print(_render(diagnosis))
+    return 0 if diagnosis.fits else 1
+
+
+def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
+    """
+    Args:
+        device: instead of the one that is found.
+
+    Raises:
+        ConfigError: no such model, a checkpoint that cannot be served, or no such device.
+    """
+    path = resolve_model(args.model)
+    config = load_model_config(path)
+    device = device or _find_device(args)
+    dtype = choose_dtype(args.dtype, config.dtype, device.device)
+    diagnosis = Diagnosis(
+        fits=False,
+        model=args.canonical_name,
+        architecture=config.architecture,
+        dtype=dtype,
+        device=device,
+    )
+    itemsize = _ITEMSIZE[dtype]
+    elements = dummy_elements(config) if args.load_format == "dummy" else checkpoint_elements(path)
+    activations = estimate_activations(config, args, itemsize)
+    try:
+        budget = plan_memory(
+            args,
+            config,
+            device,
+            itemsize=itemsize,
+            weights_bytes=estimate_weights(config, elements, itemsize, device.device),
+            activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
+        )
+    except DoesNotFit as error:
+        diagnosis.problem = str(error)
+        return diagnosis
+    diagnosis.fits, diagnosis.budget = True, budget
+    diagnosis.kv_cache_bytes, diagnosis.kv_cache_tokens = budget.kv_cache_bytes, budget.kv_cache_tokens
+    diagnosis.max_concurrency = budget.max_concurrency
+    return diagnosis
+
+
+def _find_device(args: EngineArgs) -> DeviceMemory:
+    gpu = gpu_memory() if args.device != "cpu" else None
+    if args.device == "cuda" and gpu is None:
+        raise ConfigError("--device cuda: there is no NVIDIA driver or GPU here; use --device auto or cpu")
+    return gpu or cpu_memory()
+
+
+def _render(diagnosis: Diagnosis) -> str:
+    device = diagnosis.device
+    lines = [
+        f"{diagnosis.model}: {diagnosis.architecture}, {diagnosis.dtype} on {device.device} ({device.name})",
+        f"memory {size(device.total_bytes)}, available {size(device.available_bytes)}",
+    ]
+    if diagnosis.budget is not None:
+        lines.append(budget_table(diagnosis.budget))
+    lines.append(f"does not fit: {diagnosis.problem}" if diagnosis.problem else "fits")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

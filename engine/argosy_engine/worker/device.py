@@ -1,0 +1,132 @@
+"""What the machine offers, found without torch: CPU features, GPUs and their memory, memory limits of this process.
+
+`argosy doctor` and the worker ask the same questions here, so that they agree. NVML is asked through ctypes: its
+library comes with the driver. Sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from argosy_engine.errors import ConfigError
+
+
+class DeviceMemory(Struct, frozen=True):
+    """Memory of the device that an engine would run on."""
+
+    device: str
+    """`cpu` or `cuda`"""
+    name: str
+    total_bytes: int
+    available_bytes: int
+
+
+def cpu_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> DeviceMemory:
+    """The host's memory, or the tightest cgroup's limit and headroom where that is less.
+
+    Page cache that the kernel would drop on demand counts as available, in the cgroup as on the host.
+
+    Raises:
+        ConfigError: /proc/meminfo is unreadable.
+    """
+    info = _fields(proc / "meminfo")
+    try:
+        total, available = info["MemTotal:"] * 1024, info["MemAvailable:"] * 1024
+    except KeyError:
+        raise ConfigError(f"{proc}/meminfo does not tell the memory; give --kv-cache-memory-bytes") from None
+    for limit, used in _cgroup_limits(proc, cgroups):
+        total, available = min(total, limit), min(available, max(limit - used, 0))
+    return DeviceMemory("cpu", _cpu_name(proc), total, available)
+
+
+def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use that cannot be dropped) of this process's memory cgroup and each of its parents."""
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage, cache = cgroups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit = cgroups / "memory", "memory.limit_in_bytes"
+            usage, cache = "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        # Inside a container the path may be the host's, which is not mounted here: then the root is ours.
+        for place in dict.fromkeys((folder, *folder.parents, root)):
+            if not place.is_relative_to(root):
+                continue
+            bound, used = _text(place / limit).strip(), _text(place / usage).strip()
+            if bound.isdigit() and used.isdigit():
+                droppable = _fields(place / "memory.stat").get(cache, 0)
+                yield int(bound), max(int(used) - droppable, 0)
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """`name number ...` lines."""
+    pairs = (line.split() for line in _text(file).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _cpu_name(proc: Path) -> str:
+    for line in _text(proc / "cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "CPU"
+
+
+def has_bf16_instructions(proc: Path = Path("/proc")) -> bool:
+    """Whether the CPU multiplies bf16 natively. Without, oneDNN emulates it, several times slower than float32."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(_text(proc / "cpuinfo").split())
+
+
+def choose_dtype(asked: str, of_checkpoint: str, device: str) -> str:
+    """`float32`, `bfloat16` or `float16`: what was asked for, else the checkpoint's where the device is fast at it."""
+    if asked != "auto":
+        return asked
+    dtype = of_checkpoint if of_checkpoint in ("bfloat16", "float16") else "float32"
+    if device == "cpu" and dtype != "float32":
+        return "bfloat16" if has_bf16_instructions() else "float32"
+    return dtype
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def gpu_memory() -> DeviceMemory | None:
+    """The first GPU this process may see, or None: no driver, no GPU, or CUDA_VISIBLE_DEVICES hides them all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = (visible or "0").split(",")[0].strip()
+    if visible == "" or first == "-1":
+        return None
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    with contextlib.ExitStack() as stack:
+        stack.callback(nvml.nvmlShutdown)
+        handle = ctypes.c_void_p()
+        if first.isdigit():
+            found = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(first)), ctypes.byref(handle))
+        else:
+            found = nvml.nvmlDeviceGetHandleByUUID(first.encode(), ctypes.byref(handle))
+        memory, name = _NvmlMemory(), ctypes.create_string_buffer(96)
+        if found != 0 or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+            return None
+        nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
+        return DeviceMemory("cuda", name.value.decode(errors="replace"), memory.total, memory.free)

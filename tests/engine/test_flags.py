@@ -1,0 +1,75 @@
+"""Flags: sizes, `--config FILE`, precedence, and the suggestions for what is misspelt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from argosy_engine.api.serve import parse_args
+
+
+def config_file(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "engine.yaml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_a_file_gives_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    given = config_file(
+        tmp_path,
+        "model: builtin://tiny\nport: 1234\nmax-model-len: 2k\nmax_num_seqs: 8\nserved-model-name: [a, b]\n"
+        "enable-prefix-caching: false\nguard-metrics: true\napi-key: [k1, k2]\ngpu-memory-utilization: 0.5\n",
+    )
+    options, args = parse_args([*given, "--max-num-seqs", "9"])
+    assert (args.model, args.max_model_len, args.max_num_seqs) == ("builtin://tiny", 2000, 9)
+    assert (args.served_model_name, args.enable_prefix_caching) == (("a", "b"), False)
+    assert (options.port, options.guard_metrics, options.api_key) == (1234, True, ["k1", "k2"])
+    assert args.gpu_memory_utilization == 0.5
+    options, args = parse_args(["other", *given, "--served-model-name", "c", "--enable-prefix-caching"])
+    assert (args.model, args.served_model_name, args.enable_prefix_caching) == ("other", ("c",), True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_model_lenn: 3", "unknown key 'max_model_lenn'; did you mean max_model_len?"),
+        ("- a\n- b", "is not a mapping"),
+        ("a: [", "cannot read"),
+        ("enable-chunked-prefill: 3", "must be true or false"),
+        ("max-num-seqs: [1, 2]", "takes one value"),
+        ("max-num-seqs: none", "--max-num-seqs"),
+        ("config: x", "unknown key 'config'"),
+        ("port: 70000", "--port"),
+        ("!!python/object/apply:os.system [id]: 1", "cannot read"),
+    ],
+)
+def test_a_bad_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_args(["builtin://tiny", *config_file(tmp_path, text)])
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("512", 512), ("1k", 1000), ("1K", 1024), ("2.5k", 2500), ("auto", "auto")]
+)
+def test_sizes(text: str, tokens: object) -> None:
+    assert parse_args(["m", "--max-model-len", text])[1].max_model_len == tokens
+
+
+@pytest.mark.parametrize("text", ["1.0001k", "k", "-1", "1T", "8", "", "1e9", "9" * 30])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_args(["m", f"--max-model-len={text}"])
+    assert left.value.code == 2
+
+
+def test_no_model_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--port", "1"])
+    assert "give a model" in capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""The memory budget: which KV cache a device gives, which length fits, and what `argosy doctor` says about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy_engine.api.doctor import diagnose
+from argosy_engine.api.doctor import main as doctor
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError, DoesNotFit
+from argosy_engine.models.config import ModelConfig, load_model_config
+from argosy_engine.models.headers import checkpoint_elements
+from argosy_engine.models.source import resolve_model
+from argosy_engine.worker.device import DeviceMemory, cpu_memory
+from argosy_engine.worker.memory import kv_block_bytes, plan_memory
+
+TINY = resolve_model("builtin://tiny")
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    return load_model_config(TINY)
+
+
+def plan(config: ModelConfig, available: int, device: str = "cpu", used: int = 0, **flags: object):  # type: ignore[no-untyped-def]
+    args = EngineArgs.of(model="builtin://tiny", **flags)
+    memory = DeviceMemory(device, "test", available + used, available)
+    return plan_memory(args, config, memory, itemsize=2, weights_bytes=10 << 20, activation_bytes=6 << 20)
+
+
+@given(
+    available=st.integers(1 << 20, 1 << 36),
+    used=st.integers(0, 1 << 34),
+    utilization=st.floats(0.01, 1.0),
+    block_size=st.sampled_from([1, 16, 32, 256]),
+    device=st.sampled_from(["cpu", "cuda"]),
+    max_model_len=st.sampled_from(["auto", 16, 500, 4096]),
+)
+def test_what_is_planned_never_exceeds_the_share(
+    available: int, used: int, utilization: float, block_size: int, device: str, max_model_len: object
+) -> None:
+    config = load_model_config(TINY)
+    flags = {
+        "gpu_memory_utilization": utilization,
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+    }
+    try:
+        budget = plan(config, available, device, used, **flags)
+    except DoesNotFit:
+        return
+    taken = budget.kv_cache_bytes + budget.weights_bytes + budget.activation_bytes
+    if device == "cuda":
+        assert taken + used <= (available + used) * utilization
+    assert taken <= available
+    assert budget.kv_cache_tokens >= budget.max_model_len
+    assert budget.max_concurrency >= 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_length_that_an_error_names_fits_and_one_more_does_not(config: ModelConfig, device: str) -> None:
+    def attempt(length: object) -> int:
+        # a share of the device that leaves a few MiB, on either kind
+        share = 0.0001 if device == "cpu" else 17.5 / 1024
+        budget = plan(config, GIB * (1 if device == "cuda" else 16), device, max_model_len=length,
+                      gpu_memory_utilization=share)  # fmt: skip
+        return int(budget.max_model_len)
+
+    with pytest.raises(DoesNotFit) as refused:
+        attempt(4096)
+    words = str(refused.value).split("use --max-model-len ")[1]
+    fits = int(words.split()[0])
+    assert attempt(fits) == fits
+    assert attempt("auto") == fits
+    with pytest.raises(DoesNotFit):
+        attempt(fits + 1)
+
+
+def test_flags_override_memory(config: ModelConfig) -> None:
+    block = kv_block_bytes(config, 2, 16)
+    by_bytes = plan(config, GIB, kv_cache_memory_bytes=300 * block + 1)
+    assert (by_bytes.num_blocks, by_bytes.limited_by) == (300, "--kv-cache-memory-bytes")
+    by_count = plan(config, GIB, num_gpu_blocks_override=7)
+    assert (by_count.num_blocks, by_count.limited_by) == (7, "--num-gpu-blocks-override")
+    few = plan(config, GIB, max_num_seqs=1, max_model_len=64)
+    assert (few.num_blocks, few.limited_by) == (5, "--max-num-seqs")
+    assert plan(config, GIB).limited_by == "memory"
+
+
+def test_without_chunked_prefill_the_budget_must_hold_the_longest_prompt(config: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match="at least 4096"):
+        plan(config, 16 * GIB, enable_chunked_prefill=False)
+    assert plan(config, 16 * GIB, enable_chunked_prefill=False, max_num_batched_tokens=4096)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("path", ["/", "/pods/engine"])
+def test_the_tightest_cgroup_counts_and_its_page_cache_does_not(
+    tmp_path: Path, version: int, path: str
+) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\n")
+    if version == 1:
+        root, names = (
+            cgroups / "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        )
+    else:
+        root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+    (proc / "self" / "cgroup").write_text(f"4:memory:{path}\n" if version == 1 else f"0::{path}\n")
+    leaf = root / path.lstrip("/")
+    leaf.mkdir(parents=True)
+    (root / names[0]).write_text("max\n")
+    (leaf / names[0]).write_text(f"{500 * 1024}\n")
+    (leaf / names[1]).write_text(f"{300 * 1024}\n")
+    (leaf / "memory.stat").write_text(f"anon 5\n{names[2]} {100 * 1024}\n")
+    memory = cpu_memory(proc, cgroups)
+    assert (memory.total_bytes, memory.available_bytes) == (500 * 1024, 300 * 1024)
+
+
+def test_headers_tell_the_size_of_the_loaded_weights() -> None:
+    total = sum(checkpoint_elements(TINY).values())
+    assert (TINY / "model.safetensors").stat().st_size == pytest.approx(2 * total, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x0e" + b"\0" * 7 + b'{"a":{"b": 1}}']
+)
+def test_a_broken_checkpoint_is_a_config_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError):
+        checkpoint_elements(tmp_path)
+
+
+def test_doctor_says_what_a_gpu_would_hold() -> None:
+    gpu = DeviceMemory("cuda", "test GPU", 80 * GIB, 79 * GIB)
+    diagnosis = diagnose(EngineArgs.of(model="builtin://tiny", max_num_seqs=4096, max_model_len=4096), gpu)
+    assert diagnosis.fits
+    assert diagnosis.budget is not None
+    assert diagnosis.dtype == "bfloat16"
+    dummy = diagnose(EngineArgs.of(model="builtin://tiny", load_format="dummy"), gpu)
+    assert dummy.budget is not None
+    assert dummy.budget.weights_bytes == pytest.approx(diagnosis.budget.weights_bytes, rel=0.05)
+
+
+def test_doctor_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(["builtin://tiny", "--device", "cpu", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+    assert doctor(["builtin://tiny", "--device", "cpu", "--kv-cache-memory-bytes", "1M"]) == 1
+    assert "use --max-model-len " in capsys.readouterr().out
+    assert doctor(["/nonexistent"]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_doctor_imports_no_torch() -> None:
+    code = "import sys, argosy_engine.api.doctor as d; d.main(['builtin://tiny']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True)
+
+
+def test_the_largest_step_runs_and_samples_every_request() -> None:
+    """What CUDA measures, run on a CPU."""
+    from argosy_engine.worker.profile import run_largest_step
+    from argosy_engine.worker.worker import Worker
+
+    args = EngineArgs.of(
+        model="builtin://tiny", device="cpu", max_num_batched_tokens=64, max_num_seqs=5, num_gpu_blocks_override=4,
+        threads=1,
+    )  # fmt: skip
+    worker = Worker(args)
+    worker.start()
+    assert worker._runner is not None
+    assert run_largest_step(worker._runner, args, 4096) == 5
+    assert run_largest_step(worker._runner, args, 4096) == 5  # nothing of the first run is left
