@@ -110,10 +110,19 @@ class KVCacheManager:
         if num_valid < request.num_cached_blocks:
             self.pool.unregister(request.block_ids[num_valid : request.num_cached_blocks])
         self.pool.free(request.block_ids)
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """The request holds no blocks any more."""
         request.block_ids = []
         request.num_allocated_tokens = 0
         request.num_cached_blocks = 0
         request.num_tied_chunks = 0
+
+    def rebuild(self) -> None:
+        """Starts over with an empty cache. The caller has every request forget its blocks."""
+        self.pool = BlockPool(len(self.pool.blocks), on_evict=self.residency.evict)
+        self.residency.clear()
 
     def reset_prefix_cache(self) -> bool:
         if not self.pool.reset_prefix_cache():

@@ -105,6 +105,7 @@ class CoreProcess:
         last_stats = 0.0
         while True:
             if not core.has_work and not self._wait_for_input():
+                core.check_when_idle()
                 self._outputs.put(core.idle_outputs())
                 last_stats = time.monotonic()
                 continue

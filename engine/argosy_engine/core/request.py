@@ -57,6 +57,7 @@ class Request:
         "request_id",
         "root_hash",
         "sampling_params",
+        "spec_token_ids",
         "status",
         "stop_ids",
         "stop_reason",
@@ -70,7 +71,9 @@ class Request:
         self.num_tokens = self.num_prompt_tokens
         """Known tokens: prompt and output."""
         self.num_tokens_with_spec = self.num_tokens
-        """Known tokens and draft tokens to verify."""
+        """Known tokens and drafts."""
+        self.spec_token_ids: list[int] = []
+        """Drafts: guesses at the next tokens, which the next step verifies."""
         self.arrival_time = message.arrival_time
         self.priority = message.priority
         self.queue_key = (0, 0)

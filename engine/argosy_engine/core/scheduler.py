@@ -67,17 +67,18 @@ class Scheduler:
         self._num_arrivals = 0
         self._released: list[str] = []
         """Requests whose worker slots the next step frees."""
-        self._failed: list[EngineCoreOutput] = []
+        self._outputs: list[EngineCoreOutput] = []
+        """Answers that the next `update` returns."""
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something. Blocked requests alone are no work."""
-        return bool(self.running or self.waiting or self._failed)
+        return bool(self.running or self.waiting or self._outputs)
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether a request still awaits its answer, blocked ones included."""
-        return bool(self.requests or self._failed)
+        return bool(self.requests or self._outputs)
 
     @property
     def num_waiting(self) -> int:
@@ -99,12 +100,7 @@ class Scheduler:
             request.max_num_tokens = min(self.max_model_len, request.num_prompt_tokens + params.max_tokens)
         request.queue_key = (request.priority if self.policy == "priority" else 0, self._num_arrivals)
         self._num_arrivals += 1
-        self.requests[request.request_id] = request
-        self._set_pending(request, request.num_tokens)
-        if request.status in BLOCKED:
-            self.blocked[request.request_id] = request
-        else:
-            self.waiting.push(request)
+        self._enqueue(request)
 
     def unblock(self, request_id: str) -> None:
         """What a blocked request waited for is there; it takes the place it would have had. Unknown ids are fine."""
@@ -117,7 +113,8 @@ class Scheduler:
         """Ends a request with an error; its answer travels with the next step. Unknown ids are fine."""
         request = self.requests.get(request_id)
         if request is not None:
-            self._failed.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=reason))
+            request.finish_reason = FinishReason.ERROR
+            self._outputs.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=reason))
             self._remove(request)
             self._finish(request, FinishReason.ERROR)
 
@@ -129,23 +126,36 @@ class Scheduler:
                 self._remove(request)
                 self._finish(request, FinishReason.ABORT)
 
+    def _enqueue(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self._set_pending(request, request.num_tokens)
+        if request.status in BLOCKED:
+            self.blocked[request.request_id] = request
+        else:
+            self.waiting.push(request)
+
     # One step
 
     def schedule(self) -> SchedulerOutput:
         scheduled: dict[str, int] = {}
         new_block_ids: dict[str, list[int]] = {}
+        drafts: dict[str, list[int]] = {}
         num_preemptions = self.num_preemptions
-        budget = self._schedule_running(scheduled, new_block_ids)
+        budget = self._schedule_running(scheduled, new_block_ids, drafts)
         new_requests: list[NewRequest] = []
         if num_preemptions == self.num_preemptions:
             budget = self._schedule_waiting(scheduled, new_requests, budget)
         assert budget >= 0
         released, self._released = self._released, []
-        return SchedulerOutput(
-            new_requests, new_block_ids, scheduled, self.max_num_batched_tokens - budget, released
-        )
+        num_scheduled = self.max_num_batched_tokens - budget
+        return SchedulerOutput(new_requests, new_block_ids, scheduled, num_scheduled, released, drafts)
 
-    def _schedule_running(self, scheduled: dict[str, int], new_block_ids: dict[str, list[int]]) -> int:
+    def _schedule_running(
+        self,
+        scheduled: dict[str, int],
+        new_block_ids: dict[str, list[int]],
+        drafts: dict[str, list[int]],
+    ) -> int:
         """Plans the running requests; the budget that is left."""
         budget = self.max_num_batched_tokens
         num_preemptions = self.num_preemptions
@@ -158,7 +168,7 @@ class Scheduler:
                 scheduled[request.request_id] = 1
                 budget -= 1
             elif request.status is RequestStatus.RUNNING:  # else preempted a moment ago
-                budget = self._extend(request, budget, scheduled, new_block_ids)
+                budget = self._extend(request, budget, scheduled, new_block_ids, drafts)
         if num_preemptions != self.num_preemptions:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         return budget
@@ -169,6 +179,7 @@ class Scheduler:
         budget: int,
         scheduled: dict[str, int],
         new_block_ids: dict[str, list[int]],
+        drafts: dict[str, list[int]],
     ) -> int:
         """Gives a running request its tokens and blocks, preempting others if need be; the budget that is left."""
         num_new = self._limit(request.num_tokens_with_spec - request.num_computed_tokens, budget)
@@ -178,6 +189,7 @@ class Scheduler:
             )
             num_refunded = scheduled.pop(victim.request_id, 0)
             new_block_ids.pop(victim.request_id, None)
+            drafts.pop(victim.request_id, None)
             budget += num_refunded
             self._preempt(victim, victim.num_computed_tokens - num_refunded)
             if victim is request:
@@ -185,6 +197,9 @@ class Scheduler:
         if block_ids:
             new_block_ids[request.request_id] = block_ids
         self._advance(request, num_new)
+        num_drafts = request.num_computed_tokens - request.num_tokens
+        if num_drafts > 0:
+            drafts[request.request_id] = request.spec_token_ids[:num_drafts]
         scheduled[request.request_id] = num_new
         return budget - num_new
 
@@ -217,6 +232,7 @@ class Scheduler:
                     list(request.block_ids),
                     request.num_computed_tokens,
                     request.sampling_params,
+                    request.num_output_tokens,
                 )
             )
             self._advance(request, num_new)
@@ -256,7 +272,7 @@ class Scheduler:
         caller takes it out of `running`."""
         self.kv.free(request, num_computed_tokens)
         request.num_computed_tokens = 0
-        request.num_tokens_with_spec = request.num_tokens
+        self._set_drafts(request, [])
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
         self._set_pending(request, request.num_tokens)
@@ -267,9 +283,11 @@ class Scheduler:
     # What came out of it
 
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Books a finished step: appends its tokens and stops what is done."""
-        outputs, self._failed = self._failed, []
-        requests = self.requests
+        """Books a finished step: appends its tokens and stops what is done.
+
+        Should it raise, what it answered until then is not lost: the next call returns it (`rebuild`).
+        """
+        outputs, requests = self._outputs, self.requests
         has_stopped = False
         for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
             if not token_ids:
@@ -283,7 +301,7 @@ class Scheduler:
                 num_tokens < request.max_num_tokens
                 and token_id not in request.stop_ids
                 and request.has_first_token
-                and len(token_ids) == 1
+                and request.num_computed_tokens < num_tokens  # no drafts were verified
             ):
                 request.all_token_ids.append(token_id)
                 request.num_tokens = request.num_tokens_with_spec = num_tokens
@@ -295,10 +313,17 @@ class Scheduler:
                 self._finish(request, request.finish_reason)
         if has_stopped:
             self.running = [request for request in self.running if not request.is_finished]
+        for request_id, token_ids in result.draft_token_ids.items():
+            request = requests.get(request_id)
+            if request is not None:
+                # The last position up to the limit is for the token that follows the drafts.
+                self._set_drafts(request, token_ids[: request.max_num_tokens - request.num_tokens - 1])
+        self._outputs = []
         return outputs
 
     def _book(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
-        """Appends tokens up to a stop. Tokens that were drafted and not accepted count as not computed."""
+        """Appends tokens up to a stop. Drafts that were not accepted count as not computed."""
+        request.spec_token_ids = []
         for position, token_id in enumerate(token_ids):
             request.append_output(token_id)
             self._check_stop(request, token_id)
@@ -349,9 +374,41 @@ class Scheduler:
         self._released.append(request.request_id)
         self.kv.free(request, request.num_computed_tokens)
 
+    def _set_drafts(self, request: Request, token_ids: list[int]) -> None:
+        request.spec_token_ids = token_ids
+        request.num_tokens_with_spec = request.num_tokens + len(token_ids)
+
     def _set_pending(self, request: Request, num_tokens: int) -> None:
         self.queued_uncached_tokens += num_tokens - request.num_pending_tokens
         request.num_pending_tokens = num_tokens
+
+    # When something is wrong
+
+    def rebuild(self, error: str | None = None) -> None:
+        """Recovers from a violated invariant: an empty KV cache, in which every unfinished request computes its known
+        tokens again. Relies on `requests` only.
+
+        Args:
+            error: instead, end them all with this error.
+        """
+        self.kv.rebuild()
+        unanswered = [request for request in self.requests.values() if request.finish_reason is None]
+        self._released += self.requests
+        self.requests, self.waiting, self.blocked, self.running = {}, RequestQueue(), {}, []
+        self.queued_uncached_tokens = 0
+        for request in unanswered:
+            self.kv.forget(request)
+            request.num_computed_tokens = request.num_pending_tokens = 0
+            self._set_drafts(request, [])
+            if error is not None:
+                request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
+                self._outputs.append(
+                    EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=error)
+                )
+                continue
+            if request.status not in BLOCKED:
+                request.status = RequestStatus.PREEMPTED
+            self._enqueue(request)
 
     def check(self) -> None:
         """Asserts the invariants; O(requests + blocks), for tests and the idle engine."""

@@ -31,9 +31,13 @@ class SchedulerOutput(Struct, array_like=True, gc=False):
     total_num_scheduled_tokens: int
     finished_request_ids: list[str]
     """Requests whose slots the worker frees before this step: finished, aborted or preempted."""
+    scheduled_spec_token_ids: dict[str, list[int]]
+    """Request id -> drafts that its scheduled tokens end with."""
 
 
 class ModelRunnerOutput(Struct, array_like=True, gc=False):
     request_ids: list[str]
     sampled_token_ids: list[list[int]]
     """Per request the new tokens, several when drafts were accepted; none while its prompt is being computed."""
+    draft_token_ids: dict[str, list[int]] = {}
+    """Guesses at the tokens that follow, for the next step to verify."""

@@ -1,0 +1,205 @@
+"""Scheduler and KV cache under random operations, against a naive model of what every request must get."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from argosy_engine.core.kv_cache_manager import KVCacheManager
+from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.core.request import Request, RequestStatus
+from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.sample.params import SamplingParams
+from scheduler_fakes import FakeWorker, next_token
+
+BLOCK = 4
+MAX_MODEL_LEN = 40
+EOS = 0
+
+
+def expected_output(prompt: list[int], max_tokens: int, capacity: int) -> tuple[list[int], FinishReason]:
+    """What an engine with all the room and time in the world would answer."""
+    tokens = list(prompt)
+    while True:
+        if len(tokens) > capacity:
+            return tokens[len(prompt) :], FinishReason.ERROR  # outgrew the cache, alone
+        tokens.append(next_token(tuple(tokens)))
+        if tokens[-1] == EOS:
+            return tokens[len(prompt) :], FinishReason.STOP
+        if len(tokens) >= MAX_MODEL_LEN or len(tokens) - len(prompt) >= max_tokens:
+            return tokens[len(prompt) :], FinishReason.LENGTH
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(3, 24),
+        budget=st.integers(1, 24),
+        max_num_seqs=st.integers(1, 6),
+        threshold=st.sampled_from([0, 3, 8]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        caching=st.booleans(),
+        num_drafts=st.sampled_from([0, 0, 2]),
+        watermark=st.sampled_from([0.0, 0.2]),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        threshold: int,
+        policy: str,
+        caching: bool,
+        num_drafts: int,
+        watermark: float,
+    ) -> None:
+        self.budget, self.max_num_seqs = budget, max_num_seqs
+        self.capacity = (num_blocks - 1) * BLOCK
+        self.scheduler = Scheduler(
+            KVCacheManager(num_blocks, BLOCK, caching, watermark),
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=frozenset({EOS}),
+            long_prefill_token_threshold=threshold,
+            policy=policy,  # type: ignore[arg-type]
+        )
+        self.worker = FakeWorker(BLOCK, num_drafts)
+        self.expected: dict[str, tuple[list[int], FinishReason]] = {}
+        self.received: dict[str, list[int]] = {}
+        self.finished: dict[str, FinishReason] = {}
+        self.blocked: set[str] = set()
+        self.forgiven: set[str] = set()
+        """Requests that we aborted or failed ourselves."""
+        self.count = 0
+
+    @rule(
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=30),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from([None, None, "tenant"]),
+        is_blocked=st.booleans(),
+        copies=st.sampled_from([1, 1, 3]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        salt: str | None,
+        is_blocked: bool,
+        copies: int,
+    ) -> None:
+        for _ in range(copies):
+            name, self.count = str(self.count), self.count + 1
+            params = SamplingParams(max_tokens=max_tokens)
+            message = EngineCoreRequest(name, prompt, params, 0.0, cache_salt=salt, priority=priority)
+            request = Request(message, BLOCK, self.scheduler.kv.enable_prefix_caching)
+            if is_blocked:
+                request.status = RequestStatus.WAITING_FOR_GRAMMAR
+                self.blocked.add(name)
+            self.scheduler.add(request)
+            self.expected[name] = expected_output(prompt, max_tokens, self.capacity)
+
+    def _pick(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.expected)))
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = self._pick(data)
+        self.scheduler.abort([name, "unknown"])
+        if name not in self.finished:
+            self.forgiven.add(name)
+        self.blocked.discard(name)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        name = self._pick(data)
+        self.scheduler.fail(name, "no such grammar")
+        if name not in self.finished and name not in self.forgiven:
+            self.expected[name] = (self.received.get(name, []), FinishReason.ERROR)
+        self.blocked.discard(name)
+
+    @precondition(lambda self: self.blocked)
+    @rule(data=st.data())
+    def unblock(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.blocked)))
+        self.blocked.discard(name)
+        self.scheduler.unblock(name)
+
+    @rule()
+    def reset_cache(self) -> None:
+        assert self.scheduler.kv.reset_prefix_cache() == (not self.scheduler.running)
+
+    @rule(count=st.integers(1, 6))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def run_with_an_abort_in_flight(self, data: st.DataObject) -> None:
+        self._step(victim=self._pick(data))
+
+    @rule()
+    def lose_track(self) -> None:
+        """A fault was found: everything is recomputed, and nobody notices."""
+        self.scheduler.rebuild()
+
+    def _step(self, victim: str | None = None) -> None:
+        step = self.scheduler.schedule()
+        assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens <= self.budget
+        assert len(self.scheduler.running) <= self.max_num_seqs
+        assert not self.blocked & set(step.num_scheduled_tokens)
+        if self.scheduler.requests.keys() - self.blocked:
+            assert step.num_scheduled_tokens or self.scheduler.has_work, "a livelock"
+        result = self.worker.execute(step)
+        if victim is not None:
+            self.scheduler.abort([victim])
+            self.blocked.discard(victim)
+            if victim not in self.finished:
+                self.forgiven.add(victim)
+        for output in self.scheduler.update(step, result):
+            self._receive(output)
+
+    def _receive(self, output: EngineCoreOutput) -> None:
+        name = output.request_id
+        assert name not in self.finished, "answered twice"
+        self.received.setdefault(name, []).extend(output.new_token_ids)
+        if output.finish_reason is not None:
+            self.finished[name] = output.finish_reason
+
+    @invariant()
+    def is_consistent(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check()
+        for name, tokens in self.received.items():
+            assert self.expected[name][0][: len(tokens)] == tokens
+        for name, reason in self.finished.items():
+            if name not in self.forgiven:
+                assert (self.received.get(name, []), reason) == self.expected[name]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for name in sorted(self.blocked):
+            self.scheduler.unblock(name)
+        self.blocked.clear()
+        for _ in range(60 * len(self.expected) + 1):
+            if not self.scheduler.has_work:
+                break
+            self._step()
+            self.is_consistent()
+        assert not self.scheduler.requests
+        assert set(self.finished) | self.forgiven == set(self.expected)
+        assert self.scheduler.kv.usage == 0.0
+        assert self.scheduler.queued_uncached_tokens == 0
+        self.worker.execute(self.scheduler.schedule())
+        assert not self.worker.rows, "worker slots leak"
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

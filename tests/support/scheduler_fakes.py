@@ -1,0 +1,103 @@
+"""A worker without a model, for tests of scheduler and KV cache.
+
+It books the scheduler's diffs as the real one does and keeps a KV cache of its own: each slot remembers the whole
+prefix it was computed from, and every read is compared with the prefix that the reader expects. A block that is
+shared wrongly, reused too early or registered before it was computed does not go unnoticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+
+VOCAB = 7
+
+
+@lru_cache(maxsize=1 << 16)
+def next_token(prefix: tuple[int, ...]) -> int:
+    """The model: the next token as a function of all before it. 0 is its EOS."""
+    state = 17
+    for token in prefix:
+        state = (state * 31 + token + 1) % 65521
+    return state % VOCAB
+
+
+@dataclass
+class Row:
+    tokens: list[int]
+    blocks: list[int]
+    num_computed: int
+
+
+class FakeWorker:
+    """
+    Args:
+        num_drafts: drafts proposed after each sampled token; every third of them is wrong.
+    """
+
+    def __init__(self, block_size: int, num_drafts: int = 0) -> None:
+        self.block_size = block_size
+        self.num_drafts = num_drafts
+        self.rows: dict[str, Row] = {}
+        self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in step.finished_request_ids:
+            self.rows.pop(request_id, None)
+        for request_id, block_ids in step.new_block_ids.items():
+            self.rows[request_id].blocks += block_ids
+        for new in step.new_requests:
+            assert new.request_id not in self.rows, "scheduled anew without being released"
+            self.rows[new.request_id] = Row(list(new.token_ids), list(new.block_ids), new.num_computed_tokens)
+        for request_id, count in step.num_scheduled_tokens.items():
+            self._write(request_id, count, step.scheduled_spec_token_ids.get(request_id, []))
+        output = ModelRunnerOutput(list(step.num_scheduled_tokens), [])
+        for request_id, count in step.num_scheduled_tokens.items():
+            drafts = step.scheduled_spec_token_ids.get(request_id, [])
+            output.sampled_token_ids.append(self._read_and_sample(request_id, count, drafts, output))
+        return output
+
+    def _slot(self, row: Row, position: int) -> tuple[int, int]:
+        block_id = row.blocks[position // self.block_size]
+        assert block_id != 0, "the null block is nobody's"
+        return block_id, position % self.block_size
+
+    def _write(self, request_id: str, count: int, drafts: list[int]) -> None:
+        row = self.rows[request_id]
+        known = row.tokens + drafts
+        assert row.num_computed + count <= len(known)
+        for position in range(row.num_computed, row.num_computed + count):
+            self.cache[self._slot(row, position)] = tuple(known[: position + 1])
+
+    def _read_and_sample(
+        self, request_id: str, count: int, drafts: list[int], output: ModelRunnerOutput
+    ) -> list[int]:
+        row = self.rows[request_id]
+        end = row.num_computed + count
+        known = row.tokens + drafts
+        for position in range(end):
+            read = self.cache[self._slot(row, position)]
+            assert read == tuple(known[: position + 1]), f"{request_id} read {read} at {position}"
+        if end < len(row.tokens):
+            row.num_computed = end
+            return []
+        sampled = []
+        for guess in [*drafts, None]:
+            token = next_token(tuple(row.tokens))
+            row.tokens.append(token)
+            sampled.append(token)
+            if token != guess:
+                break
+        row.num_computed = len(row.tokens) - 1
+        if self.num_drafts:
+            output.draft_token_ids[request_id] = self._draft(row)
+        return sampled
+
+    def _draft(self, row: Row) -> list[int]:
+        tokens = list(row.tokens)
+        for _ in range(self.num_drafts):
+            token = next_token(tuple(tokens))
+            tokens.append(token if len(tokens) % 3 else (token + 1) % VOCAB)
+        return tokens[len(row.tokens) :]
