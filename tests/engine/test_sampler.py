@@ -11,13 +11,19 @@ from argosy_engine.sample.sampler import SamplingBatch, sample
 
 
 def batch(
-    count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 1
+    count: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int = 1,
 ) -> SamplingBatch:
     """`count` rows that differ only in their position."""
     return SamplingBatch(
         np.full(count, temperature, np.float32),
         np.full(count, top_p, np.float32),
         np.full(count, top_k, np.int64),
+        np.full(count, min_p, np.float32),
         np.full(count, seed, np.int64),
         np.arange(count, dtype=np.int64),
     )
@@ -55,6 +61,12 @@ def test_greedy_takes_the_best() -> None:
         ({"top_p": 0.81}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0]),
         ({"top_k": 3, "top_p": 0.6}, [0.625, 0.375, 0.0, 0.0]),
         ({"top_k": 1}, [1.0, 0.0, 0.0, 0.0]),
+        ({"min_p": 0.35}, [0.625, 0.375, 0.0, 0.0]),
+        ({"min_p": 1.0}, [1.0, 0.0, 0.0, 0.0]),
+        # min_p leaves 0.95, of which 0.85 are 0.8075: the first two have less.
+        ({"min_p": 0.2, "top_p": 0.85}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0]),
+        ({"min_p": 0.2, "top_p": 0.84}, [0.625, 0.375, 0.0, 0.0]),
+        ({"min_p": 0.4, "top_k": 3}, [0.625, 0.375, 0.0, 0.0]),
     ],
 )
 def test_draws_follow_the_cut_distribution(params: dict[str, float], expected: list[float]) -> None:
@@ -70,6 +82,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         np.tile(np.array([0.0, 1.0, 0.7, 1.3], np.float32), 10),
         np.tile(np.array([1.0, 1.0, 0.9, 0.5], np.float32), 10),
         np.tile(np.array([0, 0, 0, 20], np.int64), 10),
+        np.tile(np.array([0.0, 0.0, 0.0, 0.0, 0.1], np.float32), 8),
         np.arange(40, dtype=np.int64) * 977,
         np.arange(40, dtype=np.int64),
     )
@@ -80,7 +93,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
             SamplingBatch(
                 *(
                     getattr(mixed, f)[i : i + 1]
-                    for f in ("temperature", "top_p", "top_k", "seeds", "positions")
+                    for f in ("temperature", "top_p", "top_k", "min_p", "seeds", "positions")
                 )
             ),
         ).item()
@@ -90,9 +103,17 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 def test_a_nucleus_beyond_the_candidates_falls_back_to_the_whole_vocabulary() -> None:
-    tokens = sample(torch.zeros(4000, 5000), batch(4000, top_p=0.99))
-    assert tokens.max() > 4000  # a nucleus of 1024 candidates could not reach past id 1023 among equals
-    assert tokens.max() < 4951
+    tokens = sample(torch.zeros(1000, 1500), batch(1000, top_p=0.99))
+    assert tokens.max() > 1400  # a nucleus of 1024 candidates could not reach past id 1023 among equals
+    assert tokens.max() < 1488
+
+
+@pytest.mark.parametrize("params", [{"top_k": 1200}, {"min_p": 0.5, "top_p": 0.99}])
+def test_cuts_beyond_the_candidates_are_exact(params: dict[str, float]) -> None:
+    logits = torch.zeros(1000, 1500)
+    logits[:, 1200:] = -2.0
+    tokens = sample(logits, batch(1000, **params))  # type: ignore[arg-type]
+    assert 1150 < tokens.max() < 1200
 
 
 def test_rounding_never_gives_an_impossible_token() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Any
 
+import msgspec
 from msgspec import Struct, structs
 
 from argosy_engine.errors import InvalidRequest
@@ -12,32 +14,84 @@ from argosy_engine.errors import InvalidRequest
 GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy, as in vLLM."""
 
+MAX_N = 128
+MAX_LOGPROBS = 20
+"""OpenAI's bound on `top_logprobs`, and vLLM's default of `--max-logprobs`."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORDS_TOKENS = 1024
+"""All bad words of a request together, in tokens."""
+MAX_BAD_WORD_CHARS = 1024
+MAX_REPETITION_PATTERN = 1024
+"""Bound on pattern size and count: the check looks at no more than this many tokens per size."""
+
+
+class RepetitionDetectionParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Ends a generation whose last tokens are one pattern, `min_count` times in a row."""
+
+    max_pattern_size: int = 0
+    """tokens; 0 is off"""
+    min_pattern_size: int = 0
+    """tokens; 0 means 1"""
+    min_count: int = 0
+
+    def problem(self) -> str | None:
+        """What is wrong with these values, or None."""
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size <= MAX_REPETITION_PATTERN:
+            return f"needs 0 <= min_pattern_size <= max_pattern_size <= {MAX_REPETITION_PATTERN}"
+        if self.max_pattern_size and not 2 <= self.min_count <= MAX_REPETITION_PATTERN:
+            return f"needs min_count between 2 and {MAX_REPETITION_PATTERN}"
+        return None
 
 
 class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Bounds are checked on construction by `verify`, which `LLM` and the API call.
+    """Bounds are checked by `verify`, which `of`, `LLM` and the API call.
 
     `seed`: noise is a pure function of (seed, position); None draws a seed for the request at admission.
     """
 
+    n: int = 1
+    """Choices per prompt. The core sees one request per choice, each with n = 1."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     """0 or -1: off"""
+    min_p: float = 0.0
+    """Tokens less probable than this share of the best one are dropped; 0 is off."""
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output; the other two count the output only."""
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Set by the input processor from `bad_words`: the core knows no text."""
     max_tokens: int | None = 16
     """None: up to the model's context length"""
+    min_tokens: int = 0
+    """No end-of-sequence, stop id or stop string before this many output tokens."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_detection: RepetitionDetectionParams | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logprobs: int | None = None
+    """Log probabilities of each output token and of this many best alternatives."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPSILON
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @classmethod
     def of(cls, **fields: Any) -> SamplingParams:
@@ -54,29 +108,79 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
                 raise InvalidRequest(f"unknown sampling parameter {name!r}{hint}", param=name)
         if isinstance(fields.get("stop"), str):
             fields["stop"] = (fields["stop"],)
-        params = cls(**fields)
+        try:
+            params = msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            message, _, path = str(error).partition(" - at `$")
+            raise InvalidRequest(message, param=path.rstrip("`").lstrip(".") or None) from None
         params.verify()
         return params
 
     def verify(self) -> None:
         """Raises InvalidRequest when a value is out of bounds."""
+        repetition = self.repetition_detection.problem() if self.repetition_detection else None
         checks = (
+            ("n", 1 <= self.n <= MAX_N, f"must be between 1 and {MAX_N}"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "must be between 0 and 100"),
             ("top_p", 0.0 < self.top_p <= 1.0, "must be in (0, 1]"),
             ("top_k", self.top_k >= -1, "must be -1 or 0 (off) or positive"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "must be between 0 and 1"),
+            ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 63, "must fit into 64 bits"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be between -2 and 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "must be in (0, 10]"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1"),
-            ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings"),
-            ("stop", all(self.stop), "stop strings must not be empty"),
+            ("min_tokens", self.min_tokens >= 0, "must not be negative"),
+            (
+                "min_tokens",
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                f"must not exceed max_tokens ({self.max_tokens})",
+            ),
+            ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"takes at most {MAX_STOP_STRINGS} stop strings"),
+            ("stop", all(self.stop), "must not contain an empty string"),
             (
                 "stop_token_ids",
                 len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-                f"at most {MAX_STOP_TOKEN_IDS} stop token ids",
+                f"takes at most {MAX_STOP_TOKEN_IDS} ids",
             ),
-            ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 63, "must fit into 64 bits"),
+            *self._token_checks(),
+            ("logprobs", _is_count(self.logprobs), f"must be between 0 and {MAX_LOGPROBS}"),
+            ("prompt_logprobs", _is_count(self.prompt_logprobs), f"must be between 0 and {MAX_LOGPROBS}"),
+            ("repetition_detection", repetition is None, repetition or ""),
         )
         for name, is_good, message in checks:
             if not is_good:
                 raise InvalidRequest(f"{name} {message}", param=name)
 
+    def _token_checks(self) -> tuple[tuple[str, bool, str], ...]:
+        bias, allowed = self.logit_bias or {}, self.allowed_token_ids
+        return (
+            ("logit_bias", len(bias) <= MAX_LOGIT_BIAS, f"takes at most {MAX_LOGIT_BIAS} tokens"),
+            (
+                "logit_bias",
+                all(math.isfinite(value) and -100.0 <= value <= 100.0 for value in bias.values()),
+                "values must be between -100 and 100",
+            ),
+            ("allowed_token_ids", allowed is None or len(allowed) > 0, "must not be empty"),
+            ("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"takes at most {MAX_BAD_WORDS} words"),
+            (
+                "bad_words",
+                all(0 < len(word) <= MAX_BAD_WORD_CHARS for word in self.bad_words),
+                f"must have 1 to {MAX_BAD_WORD_CHARS} characters each",
+            ),
+        )
+
+    def token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Every field that holds token ids, for the check against the vocabulary."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logit_bias": tuple(self.logit_bias or ()),
+        }
+
     def replace(self, **changes: Any) -> SamplingParams:
         return structs.replace(self, **changes)
+
+
+def _is_count(value: int | None) -> bool:
+    return value is None or 0 <= value <= MAX_LOGPROBS

@@ -7,7 +7,9 @@ A step only touches rows of requests that changed; building its inputs is numpy 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from argosy_engine.sample.sampler import Sampler
 from argosy_engine.worker.step import NewRequest
 
 
@@ -16,18 +18,26 @@ class InputBatch:
     Args:
         max_num_seqs: number of slots.
         max_blocks: blocks per request at full length.
+        eos_token_ids: for the sampler, which lives by the same slots.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_blocks: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
-        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
-        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
-        self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        """alternatives per prompt token; -1: nobody asked, or they were sent before a preemption"""
+        self.sampler = Sampler(self.token_ids, eos_token_ids, device)
         self.slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
@@ -40,11 +50,11 @@ class InputBatch:
         self.num_computed[slot] = request.num_computed_tokens
         self.num_blocks[slot] = 0
         self.append_blocks(slot, request.block_ids)
-        params = request.sampling_params
-        self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
-        self.top_p[slot] = params.top_p
-        self.top_k[slot] = max(params.top_k, 0)
-        self.seeds[slot] = params.seed or 0
+        params, num_prompt = request.sampling_params, count - request.num_output_tokens
+        self.num_prompt[slot] = num_prompt
+        wants_prompt = params.prompt_logprobs is not None and not request.num_output_tokens
+        self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt else -1
+        self.sampler.add(slot, params, request.token_ids, num_prompt)
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
         start = self.num_blocks[slot]
@@ -56,3 +66,4 @@ class InputBatch:
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
+            self.sampler.remove(slot)

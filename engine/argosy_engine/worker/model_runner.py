@@ -14,7 +14,7 @@ import torch
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.sample.sampler import SamplingBatch, sample
+from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 
@@ -44,7 +44,10 @@ class ModelRunner:
             config.head_dim,
         )
         self.kv_cache = _allocate(shape, dtype, device)
-        self.batch = InputBatch(max_num_seqs, max_model_len, -(-max_model_len // block_size) + 1)
+        self.batch = InputBatch(
+            max_num_seqs, max_model_len, -(-max_model_len // block_size) + 1, config.eos_token_ids, device
+        )
+        self.vocab_size = config.vocab_size
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -65,16 +68,23 @@ class ModelRunner:
         hidden = self.model.forward(token_ids, positions, self.kv_cache, meta)
         # Only rows that reach the end of their known tokens give a next token.
         is_sampled = seq_lens >= self.batch.num_tokens[slots]
-        sampled: list[list[int]] = [[] for _ in request_ids]
+        output = ModelRunnerOutput(request_ids, [[] for _ in request_ids], {}, {})
+        if (self.batch.num_prompt_logprobs[slots] >= 0).any():
+            self._score_prompts(output, hidden, slots, query_lens, computed)
         if is_sampled.any():
             last_rows = np.cumsum(query_lens)[is_sampled] - 1
             logits = self.model.logits(hidden[torch.from_numpy(last_rows).to(self.device)])
-            tokens = sample(logits, self._sampling(slots[is_sampled], seq_lens[is_sampled])).tolist()
-            for row, token in zip(np.flatnonzero(is_sampled).tolist(), tokens, strict=True):
-                sampled[row] = [token]
+            sampled = self.batch.sampler.sample(logits, slots[is_sampled], seq_lens[is_sampled])
+            tokens = sampled.token_ids.tolist()
+            rows = np.flatnonzero(is_sampled).tolist()
+            for row, token in zip(rows, tokens, strict=True):
+                output.sampled_token_ids[row] = [token]
+            for row, logprobs in zip(rows, sampled.logprobs or (), strict=False):
+                if logprobs is not None:
+                    output.logprobs[request_ids[row]] = [logprobs]
             self._append(slots[is_sampled], tokens)
         self.batch.num_computed[slots] = seq_lens
-        return ModelRunnerOutput(request_ids, sampled)
+        return output
 
     def _apply(self, step: SchedulerOutput) -> None:
         """Books the scheduler's diff into the input batch."""
@@ -108,11 +118,29 @@ class ModelRunner:
         )
         return self._tensor(token_ids.astype(np.int64)), self._tensor(positions), meta
 
-    def _sampling(self, slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
+    def _score_prompts(
+        self,
+        output: ModelRunnerOutput,
+        hidden: torch.Tensor,
+        slots: np.ndarray,
+        query_lens: np.ndarray,
+        computed: np.ndarray,
+    ) -> None:
+        """Log probabilities of this step's prompt tokens, for the requests that asked for them."""
         batch = self.batch
-        return SamplingBatch(
-            batch.temperature[slots], batch.top_p[slots], batch.top_k[slots], batch.seeds[slots], positions
-        )
+        starts = np.cumsum(query_lens) - query_lens
+        for row in np.flatnonzero(batch.num_prompt_logprobs[slots] >= 0).tolist():
+            slot, first = slots[row], computed[row]
+            # The hidden state of a position gives the next token; behind the last prompt token the output begins.
+            count = min(first + query_lens[row], batch.num_prompt[slot] - 1) - first
+            if count > 0:
+                output.prompt_logprobs[output.request_ids[row]] = score_prompt(
+                    self.model.logits,
+                    hidden[starts[row] : starts[row] + count],
+                    self._tensor(batch.token_ids[slot, first + 1 : first + 1 + count].astype(np.int64)),
+                    int(batch.num_prompt_logprobs[slot]),
+                    self.vocab_size,
+                )
 
     def _append(self, slots: np.ndarray, tokens: list[int]) -> None:
         batch = self.batch

@@ -9,6 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 
 class NewRequest(Struct, array_like=True, gc=False):
@@ -20,6 +21,8 @@ class NewRequest(Struct, array_like=True, gc=False):
     block_ids: list[int]
     num_computed_tokens: int
     sampling_params: SamplingParams
+    num_output_tokens: int = 0
+    """How many of the last `token_ids` are output."""
 
 
 class SchedulerOutput(Struct, array_like=True, gc=False):
@@ -39,5 +42,9 @@ class ModelRunnerOutput(Struct, array_like=True, gc=False):
     request_ids: list[str]
     sampled_token_ids: list[list[int]]
     """Per request the new tokens, several when drafts were accepted; none while its prompt is being computed."""
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    """Of the new tokens, for requests that asked for them."""
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+    """Of prompt tokens computed in this step, in order; the first prompt token has none."""
     draft_token_ids: dict[str, list[int]] = {}
     """Guesses at the tokens that follow, for the next step to verify."""

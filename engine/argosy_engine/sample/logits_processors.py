@@ -1,0 +1,248 @@
+"""Logits processors: per-request changes to logits, applied to a whole batch at once.
+
+A processor is told about requests as they come and go (`update`) and keeps flat arrays over all of them, so that
+`apply` is a handful of array operations however many requests use it: no Python per row and step. While no live
+request uses a processor it is false and never called.
+
+The interface is vLLM V1's (v1/sample/logits_processor/interface.py) with one difference: a request keeps its slot
+for as long as it lives, so there are no moved rows; `apply` gets the slots of the rows it is given.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from argosy_engine.sample.params import SamplingParams
+
+Ints = NDArray[np.int64]
+
+
+class Added(NamedTuple):
+    """A request that took a slot: new, or back after a preemption with the output it had."""
+
+    slot: int
+    params: SamplingParams
+    token_ids: list[int]
+    """prompt and output so far"""
+    num_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class BatchUpdate:
+    """What changed since the last step: first the slots that became free, then the requests that took one."""
+
+    removed: list[int] = field(default_factory=list)
+    added: list[Added] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.removed or self.added)
+
+
+class Rows:
+    """The rows of a logits tensor: parallel arrays [R]."""
+
+    def __init__(self, slots: Ints, positions: Ints, num_slots: int) -> None:
+        self.slots = slots
+        self.positions = positions
+        """index in its sequence of the token that is sampled"""
+        self._num_slots = num_slots
+
+    @cached_property
+    def of_slot(self) -> Ints:
+        """Slot -> row, -1 for slots without one."""
+        rows = np.full(self._num_slots, -1, np.int64)
+        rows[self.slots] = np.arange(len(self.slots))
+        return rows
+
+    @cached_property
+    def position_of_slot(self) -> Ints:
+        positions = np.zeros(self._num_slots, np.int64)
+        positions[self.slots] = self.positions
+        return positions
+
+
+class LogitsProcessor(ABC):
+    @abstractmethod
+    def update(self, update: BatchUpdate) -> None:
+        """Books requests that came and went."""
+
+    @abstractmethod
+    def apply(self, logits: torch.Tensor, rows: Rows) -> None:
+        """Changes float32 logits [R, vocab_size] in place."""
+
+    @abstractmethod
+    def __bool__(self) -> bool:
+        """Whether any live request uses this processor."""
+
+
+class _SlotTokens:
+    """(slot, token, value) triples of all live requests as parallel arrays, rebuilt when one comes or goes."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Ints, NDArray[np.float32]]] = {}
+        self._arrays: tuple[Ints, Ints, NDArray[np.float32]] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def remove(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if self._entries.pop(slot, None) is not None:
+                self._arrays = None
+
+    def add(self, slot: int, tokens: Iterable[int], values: Iterable[float] | float) -> None:
+        ids = np.fromiter(tokens, np.int64)
+        self._entries[slot] = ids, np.broadcast_to(np.asarray(values, np.float32), ids.shape)
+        self._arrays = None
+
+    @property
+    def arrays(self) -> tuple[Ints, Ints, NDArray[np.float32]]:
+        """Slots, tokens and values of all triples. There must be at least one entry."""
+        if self._arrays is None:
+            tokens, values = zip(*self._entries.values(), strict=True)
+            slots = np.repeat(np.fromiter(self._entries, np.int64), [len(ids) for ids in tokens])
+            self._arrays = slots, np.concatenate(tokens), np.concatenate(values)
+        return self._arrays
+
+
+class AllowedTokenIds(LogitsProcessor):
+    """Everything but a request's `allowed_token_ids` becomes impossible."""
+
+    def __init__(self) -> None:
+        self._tokens = _SlotTokens()
+
+    def __bool__(self) -> bool:
+        return bool(self._tokens)
+
+    def update(self, update: BatchUpdate) -> None:
+        self._tokens.remove(update.removed)
+        for slot, params, _, _ in update.added:
+            if params.allowed_token_ids is not None:
+                self._tokens.add(slot, sorted(set(params.allowed_token_ids)), 0.0)
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> None:
+        slots, tokens, _ = self._tokens.arrays
+        index = rows.of_slot[slots]
+        present = index >= 0
+        if present.any():
+            row, token = _pairs(index[present], tokens[present], logits.device)
+            kept = logits[row, token]
+            logits[row] = float("-inf")
+            logits[row, token] = kept
+
+
+class MinTokens(LogitsProcessor):
+    """A request with fewer than `min_tokens` outputs cannot end: end-of-sequence and stop ids are impossible."""
+
+    def __init__(self, eos_token_ids: Iterable[int]) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._tokens = _SlotTokens()
+        """value: first position that may take the token"""
+
+    def __bool__(self) -> bool:
+        return bool(self._tokens)
+
+    def update(self, update: BatchUpdate) -> None:
+        self._tokens.remove(update.removed)
+        for slot, params, _, num_prompt in update.added:
+            ids = {*self._eos_token_ids, *params.stop_token_ids}
+            if params.min_tokens and ids:
+                self._tokens.add(slot, ids, float(num_prompt + params.min_tokens))
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> None:
+        slots, tokens, first_free = self._tokens.arrays
+        index = rows.of_slot[slots]
+        blocked = (index >= 0) & (rows.position_of_slot[slots] < first_free)
+        if blocked.any():
+            row, token = _pairs(index[blocked], tokens[blocked], logits.device)
+            logits[row, token] = float("-inf")
+
+
+class LogitBias(LogitsProcessor):
+    """Adds `logit_bias[token]` to the token's logit."""
+
+    def __init__(self) -> None:
+        self._tokens = _SlotTokens()
+
+    def __bool__(self) -> bool:
+        return bool(self._tokens)
+
+    def update(self, update: BatchUpdate) -> None:
+        self._tokens.remove(update.removed)
+        for slot, params, _, _ in update.added:
+            if params.logit_bias:
+                self._tokens.add(slot, params.logit_bias, list(params.logit_bias.values()))
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> None:
+        slots, tokens, biases = self._tokens.arrays
+        index = rows.of_slot[slots]
+        present = index >= 0
+        if present.any():
+            row, token = _pairs(index[present], tokens[present], logits.device)
+            logits[row, token] += torch.from_numpy(biases[present]).to(logits.device)
+
+
+class BadWords(LogitsProcessor):
+    """The last token of a bad word is impossible where the output ends with the tokens before it.
+
+    Args:
+        token_ids: int32 [num_slots, max_len], every request's tokens so far; the owner keeps it current.
+    """
+
+    def __init__(self, token_ids: NDArray[np.int32]) -> None:
+        self._token_ids = token_ids
+        self._words: dict[int, list[tuple[int, ...]]] = {}
+        self._first_output: dict[int, int] = {}
+        self._join()
+
+    def __bool__(self) -> bool:
+        return bool(self._words)
+
+    def update(self, update: BatchUpdate) -> None:
+        gone = [self._words.pop(slot, None) is not None for slot in update.removed]
+        came = [added for added in update.added if added.params.bad_words_token_ids]
+        for slot, params, _, num_prompt in came:
+            self._words[slot] = list(params.bad_words_token_ids)
+            self._first_output[slot] = num_prompt
+        if any(gone) or came:
+            self._join()
+
+    def _join(self) -> None:
+        """Flat arrays over all words; prefixes are right-aligned and padded with -1, which matches anything."""
+        words = [(slot, word) for slot, words in self._words.items() for word in words]
+        width = max((len(word) - 1 for _, word in words), default=0)
+        self._slots = np.array([slot for slot, _ in words], np.int64)
+        self._last = np.array([word[-1] for _, word in words], np.int64)
+        self._lengths = np.array([len(word) - 1 for _, word in words], np.int64)
+        self._starts = np.array([self._first_output[slot] for slot, _ in words], np.int64)
+        self._prefixes = np.full((len(words), width), -1, np.int64)
+        for index, (_, word) in enumerate(words):
+            self._prefixes[index, width - len(word) + 1 :] = word[:-1]
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> None:
+        index = rows.of_slot[self._slots]
+        positions = rows.position_of_slot[self._slots]
+        # Only output counts: a bad word that begins in the prompt may be finished.
+        candidates = np.flatnonzero((index >= 0) & (positions - self._lengths >= self._starts))
+        if not len(candidates):
+            return
+        width = self._prefixes.shape[1]
+        columns = positions[candidates, None] - width + np.arange(width)
+        recent = self._token_ids[self._slots[candidates, None], np.maximum(columns, 0)]
+        prefixes = self._prefixes[candidates]
+        matches = candidates[((prefixes < 0) | (recent == prefixes)).all(axis=1)]
+        if len(matches):
+            row, token = _pairs(index[matches], self._last[matches], logits.device)
+            logits[row, token] = float("-inf")
+
+
+def _pairs(rows: Ints, tokens: Ints, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)

@@ -1,0 +1,227 @@
+"""The whole sampling pipeline against plain references, and rows that come, go and mix."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.sampler import GrammarMask, Sampler
+
+VOCAB = 67
+EOS = (1, 2)
+SLOTS = 8
+CPU = torch.device("cpu")
+
+
+class Batch:
+    """A sampler with the token table its owner keeps; steps are driven by hand."""
+
+    def __init__(self) -> None:
+        self.token_ids = np.zeros((SLOTS, 64), np.int32)
+        self.sampler = Sampler(self.token_ids, EOS, CPU)
+        self.tokens: dict[int, list[int]] = {}
+
+    def add(self, slot: int, params: SamplingParams, prompt: list[int], output: list[int]) -> None:
+        self.tokens[slot] = prompt + output
+        self.token_ids[slot, : len(self.tokens[slot])] = self.tokens[slot]
+        self.sampler.add(slot, params, prompt + output, len(prompt))
+
+    def remove(self, slot: int) -> None:
+        del self.tokens[slot]
+        self.sampler.remove(slot)
+
+    def step(self, slots: list[int], logits: torch.Tensor, grammar: GrammarMask | None = None) -> Any:
+        positions = np.array([len(self.tokens[slot]) for slot in slots])
+        out = self.sampler.sample(logits.clone(), np.array(slots), positions, grammar)
+        for slot, token in zip(slots, out.token_ids.tolist(), strict=True):
+            self.token_ids[slot, len(self.tokens[slot])] = token
+            self.tokens[slot].append(token)
+        return out
+
+
+def reference(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+    """Processed logits of one row, as vLLM's documentation describes them, in plain steps."""
+    x = logits.astype(np.float64).copy()
+    if params.allowed_token_ids is not None:
+        x = np.where(np.isin(np.arange(VOCAB), params.allowed_token_ids), x, -np.inf)
+    for word in params.bad_words_token_ids:
+        prefix = list(word[:-1])
+        if len(output) >= len(prefix) and output[len(output) - len(prefix) :] == prefix:
+            x[word[-1]] = -np.inf
+    if len(output) < params.min_tokens:
+        x[[*EOS, *params.stop_token_ids]] = -np.inf
+    for token, bias in (params.logit_bias or {}).items():
+        x[token] += bias
+    for token in set(prompt) | set(output):
+        x[token] = (
+            x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        )
+    for token in set(output):
+        x[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    return x
+
+
+TOKEN = st.integers(0, VOCAB - 1)
+PARAMS = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 0.0, 0.7, 1.0]), "seed": st.integers(0, 1 << 40)},
+    optional={
+        "top_k": st.integers(1, 9),
+        "top_p": st.floats(0.1, 1.0),
+        "min_p": st.floats(0.0, 0.9),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.5, 3.0),
+        "logit_bias": st.dictionaries(TOKEN, st.floats(-20, 20), max_size=5),
+        "allowed_token_ids": st.sets(TOKEN, min_size=12).map(tuple),
+        "bad_words_token_ids": st.lists(
+            st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), max_size=4
+        ).map(tuple),
+        "min_tokens": st.integers(0, 6),
+        "stop_token_ids": st.sets(TOKEN, max_size=2).map(tuple),
+        "logprobs": st.integers(0, 5),
+    },
+).map(lambda fields: SamplingParams(max_tokens=32, **fields))
+EVENT = st.tuples(
+    st.integers(0, SLOTS - 1), PARAMS, st.lists(TOKEN, min_size=1, max_size=9), st.lists(TOKEN, max_size=4)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrivals=st.lists(st.lists(EVENT, max_size=3), min_size=1, max_size=6),
+    leave=st.sets(st.tuples(st.integers(0, 5), st.integers(0, SLOTS - 1))),
+    skip=st.sets(st.tuples(st.integers(0, 5), st.integers(0, SLOTS - 1))),
+    seed=st.integers(0, 1 << 20),
+)
+def test_rows_that_come_go_and_mix_give_what_they_give_alone(
+    arrivals: list[list[Any]], leave: set[tuple[int, int]], skip: set[tuple[int, int]], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    together = Batch()
+    alone: dict[int, tuple[Batch, SamplingParams, int]] = {}
+    for turn, events in enumerate(arrivals):
+        for slot in [slot for slot in alone if (turn, slot) in leave]:
+            together.remove(slot)
+            del alone[slot]
+        for slot, params, prompt, output in events:
+            if slot in alone:
+                together.remove(slot)
+            together.add(slot, params, prompt, output)
+            single = Batch()
+            single.add(0, params, prompt, output)
+            alone[slot] = single, params, len(prompt)
+        slots = [slot for slot in alone if (turn, slot) not in skip]
+        if not slots:
+            continue
+        logits = torch.randn(len(slots), VOCAB, generator=generator) * 3
+        histories = [list(together.tokens[slot]) for slot in slots]
+        result = together.step(slots, logits)
+        for row, slot in enumerate(slots):
+            single, params, num_prompt = alone[slot]
+            own = single.step([0], logits[row : row + 1])
+            token = own.token_ids.item()
+            assert result.token_ids[row].item() == token
+            logprobs = result.logprobs[row] if result.logprobs is not None else None
+            assert logprobs == (own.logprobs[0] if own.logprobs is not None else None)
+            assert (logprobs is not None) == (params.logprobs is not None)
+            expected = reference(
+                logits[row].numpy(), params, histories[row][:num_prompt], histories[row][num_prompt:]
+            )
+            best = expected.max()
+            if best == -np.inf:
+                continue  # nothing is possible: any token will do
+            if params.is_greedy:
+                assert expected[token] >= best - 1e-4
+            else:
+                assert expected[token] > -np.inf
+                if params.min_p:
+                    floor = best + params.temperature * math.log(params.min_p)
+                    assert expected[token] >= floor - 1e-4
+            if params.top_k:
+                kept = np.sort(expected)[::-1][: params.top_k]
+                assert expected[token] >= kept[-1] - 1e-4
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.3])
+def test_repetition_penalty_equals_transformers(penalty: float) -> None:
+    torch.manual_seed(1)
+    prompt = torch.randint(0, VOCAB, (SLOTS, 11))
+    logits = torch.randn(SLOTS, VOCAB)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(prompt, logits.clone())
+    batch = Batch()
+    for slot in range(SLOTS):
+        params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
+        batch.add(slot, params, prompt[slot].tolist(), [])
+    changed = logits.clone()
+    batch.step(list(range(SLOTS)), logits)
+    batch.sampler._penalties.apply(changed, _rows(batch, -1))
+    # The second application sees the token that the step drew as well, which transformers does not.
+    for slot in range(SLOTS):
+        drawn = batch.tokens[slot][-1]
+        keep = [token for token in range(VOCAB) if token != drawn]
+        torch.testing.assert_close(changed[slot, keep], expected[slot, keep])
+        assert drawn == expected[slot].argmax().item()
+
+
+def _rows(batch: Batch, offset: int) -> Any:
+    from argosy_engine.sample.logits_processors import Rows
+
+    positions = np.array([len(batch.tokens[slot]) + offset for slot in range(SLOTS)])
+    return Rows(np.arange(SLOTS), positions, SLOTS)
+
+
+def test_logprobs_are_those_of_the_model_not_of_what_the_request_made_of_them() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(3, VOCAB)
+    batch = Batch()
+    batch.add(0, SamplingParams(temperature=0.3, logprobs=4, logit_bias={5: 50.0}), [3], [])
+    batch.add(1, SamplingParams(temperature=0.0), [3], [])
+    batch.add(2, SamplingParams(temperature=0.0, logprobs=0), [3], [])
+    out = batch.step([0, 1, 2], logits)
+    expected = logits.log_softmax(-1)
+    first, none, last = out.logprobs
+    assert none is None
+    assert first.token_ids[0] == out.token_ids[0].item() == 5
+    assert first.token_ids[1:] == expected[0].topk(4).indices.tolist()
+    torch.testing.assert_close(torch.tensor(first.logprobs), expected[0, first.token_ids])
+    assert first.rank == int((expected[0] > expected[0, 5]).sum()) + 1
+    assert (last.token_ids, last.rank) == ([logits[2].argmax().item()], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grammar_mask_leaves_only_what_it_allows(dtype: torch.dtype) -> None:
+    allowed = [0, 31, 32, 63, 64, 66]
+    bitmask = np.zeros((1, 3), np.int32)
+    for token in allowed:
+        bitmask.view(np.uint32)[0, token // 32] |= np.uint32(1 << (token % 32))
+    batch = Batch()
+    for slot in range(SLOTS):
+        batch.add(slot, SamplingParams(temperature=1.0, seed=slot), [3], [])
+    torch.manual_seed(3)
+    seen = set()
+    for _ in range(40):
+        grammar = GrammarMask(np.array([2]), bitmask)
+        seen.add(
+            batch.step(list(range(SLOTS)), torch.randn(SLOTS, VOCAB).to(dtype), grammar).token_ids[2].item()
+        )
+    assert seen <= set(allowed)
+    assert len(seen) > 3
+    assert {token for slot in (1, 3) for token in batch.tokens[slot]} - set(allowed)
+
+
+def test_a_request_for_which_nothing_is_possible_costs_no_other() -> None:
+    batch = Batch()
+    batch.add(0, SamplingParams(temperature=1.0, allowed_token_ids=(1,), min_tokens=3, logprobs=2), [3], [])
+    batch.add(1, SamplingParams(temperature=0.0), [3], [])
+    logits = torch.randn(2, VOCAB)
+    out = batch.step([0, 1], logits)
+    assert 0 <= out.token_ids[0].item() < VOCAB
+    assert out.token_ids[1].item() == logits[1].argmax().item()
