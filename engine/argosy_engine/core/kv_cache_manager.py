@@ -48,9 +48,11 @@ class KVCacheManager:
     def find_cached_prefix(self, request: Request) -> list[int]:
         """Blocks of the longest cached prefix.
 
-        At most `num_tokens - 1` tokens count as computed, because the last token must run to give logits.
+        At most `num_tokens - 1` tokens count as computed, because the last token must run to give logits. A request
+        that wants its prompt's log probabilities computes all of it.
         """
-        if not self.enable_prefix_caching:
+        wants_prompt = request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens
+        if not self.enable_prefix_caching or wants_prompt:
             return []
         request.hash_full_blocks()
         max_blocks = (request.num_tokens - 1) // self.block_size

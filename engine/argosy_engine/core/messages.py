@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 
 class RequestType:
@@ -26,6 +27,7 @@ class FinishReason(IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -47,6 +49,8 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     cache_salt: str | None = None
     chunk_ends: list[ChunkEnd] = []
     priority: int = 0
+    resume_token_ids: list[int] = []
+    """Output of an earlier run of this request, which this one continues: it counts as output, and is not repeated."""
 
 
 class UtilityCall(Struct, array_like=True, gc=False):
@@ -73,11 +77,15 @@ class EngineCoreOutput(Struct, array_like=True, omit_defaults=True, gc=False):
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    """The stop token id, when one ended the request."""
+    stop_reason: int | str | None = None
+    """The stop token id, when one ended the request, or `repetition_detected`."""
     prefill_stats: PrefillStats | None = None
     error: str | None = None
     num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    """One per new token, for requests that asked."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first; sent with the first output."""
 
 
 class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):

@@ -9,6 +9,7 @@ from enum import IntEnum
 
 from argosy_engine.core.messages import ChunkEnd, EngineCoreRequest, FinishReason
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 
 class RequestStatus(IntEnum):
@@ -39,6 +40,7 @@ class Request:
         "chunk_ends",
         "finish_reason",
         "first_scheduled_at",
+        "has_extras",
         "has_first_token",
         "max_num_tokens",
         "num_allocated_tokens",
@@ -52,6 +54,7 @@ class Request:
         "num_tokens",
         "num_tokens_with_spec",
         "priority",
+        "prompt_logprobs",
         "queue_key",
         "queued_at",
         "request_id",
@@ -66,9 +69,9 @@ class Request:
     def __init__(self, message: EngineCoreRequest, block_size: int, hash_blocks: bool) -> None:
         self.request_id = message.request_id
         self.sampling_params: SamplingParams = message.sampling_params
-        self.all_token_ids: list[int] = list(message.prompt_token_ids)
+        self.all_token_ids: list[int] = message.prompt_token_ids + message.resume_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
-        self.num_tokens = self.num_prompt_tokens
+        self.num_tokens = len(self.all_token_ids)
         """Known tokens: prompt and output."""
         self.num_tokens_with_spec = self.num_tokens
         """Known tokens and drafts."""
@@ -81,12 +84,18 @@ class Request:
         self.chunk_ends: list[ChunkEnd] = message.chunk_ends
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
         self.stop_ids: frozenset[int] = frozenset()
         """Tokens that end the request. Set by the scheduler, which knows the model's EOS."""
         self.max_num_tokens = 0
         """Prompt and output together end here. Set by the scheduler."""
         self.has_first_token = False
+        """Whether this run of the request gave a token; output that it continues does not count."""
+        params = message.sampling_params
+        self.has_extras = params.logprobs is not None or params.repetition_detection is not None
+        """Whether each of its tokens takes more than appending it."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """So far; sent with the first token."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1
         """Prompt tokens found in the prefix cache at first schedule; -1 before."""

@@ -22,6 +22,7 @@ from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import EngineCoreOutput, FinishReason, PrefillStats
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.request_queue import RequestQueue
+from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.worker.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -100,6 +101,13 @@ class Scheduler:
             request.max_num_tokens = min(self.max_model_len, request.num_prompt_tokens + params.max_tokens)
         request.queue_key = (request.priority if self.policy == "priority" else 0, self._num_arrivals)
         self._num_arrivals += 1
+        if request.num_output_tokens:
+            self._check_stop(request, request.all_token_ids[-1])
+            if request.finish_reason is not None:  # the run that it continues got to its end
+                self._outputs.append(
+                    EngineCoreOutput(request.request_id, [], request.finish_reason, request.stop_reason)
+                )
+                return
         self._enqueue(request)
 
     def unblock(self, request_id: str) -> None:
@@ -289,6 +297,9 @@ class Scheduler:
         """
         outputs, requests = self._outputs, self.requests
         has_stopped = False
+        for request_id, (start, entries) in result.prompt_logprobs.items():
+            if request_id in requests:
+                requests[request_id].prompt_logprobs[start:] = entries
         for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
             if not token_ids:
                 continue  # its prompt is still being computed
@@ -301,13 +312,14 @@ class Scheduler:
                 num_tokens < request.max_num_tokens
                 and token_id not in request.stop_ids
                 and request.has_first_token
+                and not request.has_extras
                 and request.num_computed_tokens < num_tokens  # no drafts were verified
             ):
                 request.all_token_ids.append(token_id)
                 request.num_tokens = request.num_tokens_with_spec = num_tokens
                 outputs.append(EngineCoreOutput(request_id, token_ids))
                 continue
-            outputs.append(self._book(request, token_ids))
+            outputs.append(self._book(request, token_ids, result.logprobs.get(request_id)))
             if request.finish_reason is not None:
                 has_stopped = True
                 self._finish(request, request.finish_reason)
@@ -321,7 +333,9 @@ class Scheduler:
         self._outputs = []
         return outputs
 
-    def _book(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
+    def _book(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> EngineCoreOutput:
         """Appends tokens up to a stop. Drafts that were not accepted count as not computed."""
         request.spec_token_ids = []
         for position, token_id in enumerate(token_ids):
@@ -335,18 +349,30 @@ class Scheduler:
         if not request.has_first_token:
             request.has_first_token = True
             output.prefill_stats = self._prefill_stats(request)
+            if request.prompt_logprobs:
+                output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
+        if logprobs is not None:
+            output.logprobs = logprobs[: len(token_ids)]
         if request.finish_reason is not None:
             output.num_preemptions = request.num_preemptions
         return output
 
     def _check_stop(self, request: Request, token_id: int) -> None:
         params = request.sampling_params
-        if token_id in request.stop_ids:
+        has_minimum = request.num_output_tokens >= params.min_tokens
+        repetition = params.repetition_detection
+        if has_minimum and token_id in request.stop_ids:
             request.finish_reason = FinishReason.STOP
             if params.ignore_eos or token_id not in self.eos_token_ids:
                 request.stop_reason = token_id
         elif request.num_tokens >= request.max_num_tokens:
             request.finish_reason = FinishReason.LENGTH
+        elif (
+            repetition is not None
+            and has_minimum
+            and repetition.is_met_by(request.all_token_ids, request.num_output_tokens)
+        ):
+            request.finish_reason, request.stop_reason = FinishReason.REPETITION, "repetition_detected"
 
     def _prefill_stats(self, request: Request) -> PrefillStats:
         now = time.monotonic()

@@ -37,6 +37,18 @@ class RepetitionDetectionParams(Struct, frozen=True, omit_defaults=True, forbid_
     """tokens; 0 means 1"""
     min_count: int = 0
 
+    def is_met_by(self, token_ids: list[int], num_output: int) -> bool:
+        """Whether the last tokens are a repeated pattern; only the last `num_output` count."""
+        for size in range(max(self.min_pattern_size, 1), self.max_pattern_size + 1):
+            span = size * self.min_count
+            if span > num_output:
+                return False
+            if token_ids[-1] == token_ids[-1 - size]:
+                tail = token_ids[-span:]
+                if tail[size:] == tail[:-size]:
+                    return True
+        return False
+
     def problem(self) -> str | None:
         """What is wrong with these values, or None."""
         if not 0 <= self.min_pattern_size <= self.max_pattern_size <= MAX_REPETITION_PATTERN:

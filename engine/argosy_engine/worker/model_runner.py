@@ -134,13 +134,14 @@ class ModelRunner:
             # The hidden state of a position gives the next token; behind the last prompt token the output begins.
             count = min(first + query_lens[row], batch.num_prompt[slot] - 1) - first
             if count > 0:
-                output.prompt_logprobs[output.request_ids[row]] = score_prompt(
+                scored = score_prompt(
                     self.model.logits,
                     hidden[starts[row] : starts[row] + count],
                     self._tensor(batch.token_ids[slot, first + 1 : first + 1 + count].astype(np.int64)),
                     int(batch.num_prompt_logprobs[slot]),
                     self.vocab_size,
                 )
+                output.prompt_logprobs[output.request_ids[row]] = int(first), scored
 
     def _append(self, slots: np.ndarray, tokens: list[int]) -> None:
         batch = self.batch

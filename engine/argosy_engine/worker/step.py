@@ -44,7 +44,8 @@ class ModelRunnerOutput(Struct, array_like=True, gc=False):
     """Per request the new tokens, several when drafts were accepted; none while its prompt is being computed."""
     logprobs: dict[str, list[TokenLogprobs]] = {}
     """Of the new tokens, for requests that asked for them."""
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
-    """Of prompt tokens computed in this step, in order; the first prompt token has none."""
+    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+    """Of prompt tokens computed in this step, with the number of those before them that have some: all but the first
+    prompt token."""
     draft_token_ids: dict[str, list[int]] = {}
     """Guesses at the tokens that follow, for the next step to verify."""
