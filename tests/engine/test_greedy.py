@@ -168,9 +168,9 @@ def _count_preemptions(client: InprocClient) -> list[str]:
     seen: list[str] = []
     preempt = client.core.scheduler._preempt
 
-    def counting(request: Any) -> None:
+    def counting(request: Any, num_computed_tokens: int) -> None:
         seen.append(request.request_id)
-        preempt(request)
+        preempt(request, num_computed_tokens)
 
     client.core.scheduler._preempt = counting  # type: ignore[method-assign]
     return seen

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import ChunkEnd, EngineCoreOutput, EngineCoreRequest, FinishReason
-from argosy_engine.core.request import Request
+from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
@@ -17,10 +19,16 @@ BLOCK = 4
 EOS = 0
 
 
-def make(num_blocks: int = 64, caching: bool = True, **changes: int | bool) -> Scheduler:
-    settings_ = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 64, **changes}
-    kv = KVCacheManager(num_blocks, BLOCK, caching)
-    return Scheduler(kv, eos_token_ids=frozenset({EOS}), **settings_)  # type: ignore[arg-type]
+def make(num_blocks: int = 64, caching: bool = True, **changes: int | float | str) -> Scheduler:
+    settings_: dict[str, Any] = {
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 8,
+        "max_model_len": 64,
+        "watermark": 0.0,
+        **changes,
+    }
+    kv = KVCacheManager(num_blocks, BLOCK, caching, settings_.pop("watermark"))
+    return Scheduler(kv, eos_token_ids=frozenset({EOS}), **settings_)
 
 
 def request(
@@ -28,10 +36,12 @@ def request(
     prompt: list[int],
     max_tokens: int = 4,
     chunk_ends: list[ChunkEnd] | None = None,
+    priority: int = 0,
     **params: object,
 ) -> Request:
     fields = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-    return Request(EngineCoreRequest(name, prompt, fields, 0.0, chunk_ends=chunk_ends or []), BLOCK, True)
+    message = EngineCoreRequest(name, prompt, fields, 0.0, chunk_ends=chunk_ends or [], priority=priority)
+    return Request(message, BLOCK, True)
 
 
 def run_step(scheduler: Scheduler, token: int = 9) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
@@ -154,6 +164,129 @@ def test_a_request_aborted_while_its_step_runs_gives_no_output() -> None:
     assert scheduler.update(step, ModelRunnerOutput(["a"], [[9]])) == []
     assert scheduler.schedule().finished_request_ids == ["a"]
     scheduler.check()
+
+
+def test_the_most_urgent_waiting_request_goes_first_and_ties_go_by_arrival() -> None:
+    scheduler = make(policy="priority", max_num_seqs=1)
+    for name, priority in (("late", 5), ("a", 0), ("b", 0), ("urgent", -1)):
+        scheduler.add(request(name, [1, 2, 3], priority=priority, max_tokens=1))
+    assert list(run_all(scheduler)) == ["urgent", "a", "b", "late"]
+
+
+def test_first_come_first_served_ignores_priority() -> None:
+    scheduler = make(max_num_seqs=1)
+    for name, priority in (("a", 5), ("b", 0)):
+        scheduler.add(request(name, [1, 2, 3], priority=priority, max_tokens=1))
+    assert list(run_all(scheduler)) == ["a", "b"]
+
+
+def test_the_least_urgent_request_is_preempted_although_others_are_newer() -> None:
+    scheduler = make(num_blocks=9, policy="priority", caching=False)
+    scheduler.add(request("patient", [1] * 14, priority=1, max_tokens=12))
+    run_step(scheduler)
+    scheduler.add(request("urgent", [2] * 14, max_tokens=12))
+    preempted = []
+    while scheduler.has_work:
+        step, _ = run_step(scheduler)
+        preempted += step.finished_request_ids if scheduler.num_preemptions else []
+        scheduler.check()
+    assert preempted[0] == "patient"
+
+
+def test_blocks_of_a_request_that_leaves_the_step_being_planned_are_not_shared() -> None:
+    """`patient` gets the last free blocks and tokens that fill two of them; then `urgent` needs one in that step."""
+    scheduler = make(
+        num_blocks=9, policy="priority", max_num_batched_tokens=12, long_prefill_token_threshold=8
+    )
+    scheduler.add(request("patient", list(range(10, 40)), priority=1))
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"patient": 12}
+    scheduler.add(request("urgent", list(range(50, 54)), max_tokens=20))
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"patient": 8, "urgent": 4}
+    step, _ = run_step(scheduler)
+    assert (step.num_scheduled_tokens, step.finished_request_ids) == ({"urgent": 1}, ["patient"])
+    scheduler.abort(["urgent"])
+    (resumed,) = run_step(scheduler)[0].new_requests
+    assert (resumed.request_id, resumed.num_computed_tokens) == ("patient", 20)
+
+
+def test_a_blocked_request_keeps_its_place_and_costs_no_step() -> None:
+    scheduler = make(max_num_seqs=1)
+    blocked = request("blocked", [1, 2, 3], max_tokens=1)
+    blocked.status = RequestStatus.WAITING_FOR_GRAMMAR
+    scheduler.add(blocked)
+    assert not scheduler.has_work
+    assert scheduler.has_unfinished_requests
+    for name in "abc":
+        scheduler.add(request(name, [1, 2, 3], max_tokens=1))
+    assert set(run_step(scheduler)[0].num_scheduled_tokens) == {"a"}
+    scheduler.unblock("blocked")
+    assert list(run_all(scheduler)) == ["blocked", "b", "c"]
+
+
+def test_a_blocked_request_can_fail_or_be_aborted() -> None:
+    scheduler = make()
+    for name in "ab":
+        blocked = request(name, [1, 2, 3])
+        blocked.status = RequestStatus.WAITING_FOR_GRAMMAR
+        scheduler.add(blocked)
+    scheduler.abort(["a"])
+    scheduler.fail("b", "the grammar is not one")
+    _, outputs = run_step(scheduler)
+    assert [(out.request_id, out.finish_reason, out.error) for out in outputs] == [
+        ("b", FinishReason.ERROR, "the grammar is not one")
+    ]
+    assert not scheduler.has_unfinished_requests
+
+
+def test_an_id_in_use_is_refused() -> None:
+    scheduler = make()
+    scheduler.add(request("a", [1, 2, 3]))
+    with pytest.raises(ValueError, match="'a' is in use"):
+        scheduler.add(request("a", [4]))
+    assert set(run_all(scheduler)) == {"a"}
+
+
+def test_the_watermark_keeps_room_for_those_that_run() -> None:
+    scheduler = make(num_blocks=11, watermark=0.3, caching=False)
+    scheduler.add(request("a", [1] * 16, max_tokens=2))
+    scheduler.add(request("b", [2] * 16, max_tokens=2))
+    assert set(run_step(scheduler)[0].num_scheduled_tokens) == {"a"}
+    assert set(run_all(scheduler)) == {"a", "b"}
+
+
+def test_choices_of_one_prompt_share_its_blocks_in_the_first_step() -> None:
+    scheduler = make()
+    for name in "abc":
+        scheduler.add(request(name, list(range(10, 27))))
+    step, _ = run_step(scheduler)
+    assert step.num_scheduled_tokens == {"a": 17, "b": 1, "c": 1}
+    assert scheduler.kv.pool.num_free_blocks == 63 - 4 - 3
+
+
+def test_drafts_are_verified_and_those_not_accepted_do_not_count() -> None:
+    scheduler = make()
+    scheduler.add(request("a", [1, 2, 3], max_tokens=20))
+    step = scheduler.schedule()
+    scheduler.update(step, ModelRunnerOutput(["a"], [[9]], draft_token_ids={"a": [5, 6, 7]}))
+    step = scheduler.schedule()
+    assert step.num_scheduled_tokens == {"a": 4}
+    assert step.scheduled_spec_token_ids == {"a": [5, 6, 7]}
+    (output,) = scheduler.update(step, ModelRunnerOutput(["a"], [[5, 8]]))
+    assert output.new_token_ids == [5, 8]
+    live = scheduler.requests["a"]
+    assert live.all_token_ids == [1, 2, 3, 9, 5, 8]
+    assert live.num_computed_tokens == 5
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 1}
+
+
+def test_aborting_thousands_of_waiting_requests_touches_each_a_few_times() -> None:
+    scheduler = make()
+    names = [str(index) for index in range(5000)]
+    for name in names:
+        scheduler.add(request(name, [1, 2, 3]))
+    scheduler.abort(names[:4990])
+    assert len(scheduler.waiting._heap) < 100
+    assert set(run_all(scheduler)) == set(names[4990:])
 
 
 def test_chunks_are_announced_when_their_block_is_cached_and_when_it_is_lost() -> None:
