@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config import (
@@ -86,3 +88,35 @@ def _sliding_windows(architecture: str, raw: RawConfig) -> tuple[Any, ...]:
     first = raw.get("max_window_layers", 28)
     kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
     return sliding_windows_of(raw, window, kinds)
+
+
+class Qwen3MoeConfig(LlamaConfig, frozen=True, kw_only=True):
+    """Qwen3 with sparse MLPs: every decoder_sparse_step-th layer but those in mlp_only_layers."""
+
+    num_experts: Annotated[int, Meta(ge=1, le=4096)]
+    num_experts_per_tok: Annotated[int, Meta(ge=1, le=4096)]
+    moe_intermediate_size: Size
+    norm_topk_prob: bool
+    decoder_sparse_step: Annotated[int, Meta(ge=1, le=4096)]
+    mlp_only_layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts {self.num_experts}"
+            )
+
+    def is_sparse(self, index: int) -> bool:
+        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+
+    @classmethod
+    def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
+        return {
+            **super().fields_of(raw),
+            "num_experts": raw.get("num_experts") or raw.get("num_local_experts"),
+            "num_experts_per_tok": raw.get("num_experts_per_tok"),
+            "moe_intermediate_size": raw.get("moe_intermediate_size"),
+            "norm_topk_prob": raw.get("norm_topk_prob", False),
+            "decoder_sparse_step": raw.get("decoder_sparse_step", 1),
+            "mlp_only_layers": raw.get("mlp_only_layers") or (),
+        }

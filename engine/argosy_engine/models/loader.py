@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
 from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.registry import CausalLM
@@ -56,8 +57,15 @@ def load_model(
         seed: of dummy weights.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or its tensors are not those of its config.
+        ConfigError: the checkpoint is damaged, its tensors are not those of its config, or the model cannot run in
+            `dtype`.
     """
+    name = str(dtype).removeprefix("torch.")
+    if name in config.refused_dtypes:
+        reason = config.refused_dtypes[name]
+        raise ConfigError(
+            f"{config.architecture} cannot run in {name}: {reason}; use --dtype bfloat16 or float32"
+        )
     model_class = registry.model_class(config.architecture)
     with torch.inference_mode():
         plan = plan_weights(config, dtype)

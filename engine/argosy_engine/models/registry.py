@@ -62,11 +62,17 @@ class _Family(NamedTuple):
 
 
 _LLAMA = _Family("llama_config:LlamaConfig", "decoder:Decoder")
+_GEMMA = _Family("gemma_config:GemmaConfig", "gemma:Gemma")
 _FAMILIES = {
+    "GPT2LMHeadModel": _Family("gpt2_config:GPT2Config", "gpt2:GPT2"),
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
+    "OPTForCausalLM": _Family("opt_config:OPTConfig", "opt:OPT"),
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
+    "Qwen3MoeForCausalLM": _Family("llama_config:Qwen3MoeConfig", "qwen3_moe:Qwen3Moe"),
 }
 
 

@@ -1,0 +1,142 @@
+"""Gemma 2 and Gemma 3 (text): norms before and after each block, GeGLU, local and global attention layers.
+
+Against Llama's decoder: RMSNorm scales by 1 + weight, the embedding by sqrt(hidden_size), scores by
+query_pre_attn_scalar; Gemma 3 turns local and global layers by different RoPE bases; Gemma 2 soft-caps logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.torch_native import TorchAttention
+from argosy_engine.models.decoder import GatedMLP
+from argosy_engine.models.gemma_config import GemmaConfig
+from argosy_engine.models.layers import Linear, RotaryEmbedding
+from argosy_engine.models.rope import inverse_frequencies
+from argosy_engine.models.rope_config import RopeParameters
+from argosy_engine.models.weights import Weights
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class GemmaRMSNorm:
+    """x / rms(x) * (1 + weight), all in float32."""
+
+    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+        self.weight = 1.0 + weights.take(name + ".weight", size).float()
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
+
+
+class GeGLU(GatedMLP):
+    """down(gelu(gate(x)) * up(x))."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.gelu(gate, approximate="tanh") * up)
+
+
+class GemmaLayer:
+    def __init__(self, config: GemmaConfig, weights: Weights, index: int) -> None:
+        prefix = f"model.layers.{index}."
+        eps, hidden, head_dim = config.rms_norm_eps, config.hidden_size, config.head_dim
+        self.is_local = config.sliding_windows[index] is not None
+        self.input_norm = GemmaRMSNorm(weights, prefix + "input_layernorm", hidden, eps)
+        self.post_attention_norm = GemmaRMSNorm(weights, prefix + "post_attention_layernorm", hidden, eps)
+        self.pre_mlp_norm = GemmaRMSNorm(weights, prefix + "pre_feedforward_layernorm", hidden, eps)
+        self.post_mlp_norm = GemmaRMSNorm(weights, prefix + "post_feedforward_layernorm", hidden, eps)
+        attention = prefix + "self_attn."
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = head_dim
+        q, kv = self.heads * head_dim, self.kv_heads * head_dim
+        self._split = [q, kv, kv]
+        self.qkv = weights.linear(
+            {attention + "q_proj": q, attention + "k_proj": kv, attention + "v_proj": kv},
+            hidden,
+            bias=config.attention_bias,
+        )
+        self.output = weights.linear({attention + "o_proj": hidden}, q, bias=config.attention_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = GemmaRMSNorm(weights, attention + "q_norm", head_dim, eps)
+            self.k_norm = GemmaRMSNorm(weights, attention + "k_norm", head_dim, eps)
+        self.mlp = GeGLU(weights, prefix + "mlp.", hidden, config.intermediate_size, bias=False)
+        self.attention = TorchAttention(
+            self.heads,
+            self.kv_heads,
+            head_dim,
+            scale=config.query_pre_attn_scalar**-0.5,
+            sliding_window=config.sliding_windows[index],
+            logit_softcap=config.attn_logit_softcapping,
+        )
+
+    def __call__(
+        self, hidden: torch.Tensor, rotary: Rotary, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        """hidden [T, hidden_size] -> the same shape."""
+        attended = self._attend(self.input_norm(hidden), rotary, kv_cache, meta)
+        hidden = hidden + self.post_attention_norm(attended)
+        return hidden + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(hidden)))
+
+    def _attend(
+        self, x: torch.Tensor, rotary: Rotary, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        q, k, v = self.qkv(x).split(self._split, dim=-1)
+        q = q.view(-1, self.heads, self.head_dim)
+        k = k.view(-1, self.kv_heads, self.head_dim)
+        v = v.view(-1, self.kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = RotaryEmbedding.apply(q, *rotary), RotaryEmbedding.apply(k, *rotary)
+        self.attention.write(kv_cache, k, v, meta)
+        return self.output(self.attention(q, kv_cache, meta).reshape(x.shape[0], -1))
+
+
+class Gemma:
+    checkpoint_prefix = "model."
+    ignored_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+    def __init__(self, config: GemmaConfig, weights: Weights, max_positions: int) -> None:
+        self.config = config
+        self.embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
+        self.layers = [GemmaLayer(config, weights, index) for index in range(config.num_hidden_layers)]
+        self.norm = GemmaRMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
+        if config.tie_word_embeddings:
+            self.lm_head = Linear(self.embedding)
+        else:
+            self.lm_head = weights.linear({"lm_head": config.vocab_size}, config.hidden_size)
+
+        def table(rope: RopeParameters) -> RotaryEmbedding:
+            inv_freq = inverse_frequencies(rope, config.head_dim, weights.device)
+            return RotaryEmbedding(inv_freq, max_positions, weights.dtype, rope.attention_scaling)
+
+        self.rotary_global = table(config.rope_global)
+        self.rotary_local = table(config.rope_local)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        hidden = F.embedding(token_ids, self.embedding) * self.embedding_scale
+        everywhere, nearby = self.rotary_global.select(positions), self.rotary_local.select(positions)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, nearby if layer.is_local else everywhere, kv_cache[index], meta)
+        return hidden
+
+    def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.lm_head(self.norm(hidden))
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap

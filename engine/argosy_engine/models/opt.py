@@ -1,0 +1,94 @@
+"""OPT: learned positions from index 2 on, LayerNorm before each block (after it in 350m), ReLU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.models.classic import ACTIVATIONS, LayerNorm, MultiHeadAttention
+from argosy_engine.models.layers import Linear
+from argosy_engine.models.opt_config import OPTConfig
+from argosy_engine.models.weights import Weights
+
+_POSITION_OFFSET = 2
+"""The first rows of the position table were kept for padding when the model was trained."""
+_EPS = 1e-5
+
+
+class OPTLayer:
+    def __init__(self, config: OPTConfig, weights: Weights, index: int) -> None:
+        prefix = f"model.decoder.layers.{index}."
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.has_bias
+        attention = prefix + "self_attn."
+        self.norm_before = config.norm_before
+        self.attention_norm = LayerNorm(weights, prefix + "self_attn_layer_norm", hidden, _EPS)
+        self.attend = MultiHeadAttention(
+            weights.linear({attention + f"{name}_proj": hidden for name in "qkv"}, hidden, bias=bias),
+            weights.linear({attention + "out_proj": hidden}, hidden, bias=bias),
+            config.num_attention_heads,
+            config.head_dim,
+        )
+        self.mlp_norm = LayerNorm(weights, prefix + "final_layer_norm", hidden, _EPS)
+        self.up = weights.linear({prefix + "fc1": inner}, hidden, bias=bias)
+        self.down = weights.linear({prefix + "fc2": hidden}, inner, bias=bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def __call__(self, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """hidden [T, hidden_size] -> the same shape."""
+        if self.norm_before:
+            hidden = hidden + self.attend(self.attention_norm(hidden), kv_cache, meta)
+            return hidden + self._mlp(self.mlp_norm(hidden))
+        hidden = self.attention_norm(hidden + self.attend(hidden, kv_cache, meta))
+        return self.mlp_norm(hidden + self._mlp(hidden))
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class OPT:
+    checkpoint_prefix = "model."
+    ignored_tensors = ()
+
+    def __init__(self, config: OPTConfig, weights: Weights, max_positions: int) -> None:
+        base = "model.decoder."
+        hidden, width = config.hidden_size, config.embedding_size
+        self.embedding = weights.take(base + "embed_tokens.weight", config.vocab_size, width)
+        self.positions = weights.take(
+            base + "embed_positions.weight", config.max_position_embeddings + _POSITION_OFFSET, hidden
+        )
+        self.project_in = self.project_out = None
+        if width != hidden:
+            self.project_in = weights.linear({base + "project_in": hidden}, width)
+            self.project_out = weights.linear({base + "project_out": width}, hidden)
+        self.layers = [OPTLayer(config, weights, index) for index in range(config.num_hidden_layers)]
+        self.norm = None
+        if config.has_final_norm:
+            self.norm = LayerNorm(weights, base + "final_layer_norm", hidden, _EPS)
+        if config.tie_word_embeddings:
+            self.lm_head = Linear(self.embedding)
+        else:
+            self.lm_head = weights.linear({"lm_head": config.vocab_size}, width)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        hidden = F.embedding(token_ids, self.embedding)
+        if self.project_in is not None:
+            hidden = self.project_in(hidden)
+        hidden = hidden + F.embedding(positions + _POSITION_OFFSET, self.positions)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, kv_cache[index], meta)
+        return hidden
+
+    def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return hidden if self.project_out is None else self.project_out(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.last_hidden_state(hidden))

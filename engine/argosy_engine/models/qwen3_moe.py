@@ -1,0 +1,26 @@
+"""Qwen3-MoE (arXiv 2505.09388): Qwen3's decoder with sparse MLPs in most layers."""
+
+from __future__ import annotations
+
+from argosy_engine.models.decoder import MLP, Decoder
+from argosy_engine.models.llama_config import Qwen3MoeConfig
+from argosy_engine.models.moe import SparseMLP
+from argosy_engine.models.weights import Weights
+
+
+class Qwen3Moe(Decoder):
+    config: Qwen3MoeConfig
+
+    def make_mlp(self, weights: Weights, prefix: str, index: int) -> MLP:
+        config = self.config
+        if not config.is_sparse(index):
+            return super().make_mlp(weights, prefix, index)
+        return SparseMLP(
+            weights,
+            prefix,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            num_experts=config.num_experts,
+            experts_per_token=config.num_experts_per_tok,
+            normalises=config.norm_topk_prob,
+        )

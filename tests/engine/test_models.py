@@ -1,0 +1,139 @@
+"""Every architecture gives transformers' logits and greedy tokens in fp32, however the steps are cut."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.client import InprocClient
+from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.models import registry
+from argosy_engine.models.config import load_model_config
+from argosy_engine.models.loader import load_model
+from argosy_engine.sample.params import SamplingParams
+from greedy_reference import differing_tokens
+from random_checkpoints import KINDS, make_checkpoint
+
+EXACT = {"dtype": "float32", "device": "cpu", "threads": 1}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """name -> (directory, reference model)"""
+    made: dict[str, tuple[Path, torch.nn.Module]] = {}
+
+    def make(name: str) -> tuple[Path, torch.nn.Module]:
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            made[name] = (path, make_checkpoint(KINDS[name], path))
+        return made[name]
+
+    return make
+
+
+@torch.inference_mode()
+def logits_of(path: Path, token_ids: list[int], load_format: Any = "auto") -> torch.Tensor:
+    """Logits [T, vocab_size] of one sequence in one step, by our model alone."""
+    config = load_model_config(path)
+    dtype, device = torch.float32, torch.device("cpu")
+    model = load_model(
+        path, config, dtype=dtype, device=device, max_positions=512, load_format=load_format, seed=0
+    ).model
+    count = len(token_ids)
+    num_blocks = -(-count // BLOCK_SIZE)
+    kv_cache = torch.zeros(
+        config.num_hidden_layers, 2, num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim
+    )
+    positions = torch.arange(count)
+    meta = AttentionMetadata(
+        num_decodes=0,
+        query_lens=[count],
+        seq_lens=[count],
+        slot_mapping=positions,
+        block_tables=torch.arange(num_blocks).unsqueeze(0),
+        decode_seq_lens=torch.zeros(0, dtype=torch.int64),
+    )
+    return model.logits(model.forward(torch.tensor(token_ids), positions, kv_cache, meta))
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {kind.model for kind in KINDS.values()} | {"Qwen3ForCausalLM"} == set(registry.architectures())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_equal_transformers_and_every_option_matters(
+    name: str, checkpoint: Any, tmp_path: Path
+) -> None:
+    path, reference = checkpoint(name)
+    rng = random.Random(5)
+    token_ids = [rng.randrange(2, 512) for _ in range(120)]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([token_ids])).logits[0].float()
+    ours = logits_of(path, token_ids)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    for change in KINDS[name].matters:
+        changed = tmp_path / "changed"
+        shutil.copytree(path, changed, dirs_exist_ok=True)
+        config = json.loads((path / "config.json").read_text())
+        (changed / "config.json").write_text(json.dumps({**config, **change}))
+        assert (logits_of(changed, token_ids) - expected).abs().max() > 1e-2, change
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_tokens_equal_transformers(name: str, checkpoint: Any) -> None:
+    """Batched, with chunked prefill, prompts beyond the sliding window, and prefix hits."""
+    path, reference = checkpoint(name)
+    client = InprocClient(
+        EngineArgs.of(model=str(path), max_num_batched_tokens=64, num_gpu_blocks_override=256, **EXACT)
+    )
+    rng = random.Random(3)
+    prompts = [[rng.randrange(2, 512) for _ in range(length)] for length in (1, 7, 23, 24, 25, 60, 150)]
+    prompts.append([*prompts[-1][:100], 5, 6, 7])  # its prefix is cached by the time it is admitted
+    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    num_cached = 0
+    for batch in (range(len(prompts) - 1), range(len(prompts) - 1, len(prompts))):
+        for index in batch:
+            client.add_request(EngineCoreRequest(str(index), prompts[index], GREEDY, time.time()))
+        while client.has_work:
+            for out in client.step().outputs:
+                outputs[out.request_id] += out.new_token_ids
+                num_cached += out.prefill_stats.num_cached_tokens if out.prefill_stats else 0
+    client.close()
+    wrong = {
+        index: lines
+        for index, prompt in enumerate(prompts)
+        if (lines := differing_tokens(reference, prompt, outputs[str(index)]))
+    }
+    assert not wrong, json.dumps(wrong, indent=1)
+    assert all(len(output) == GREEDY.max_tokens for output in outputs.values())
+    assert num_cached >= 96
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_dummy_weights_run(name: str, checkpoint: Any, tmp_path: Path) -> None:
+    path, _ = checkpoint(name)
+    shutil.copy(path / "config.json", tmp_path)
+    logits = logits_of(tmp_path, [3, 4, 5, 6], load_format="dummy")
+    assert logits.shape == (4, 512)
+    assert torch.isfinite(logits).all()
+    assert logits.std() > 0.01
