@@ -4,4 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python bench/engine/offline.py ${VLLM_PYTHON:+--vllm-python "$VLLM_PYTHON"} "$@"
+python bench/engine/scheduler.py
 python bench/router/overhead.py ${SGLANG_ROUTER_PYTHON:+--sglang "$SGLANG_ROUTER_PYTHON"}

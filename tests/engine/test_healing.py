@@ -11,6 +11,7 @@ import pytest
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.core.request import Request
 from argosy_engine.models.config import load_model_config
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
@@ -141,12 +142,12 @@ def test_tokens_booked_before_a_fault_are_delivered(core: EngineCore) -> None:
     received: dict[str, list[int]] = {}
     book = core.scheduler._book
 
-    def failing(request: object, token_ids: list[int]) -> EngineCoreOutput:
-        if request is core.scheduler.requests["b"]:
+    def failing(request: Request, *args: Any) -> EngineCoreOutput:
+        if request.request_id == "b":
             core.scheduler._book = book  # type: ignore[method-assign]
             raise RuntimeError("half-way")
-        return book(request, token_ids)  # type: ignore[arg-type]
+        return book(request, *args)
 
-    core.scheduler._book = failing  # type: ignore[method-assign,assignment]
+    core.scheduler._book = failing  # type: ignore[method-assign]
     run(core, received)
     assert received == expected

@@ -204,6 +204,7 @@ def test_blocks_of_a_request_that_leaves_the_step_being_planned_are_not_shared()
     assert run_step(scheduler)[0].num_scheduled_tokens == {"patient": 8, "urgent": 4}
     step, _ = run_step(scheduler)
     assert (step.num_scheduled_tokens, step.finished_request_ids) == ({"urgent": 1}, ["patient"])
+    assert step.total_num_scheduled_tokens == 1
     scheduler.abort(["urgent"])
     (resumed,) = run_step(scheduler)[0].new_requests
     assert (resumed.request_id, resumed.num_computed_tokens) == ("patient", 20)
