@@ -220,8 +220,9 @@ class Router(Struct, frozen=True, kw_only=True, rename="camel"):
     """How the router treats this service."""
 
     policy: RoutingPolicy = "cost"
-    """How a replica is chosen: `cost` (cached prefix against load, the default), `least-load` or
-    `round-robin`."""
+    """How a replica is chosen: `cost` (cached prefix against load, the default), `least-load`, `prefix-hash` (the
+    prompt's beginning names the replica), `session` (header x-session-id, or prompt_cache_key), `round-robin`,
+    `random` or `power-of-two`."""
 
 
 class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):

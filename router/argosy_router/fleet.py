@@ -103,8 +103,10 @@ class Fleet:
     # revisions
 
     def changed(self) -> None:
-        """Something an operator waits for changed."""
+        """Something an operator waits for, or who may be chosen depends on, changed."""
         self.revision += 1
+        for service in self.services.values():
+            service.invalidate()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -129,12 +131,14 @@ class Fleet:
     # life
 
     async def maintain(self) -> None:
-        """Until cancelled: expires guesses and scrubs departed replicas out of the indexes, a slice per turn."""
+        """Until cancelled: expires guesses, renews assumed rates, and scrubs departed replicas out of the indexes, a
+        slice per turn."""
         while True:
             await asyncio.sleep(MAINTENANCE_S)
             for replica in list(self.replicas()):
                 replica.residency.expire(time.monotonic())
             for service in list(self.services.values()):
+                service.assume_rates()
                 is_dirty = True
                 while is_dirty:
                     is_dirty = service.index.scrub()

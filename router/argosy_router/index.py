@@ -13,7 +13,7 @@ dict's growth nor the scrubbing of a departed replica's bits stops the loop for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 SHARDS = 256
 DEFAULT_CAPACITY = 1_000_000
@@ -34,6 +34,8 @@ class PrefixIndex:
         """slot -> shards still to scrub"""
         self._live = 0
         """Bits of the slots in use."""
+        self.slot_changes = 0
+        """Grows whenever a slot is taken or given up."""
         self.resize(capacity)
 
     def resize(self, capacity: int) -> None:
@@ -54,11 +56,13 @@ class PrefixIndex:
             slot = self._slots
             self._slots += 1
         self._live |= 1 << slot
+        self.slot_changes += 1
         return slot
 
     def retire_slot(self, slot: int) -> None:
         """The slot's knowledge is void from now on. Costs nothing here: `scrub` erases its bits later."""
         self._live &= ~(1 << slot)
+        self.slot_changes += 1
         self._retired[slot] = SHARDS
 
     def scrub(self) -> bool:
@@ -105,24 +109,26 @@ class PrefixIndex:
                     self._evict(shard)
                 shard[chunk] = bit | (count & _TOKEN_MASK)
 
-    def guess(self, slot: int, hashes: Sequence[int], tokens_per_chunk: float, *, touch: bool) -> list[int]:
-        """Like `add` for chunks that are only expected: tokens already known stay, others are estimated.
+    def guess(
+        self, slot: int, hashes: Sequence[int], tokens: Callable[[], Sequence[int]], *, touch: bool
+    ) -> list[int]:
+        """Like `add` for chunks that are only expected; `tokens` is asked for estimates if some chunk is new.
 
         `touch` counts known chunks as recently used, for replicas that never announce evictions. Returns the chunks
-        that were new to the slot.
+        the slot did not have before.
         """
         bit = 1 << (slot + _TOKEN_BITS)
         shards = self._shards
         added = []
-        # Deepest first, so that a chain's root outlives its leaves.
-        for position in range(len(hashes) - 1, -1, -1):
-            chunk = hashes[position]
+        estimates: Sequence[int] = ()
+        for position, chunk in enumerate(hashes):
             shard = shards[chunk & 255]
             entry = shard.get(chunk)
             if entry is None:
+                estimates = estimates or tokens()
                 if len(shard) >= self._shard_capacity:
                     self._evict(shard)
-                shard[chunk] = bit | int(tokens_per_chunk * (position + 1))
+                shard[chunk] = bit | (estimates[position] & _TOKEN_MASK)
                 added.append(chunk)
             elif not entry & bit:
                 shard[chunk] = entry | bit
@@ -158,23 +164,23 @@ class PrefixIndex:
         shards = self._shards
         alive = self._live
         runs: dict[int, int] = {}
-        tokens = 0
+        entry = 0
         length = 0
         for chunk in hashes:
-            entry = shards[chunk & 255].get(chunk)
-            if entry is None:
+            following = shards[chunk & 255].get(chunk)
+            if following is None:
                 break
-            held = alive & (entry >> _TOKEN_BITS)
+            held = alive & (following >> _TOKEN_BITS)
             if held != alive:
                 if length:
-                    _assign(runs, alive ^ held, tokens)
+                    _assign(runs, alive ^ held, entry & _TOKEN_MASK)
                 alive = held
                 if not held:
                     break
-            tokens = entry & _TOKEN_MASK
+            entry = following
             length += 1
         if length and alive:
-            _assign(runs, alive, tokens)
+            _assign(runs, alive, entry & _TOKEN_MASK)
         return runs, length
 
     def _evict(self, shard: dict[int, int]) -> None:
@@ -184,7 +190,16 @@ class PrefixIndex:
             del shard[chunk]
 
 
+_FEW = 16
+
+
 def _assign(runs: dict[int, int], bits: int, tokens: int) -> None:
+    """`runs[slot] = tokens` for every slot in `bits`."""
+    if bits.bit_count() > _FEW:  # long integers: one pass over the digits instead of arithmetic per bit
+        runs.update(
+            dict.fromkeys([slot for slot, digit in enumerate(f"{bits:b}"[::-1]) if digit == "1"], tokens)
+        )
+        return
     while bits:
         low = bits & -bits
         runs[low.bit_length() - 1] = tokens

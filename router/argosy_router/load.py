@@ -1,103 +1,196 @@
 """How much work a replica has: what it reports, corrected by what we sent since.
 
-Owns: the in-flight account of one replica. Must not know: how the figures are weighed.
-Invariant: every charge is discharged exactly once, whatever becomes of its request (`Charge.release` is the only way
-out and counts only once).
+Owns: the in-flight account and the rates of one replica; it is what policies see of it (`policy.Candidate`).
+Must not know: how the figures are weighed against a request.
+Invariants: every charge is discharged exactly once, whatever becomes of its request (`Charge.release` is the only way
+out and counts only once); the figures policies read are plain attributes, brought up to date by whoever changes one,
+because a decision reads those of all replicas and a request changes those of one.
 
 A report is up to a heartbeat old and sums all routers' work. Two decisions a millisecond apart must not collide, so
-own dispatches count at once: estimate = max(own, reported + own change since the report).
+own dispatches count at once: estimate = max(own recent, reported + own change since the report). Own prompts charged
+before the last report but one are in the reports: only a queue that stands still could still hold them, and it says so.
 """
 
 from __future__ import annotations
 
+from argosy_router.policy.rates import PRIOR, PRIOR_MAX_NUM_SEQS, Rates
+from argosy_router.policy.waiting import waiting_s
+
+_UNMEASURED = Rates(0.0, 0.0)
+_LEARNING_RATE = 0.2
+MIN_LESSON_TOKENS = 256
+"""Below this, time to first token says more about the network than about the replica."""
+
 
 class LoadAccount:
-    """Queued prompt tokens and requests of one replica."""
+    """Queued prompt tokens, requests and rates of one replica; satisfies `policy.Candidate`."""
 
     __slots__ = (
+        "_assumed",
+        "_generation",
+        "_has_report",
+        "_measured",
+        "_open_tokens",
+        "_recent_tokens",
         "_request_change",
         "_token_change",
         "decode_step_s",
+        "identity",
         "inflight",
         "inflight_tokens",
         "kv_usage",
         "max_num_seqs",
         "prefill_tokens_per_s",
+        "queued_tokens",
         "reported_requests",
         "reported_tokens",
+        "requests",
+        "wait_s",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.identity = name.encode()
         self.inflight = 0
         """Own requests without an end yet."""
         self.inflight_tokens = 0
         """Uncached prompt tokens of own requests without a first token yet."""
         self.reported_requests = 0
         self.reported_tokens = 0
+        self.queued_tokens = 0
+        """Prompt tokens still to be computed before a new request's own."""
+        self.requests = 0
+        """Requests running or waiting."""
         self.kv_usage = 0.0
-        self.prefill_tokens_per_s = 0.0
-        self.decode_step_s = 0.0
-        self.max_num_seqs = 0
+        self.max_num_seqs = PRIOR_MAX_NUM_SEQS
+        self.prefill_tokens_per_s, self.decode_step_s = PRIOR
+        self.wait_s = 0.0
+        self._measured = _UNMEASURED
+        self._assumed = PRIOR
+        self._has_report = False
+        self._generation = 0
+        """Number of reports so far."""
+        self._recent_tokens = 0
+        """Uncached tokens of own requests charged since the last report and without a first token."""
+        self._open_tokens = 0
+        """The same, since the report before it."""
         self._token_change = 0
         self._request_change = 0
 
     @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens still to be computed before a new request's own."""
-        return max(self.inflight_tokens, self.reported_tokens + self._token_change)
-
-    @property
-    def requests(self) -> int:
-        """Requests running or waiting."""
-        return max(self.inflight, self.reported_requests + self._request_change)
+    def measured(self) -> Rates:
+        """What the replica, or its answers, told about its speed."""
+        return self._measured
 
     def charge(self, tokens: int) -> Charge:
         """Accounts for a request about to be sent."""
         self.inflight += 1
         self._request_change += 1
-        self._change_tokens(tokens)
-        return Charge(self, tokens)
+        self.inflight_tokens += tokens
+        self._recent_tokens += tokens
+        self._open_tokens += tokens
+        self._token_change += tokens
+        self._refresh()
+        return Charge(self, tokens, self._generation)
 
-    def report(self, *, requests: int, tokens: int) -> None:
-        """The replica's own figures, which include what we charged before."""
+    def report(
+        self,
+        *,
+        requests: int,
+        tokens: int,
+        kv_usage: float = 0.0,
+        prefill_tokens_per_s: float = 0.0,
+        decode_step_s: float = 0.0,
+    ) -> None:
+        """The replica's own figures, which include what we charged before. Rates of zero are not measured yet."""
         self.reported_requests = requests
         self.reported_tokens = tokens
+        self.kv_usage = kv_usage
+        self._has_report = True
+        self._generation += 1
+        self._open_tokens = self._recent_tokens
+        self._recent_tokens = 0
         self._token_change = 0
         self._request_change = 0
+        self._measured = Rates(
+            prefill_tokens_per_s or self._measured.prefill_tokens_per_s,
+            decode_step_s or self._measured.decode_step_s,
+        )
+        self._apply_rates()
 
     def forget(self) -> None:
-        """The replica's figures are void (stream lost, restarted): only our own account counts."""
+        """The replica's figures are void (stream lost, restarted): only our own account counts. Rates stay: the
+        hardware did not change."""
         self.report(requests=0, tokens=0)
-        self.kv_usage = 0.0
+        self._has_report = False
+        self._refresh()
 
-    def _change_tokens(self, tokens: int) -> None:
-        self.inflight_tokens += tokens
-        self._token_change += tokens
+    def assume(self, rates: Rates) -> None:
+        """What to take the replica for as far as nothing is measured."""
+        if rates != self._assumed:
+            self._assumed = rates
+            self._apply_rates()
 
-    def _end(self) -> None:
-        self.inflight -= 1
-        self._request_change -= 1
+    def learn(self, tokens: int, seconds: float) -> None:
+        """An answer's first token came after `seconds`, with `tokens` to compute until then. For replicas that report
+        no rates: their reports win."""
+        if self._has_report or tokens < MIN_LESSON_TOKENS or seconds <= 0.0:
+            return
+        rate = tokens / seconds
+        known = self._measured.prefill_tokens_per_s or rate
+        self._measured = self._measured._replace(prefill_tokens_per_s=known + _LEARNING_RATE * (rate - known))
+        self._apply_rates()
+
+    def _apply_rates(self) -> None:
+        self.prefill_tokens_per_s = self._measured.prefill_tokens_per_s or self._assumed.prefill_tokens_per_s
+        self.decode_step_s = self._measured.decode_step_s or self._assumed.decode_step_s
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self._has_report:
+            tokens = self.reported_tokens + self._token_change
+            requests = self.reported_requests + self._request_change
+            self.queued_tokens = tokens if tokens > self._open_tokens else self._open_tokens
+            self.requests = requests if requests > self.inflight else self.inflight
+        else:
+            self.queued_tokens = self.inflight_tokens
+            self.requests = self.inflight
+        self.wait_s = waiting_s(self)
+
+    def discharge(self, tokens: int, generation: int, *, is_over: bool) -> None:
+        """Undoes (part of) a charge; for `Charge` alone."""
+        self.inflight_tokens -= tokens
+        age = self._generation - generation
+        if age <= 1:
+            self._token_change -= tokens
+            self._open_tokens -= tokens
+            if age == 0:
+                self._recent_tokens -= tokens
+        if is_over:
+            self.inflight -= 1
+            self._request_change -= 1
+        self._refresh()
 
 
 class Charge:
     """One dispatched request on one replica's account."""
 
-    __slots__ = ("_account", "_is_open", "_tokens")
+    __slots__ = ("_account", "_generation", "_is_open", "_tokens")
 
-    def __init__(self, account: LoadAccount, tokens: int) -> None:
+    def __init__(self, account: LoadAccount, tokens: int, generation: int) -> None:
         self._account = account
         self._tokens = tokens
+        self._generation = generation
         self._is_open = True
 
     def first_token(self) -> None:
         """The prompt is computed: its tokens no longer queue."""
         if self._tokens:
-            self._account._change_tokens(-self._tokens)
-            self._tokens = 0
+            tokens, self._tokens = self._tokens, 0
+            self._account.discharge(tokens, self._generation, is_over=False)
 
     def release(self) -> None:
         """The request is over, however it ended."""
         if self._is_open:
             self._is_open = False
-            self.first_token()
-            self._account._end()
+            tokens, self._tokens = self._tokens, 0
+            self._account.discharge(tokens, self._generation, is_over=True)

@@ -13,10 +13,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+from argosy_engine.protocol.fleet import RoutingPolicy
 from argosy_router.config import ConfigError, RouterConfig
 
-POLICIES = ("cost", "least-load", "round-robin")
 EXIT_USAGE = 2
 EXIT_ADDRESS = 3
 _DEFAULTS = RouterConfig()
@@ -73,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     access.add_argument("--guard-metrics", action="store_true", help="/metrics needs a key too")
     routing = parser.add_argument_group("routing")
     routing.add_argument(
-        "--policy", choices=POLICIES, default="", help="for all services, instead of their own"
+        "--policy", choices=get_args(RoutingPolicy), default="", help="for all services, instead of their own"
     )
     routing.add_argument(
         "--index-max-chunks",

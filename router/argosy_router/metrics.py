@@ -178,7 +178,7 @@ class Metrics(Collector):
             chunks.add_metric((model,), len(service.index))
             for replica in service.replicas.values():
                 inflight.add_metric((model, replica.name), replica.load.inflight)
-                queued.add_metric((model, replica.name), replica.queued_tokens)
+                queued.add_metric((model, replica.name), replica.load.queued_tokens)
                 for name in STATES:
                     state.add_metric((model, replica.name, name), float(replica.state == name))
         return state, inflight, queued, chunks

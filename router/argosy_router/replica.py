@@ -27,7 +27,7 @@ class Member(NamedTuple):
 
 
 class Replica:
-    """One member of a service; satisfies `policy.Candidate`."""
+    """One member of a service."""
 
     def __init__(self, service: str, member: Member, pool: ConnectionPool, residency: Residency) -> None:
         self.service = service
@@ -36,7 +36,7 @@ class Replica:
         self.url = member.url
         self.name_header = b"x-argosy-replica: %b\r\n" % member.name.encode("latin-1", "replace")
         self.pool = pool
-        self.load = LoadAccount()
+        self.load = LoadAccount(member.name)
         self.health = Health()
         self.residency = residency
         self.is_draining = member.is_draining
@@ -81,33 +81,3 @@ class Replica:
             epoch=self.hello.epoch if self.hello else "",
             inflight=self.load.inflight,
         )
-
-    # policy.Candidate
-
-    @property
-    def slot(self) -> int:
-        return self.residency.slot
-
-    @property
-    def queued_tokens(self) -> int:
-        return self.load.queued_tokens
-
-    @property
-    def requests(self) -> int:
-        return self.load.requests
-
-    @property
-    def kv_usage(self) -> float:
-        return self.load.kv_usage
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return self.load.prefill_tokens_per_s
-
-    @property
-    def decode_step_s(self) -> float:
-        return self.load.decode_step_s
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self.load.max_num_seqs

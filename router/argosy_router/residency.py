@@ -7,14 +7,16 @@ Invariant: a guess about a synced replica is confirmed by an announcement or era
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 
 from argosy_router.index import PrefixIndex
 
 GUESS_TTL_S = 10.0
-"""A prompt's chunks are announced once they are computed; twice a bad time to first token. Too long sends followers to
-a replica that never got the prefix; too short scatters a burst."""
+"""A prompt's chunks are announced once they are computed: at least twice a bad time to first token. Too long sends
+followers to a replica that never got the prefix; too short scatters a burst."""
+TTFT_FACTOR = 2.0
+"""A guess about a prompt behind a long queue lives this many times as long as the first token is expected to take."""
 
 
 class Residency:
@@ -24,7 +26,8 @@ class Residency:
         self._index = index
         self.slot = index.acquire_slot()
         self._unconfirmed: set[int] = set()
-        self._guesses: deque[tuple[float, list[int]]] = deque()
+        self._guesses: list[tuple[float, list[int]]] = []
+        """A heap by expiry."""
 
     def stored(self, hashes: Sequence[int], tokens: Sequence[int]) -> None:
         self._index.add(self.slot, hashes, tokens)
@@ -47,22 +50,36 @@ class Residency:
         self._unconfirmed.clear()
         self._guesses.clear()
 
-    def guess(self, hashes: Sequence[int], tokens_per_chunk: float, now: float, *, expires: bool) -> None:
-        """The replica was sent this prompt. Without announcements to come, the guess stays until evicted."""
-        added = self._index.guess(self.slot, hashes, tokens_per_chunk, touch=not expires)
+    def guess(
+        self,
+        hashes: Sequence[int],
+        tokens: Callable[[], Sequence[int]],
+        now: float,
+        *,
+        expires: bool,
+        expected_s: float = 0.0,
+    ) -> None:
+        """The replica was sent this prompt and should have computed it in `expected_s`. Without announcements to
+        come, the guess stays until evicted."""
+        added = self._index.guess(self.slot, hashes, tokens, touch=not expires)
         if expires and added:
             self._unconfirmed.update(added)
-            self._guesses.append((now + GUESS_TTL_S, added))
+            heappush(self._guesses, (now + max(GUESS_TTL_S, TTFT_FACTOR * expected_s), added))
 
     def expire(self, now: float) -> None:
         """Erases guesses that were never confirmed."""
         guesses = self._guesses
         while guesses and guesses[0][0] <= now:
-            _, hashes = guesses.popleft()
+            _, hashes = heappop(guesses)
             late = self._unconfirmed.intersection(hashes)
             if late:
                 self._unconfirmed -= late
                 self._index.remove(self.slot, late)
+
+    @property
+    def has_guesses(self) -> bool:
+        """Whether some chunk is only expected, not announced."""
+        return bool(self._unconfirmed)
 
     def is_guess(self, chunk: int) -> bool:
         """Whether `chunk` is only expected, not announced."""

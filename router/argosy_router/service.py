@@ -11,14 +11,16 @@ import random
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
+from argosy_engine.protocol.chunks import chain_seed, chunk_hashes, chunk_offsets
 from argosy_engine.protocol.errors import TooManyRequests, Unavailable
 from argosy_engine.protocol.fleet import FleetService
 from argosy_engine.protocol.openai import GenerationRequest
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind
 from argosy_router.health import may_eject
 from argosy_router.index import PrefixIndex
+from argosy_router.load import LoadAccount
 from argosy_router.policy import POLICIES, Decision, RouteRequest
+from argosy_router.policy.rates import assumed
 from argosy_router.replica import Replica
 
 PRIOR_BYTES_PER_TOKEN = 4.0
@@ -35,6 +37,10 @@ class Prompt(NamedTuple):
     hashes: list[int]
     text_bytes: int
     token_ids: int
+    segments: Sequence[Segment] = ()
+    """Those `hashes` were made of."""
+    session: int = 0
+    """Names the session the client declared; zero for none."""
 
 
 class Choice(NamedTuple):
@@ -43,6 +49,20 @@ class Choice(NamedTuple):
     replica: Replica
     decision: Decision
     uncached_tokens: int
+    tokens_ahead: int
+    """Prompt tokens the replica computes until this request's first token, its own included."""
+    predicted_ttft_s: float
+
+
+class Candidates(NamedTuple):
+    """Replicas a request may be sent to, in the order of their names, as policies want them."""
+
+    replicas: Sequence[Replica]
+    loads: Sequence[LoadAccount]
+    positions: dict[int, int]
+    """slot -> position"""
+    slot_changes: int
+    """Of the index, when `positions` was made."""
 
 
 class Service:
@@ -56,22 +76,28 @@ class Service:
         self.replicas: dict[str, Replica] = {}
         self.bytes_per_token = PRIOR_BYTES_PER_TOKEN
         self.sequence = 0
+        self._candidates: Candidates | None = None
 
-    def prompt(self, request: GenerationRequest, prompts: Sequence[Sequence[Segment]]) -> Prompt:
+    def prompt(
+        self, request: GenerationRequest, prompts: Sequence[Sequence[Segment]], session: int = 0
+    ) -> Prompt:
         """Hashes and size of a request's prompts. A batch is routed by its longest prompt."""
         seed = chain_seed(self.spec.model, cache_salt=request.cache_salt or "")
         text = ids = 0
         hashes: list[int] = []
+        longest: Sequence[Segment] = ()
         for segments in prompts:
             chain = chunk_hashes(segments, seed)
             if len(chain) > len(hashes):
-                hashes = chain
+                hashes, longest = chain, segments
             for kind, data in segments:
                 if kind == SegmentKind.TOKENS:
                     ids += len(data) >> 2
                 else:
                     text += len(data)
-        return Prompt(hashes, text, ids)
+        return Prompt(hashes, text, ids, longest, session)
+
+    # the choice
 
     def choose(
         self,
@@ -88,38 +114,68 @@ class Service:
             TooManyRequests: all of them are at the service's in-flight limit.
         """
         candidates = self.candidates(now, tried)
+        if not tried:
+            self.sequence += 1
+        request, length = self.route_request(prompt, candidates)
+        decision = POLICIES[policy or self.spec.policy].choose(request, candidates.loads, rng)
+        replica = candidates.replicas[decision.position]
+        if decision.reason == "cached" and not self.is_announced(replica, prompt.hashes, length):
+            decision = decision._replace(reason="predicted")
+        load = replica.load
+        uncached = max(1, request.prompt_tokens - decision.predicted_tokens)
+        ahead = load.queued_tokens + uncached
+        ttft = ahead / load.prefill_tokens_per_s + load.decode_step_s
+        return Choice(replica, decision, uncached, ahead, ttft)
+
+    def route_request(self, prompt: Prompt, candidates: Candidates) -> tuple[RouteRequest, int]:
+        """What the policy is asked, and the number of chunks of the longest predicted hit."""
+        hashes = prompt.hashes
+        runs, length = self.index.match(hashes)
+        positions = candidates.positions
+        hits = {positions[slot]: tokens for slot, tokens in runs.items() if slot in positions} if runs else {}
+        key = hashes[min(_KEY_CHUNKS, len(hashes)) - 1] if hashes else 0
+        tokens = self.estimate_tokens(prompt)
+        return RouteRequest(tokens, hits, key, self.sequence, prompt.session), length
+
+    def is_announced(self, replica: Replica, hashes: list[int], length: int) -> bool:
+        """Whether the replica itself said that it holds the prefix."""
+        residency = replica.residency
+        if not replica.is_synced:
+            return False
+        if not residency.has_guesses:
+            return True
+        while length and not self.index.holds(residency.slot, hashes[length - 1]):
+            length -= 1
+        return length > 0 and not residency.is_guess(hashes[length - 1])
+
+    def candidates(self, now: float, tried: Collection[Replica] = ()) -> Candidates:
+        """Replicas a request may be sent to now, best health class only, and below the in-flight limit.
+
+        Raises:
+            Unavailable: no replica is routable.
+            TooManyRequests: all of them are at the service's in-flight limit.
+        """
+        candidates = self._candidates
+        if candidates is None or tried or candidates.slot_changes != self.index.slot_changes:
+            candidates = self._with_slots(self._admitted(now, tried))
+            # An ejected replica comes back by the clock: until then nothing is remembered.
+            is_lasting = not tried and not any(r.health.is_ejected for r in self.replicas.values())
+            self._candidates = candidates if is_lasting else None
         limit = self.spec.limits.max_inflight_per_replica
-        if limit:
-            candidates = [replica for replica in candidates if replica.load.inflight < limit]
-            if not candidates:
+        if limit and any(load.inflight >= limit for load in candidates.loads):
+            below = [replica for replica in candidates.replicas if replica.load.inflight < limit]
+            if not below:
                 raise TooManyRequests(
                     f"model {self.spec.model!r} is at its limit of requests", retry_after_s=1.0
                 )
-        if not tried:
-            self.sequence += 1
-        tokens = self.estimate_tokens(prompt)
-        runs, length = self.index.match(prompt.hashes)
-        key = prompt.hashes[min(_KEY_CHUNKS, len(prompt.hashes)) - 1] if prompt.hashes else 0
-        request = RouteRequest(tokens, runs, key, self.sequence)
-        decision = POLICIES[policy or self.spec.policy](request, candidates, rng)
-        replica = candidates[decision.position]
-        if decision.reason == "cached" and not self._is_announced(replica, prompt.hashes, length):
-            decision = decision._replace(reason="predicted")
-        return Choice(replica, decision, max(1, tokens - decision.predicted_tokens))
+            candidates = self._with_slots(below)
+        return candidates
 
-    def _is_announced(self, replica: Replica, hashes: list[int], length: int) -> bool:
-        """Whether the replica itself said that it holds the prefix."""
-        residency = replica.residency
-        while length and not self.index.holds(residency.slot, hashes[length - 1]):
-            length -= 1
-        return replica.is_synced and length > 0 and not residency.is_guess(hashes[length - 1])
+    def invalidate(self) -> None:
+        """Some replica came, went, or changed its state: who is a candidate must be asked anew."""
+        self._candidates = None
 
-    def candidates(self, now: float, tried: Collection[Replica] = ()) -> list[Replica]:
-        """Replicas a request may be sent to now, best health class only.
-
-        Raises:
-            Unavailable: there is none.
-        """
+    def _admitted(self, now: float, tried: Collection[Replica]) -> list[Replica]:
         routable = [
             replica for replica in self.replicas.values() if replica.is_routable and replica not in tried
         ]
@@ -127,21 +183,49 @@ class Service:
             raise Unavailable(f"no replica of model {self.spec.model!r} is ready", retry_after_s=1.0)
         admitted = [replica for replica in routable if replica.health.admits(now)]
         healthy = [replica for replica in admitted if not replica.health.is_suspect]
-        return healthy or admitted or routable
+        return sorted(healthy or admitted or routable, key=lambda replica: replica.name)
+
+    def _with_slots(self, replicas: list[Replica]) -> Candidates:
+        return Candidates(
+            replicas,
+            [replica.load for replica in replicas],
+            {replica.residency.slot: position for position, replica in enumerate(replicas)},
+            self.index.slot_changes,
+        )
+
+    # what happened
 
     def dispatched(self, choice: Choice, prompt: Prompt, now: float) -> None:
         """Records that the request goes to the chosen replica: followers of its prefix should too."""
         replica = choice.replica
         replica.health.dispatched(now)
-        hashes = prompt.hashes
-        tokens_per_chunk = self.estimate_tokens(prompt) / max(1, len(hashes))
-        replica.residency.guess(hashes, tokens_per_chunk, now, expires=replica.is_synced)
+        replica.residency.guess(
+            prompt.hashes,
+            lambda: self._estimate_chunks(prompt),
+            now,
+            expires=replica.is_synced,
+            expected_s=choice.predicted_ttft_s,
+        )
 
     def may_eject(self) -> bool:
         return may_eject([replica.health for replica in self.replicas.values()])
 
+    def assume_rates(self) -> None:
+        """Replicas that have not measured themselves are taken for the median of those that have."""
+        loads = [replica.load for replica in self.replicas.values()]
+        rates = assumed(load.measured for load in loads)
+        for load in loads:
+            load.assume(rates)
+
+    # prompt lengths
+
     def estimate_tokens(self, prompt: Prompt) -> int:
         return prompt.token_ids + int(prompt.text_bytes / self.bytes_per_token) + 1
+
+    def _estimate_chunks(self, prompt: Prompt) -> list[int]:
+        """Prompt tokens up to each chunk."""
+        per_token = 4.0 if prompt.token_ids else self.bytes_per_token
+        return [int(offset / per_token) for offset in chunk_offsets(prompt.segments)]
 
     def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
         """An answer told the prompt's true length in tokens."""

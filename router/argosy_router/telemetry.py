@@ -142,17 +142,19 @@ class TelemetryClient:
             )
         replica = self._replica
         replica.hello = hello
-        replica.load.max_num_seqs = hello.max_num_seqs
+        replica.load.max_num_seqs = max(1, hello.max_num_seqs)
         replica.load.forget()
         replica.has_announced_drain = False
 
     def _apply_load(self, load: Load) -> None:
         replica = self._replica
-        account = replica.load
-        account.report(requests=load.num_running + load.num_waiting, tokens=load.queued_uncached_tokens)
-        account.kv_usage = load.kv_usage
-        account.prefill_tokens_per_s = load.prefill_tokens_per_s
-        account.decode_step_s = load.decode_step_s
+        replica.load.report(
+            requests=load.num_running + load.num_waiting,
+            tokens=load.queued_uncached_tokens,
+            kv_usage=load.kv_usage,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_s=load.decode_step_s,
+        )
         is_suspect = load.core_step_age_s > SUSPECT_STEP_AGE_S
         if is_suspect != replica.health.is_suspect:
             replica.health.is_suspect = is_suspect

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import subprocess
 import sys
 
@@ -12,7 +13,14 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from argosy_engine.protocol.chunks import CHUNK_BYTES, chain_seed, chunk_ends, chunk_hashes
+from argosy_engine.protocol.chunks import (
+    CHUNK_BYTES,
+    COARSE_BYTES,
+    chain_seed,
+    chunk_ends,
+    chunk_hashes,
+    chunk_offsets,
+)
 from argosy_engine.protocol.errors import BadRequest, Unavailable
 from argosy_engine.protocol.fleet import (
     FleetDocument,
@@ -140,14 +148,34 @@ SEGMENTS = st.lists(
 )
 
 
-@given(SEGMENTS)
+LONG_SEGMENTS = st.lists(st.integers(0, 8 * COARSE_BYTES), max_size=4).map(
+    lambda sizes: [Segment(SegmentKind.TEXT, bytes(size)) for size in sizes]
+)
+
+
+@given(SEGMENTS | LONG_SEGMENTS)
 def test_one_hash_and_one_end_per_chunk(segments: list[Segment]) -> None:
     ends = chunk_ends(segments)
-    assert len(chunk_hashes(segments, 1)) == len(ends)
+    assert len(chunk_hashes(segments, 1)) == len(ends) == len(chunk_offsets(segments))
+    before = 0
     for index, (_, data) in enumerate(segments):
         mine = [end for owner, end in ends if owner == index]
         assert mine[-1] == len(data)
-        assert all(b - a == CHUNK_BYTES for a, b in itertools.pairwise(mine))
+        assert mine == sorted(mine)
+        for start, end in itertools.pairwise([0, *mine[:-1]]):
+            assert end - start == max(CHUNK_BYTES, 1 << max(0, start.bit_length() - 6))
+        before += len(data)
+    assert chunk_offsets(segments)[-1:] == ([before] if segments else [])
+
+
+@pytest.mark.parametrize("size", [256, 257, COARSE_BYTES, COARSE_BYTES + 1, 100_000, 1_000_000])
+def test_chunks_are_fine_at_the_start_and_few_in_total(size: int) -> None:
+    segments = [Segment(SegmentKind.TEXT, random.Random(0).randbytes(size))]
+    hashes = chunk_hashes(segments, 1)
+    assert len(hashes) <= 64 + 32 * max(0, (size - 1) // COARSE_BYTES).bit_length()
+    for (_, end), chunk_hash in zip(chunk_ends(segments), hashes, strict=True):
+        cut = [Segment(SegmentKind.TEXT, segments[0].data[:end])]
+        assert chunk_hashes(cut, 1)[-1] == chunk_hash, "a chunk names the prefix that ends with it"
 
 
 @given(SEGMENTS, SEGMENTS, SEGMENTS)

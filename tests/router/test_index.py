@@ -52,7 +52,9 @@ class Index(RuleBasedStateMachine):
     @rule(replica=replicas, chain=st.sampled_from(CHAINS), length=st.integers(1, 7))
     def guess(self, replica: int, chain: list[int], length: int) -> None:
         chunks = chain[:length]
-        self.residencies[replica].guess(chunks, 16.0, self.now, expires=True)
+        self.residencies[replica].guess(
+            chunks, lambda: [tokens_of(chunk) for chunk in chunks], self.now, expires=True
+        )
         for chunk in chunks:
             if chunk not in self.announced[replica]:
                 self.guessed[replica].setdefault(chunk, self.now + GUESS_TTL_S)
@@ -128,8 +130,8 @@ def test_use_keeps_a_guessed_prefix_alive() -> None:
     slot = index.acquire_slot()
     hot = [1, 2, 3]
     for chunk in range(1000, 5_000):
-        index.guess(slot, hot, 10.0, touch=True)
-        index.guess(slot, [chunk], 1.0, touch=True)
+        index.guess(slot, hot, lambda: [10, 20, 30], touch=True)
+        index.guess(slot, [chunk], lambda: [1], touch=True)
     assert index.match(hot) == ({slot: 30}, 3)
 
 
@@ -158,3 +160,25 @@ def test_large_shards_are_scrubbed_one_at_a_time() -> None:
     before = len(index)
     index.scrub()
     assert before - len(index) == 1024 // SHARDS
+
+
+def test_many_holders_are_found_as_few_are() -> None:
+    index = PrefixIndex()
+    slots = [index.acquire_slot() for _ in range(200)]
+    for slot in slots:
+        index.add(slot, [1, 2, 3][: 1 + slot % 3], [10, 20, 30][: 1 + slot % 3])
+    runs, length = index.match([1, 2, 3, 4])
+    assert length == 3
+    assert runs == {slot: 10 * (1 + slot % 3) for slot in slots}
+
+
+def test_a_guess_outlives_the_wait_that_is_expected() -> None:
+    index = PrefixIndex()
+    residency = Residency(index)
+    residency.guess([1], lambda: [10], 0.0, expires=True, expected_s=60.0)
+    residency.guess([2], lambda: [10], 0.0, expires=True)
+    residency.expire(GUESS_TTL_S)
+    assert index.match([2])[1] == 0
+    assert index.match([1])[1] == 1
+    residency.expire(120.0)
+    assert index.match([1])[1] == 0

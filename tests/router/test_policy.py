@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from argosy_router.policy import POLICIES, RouteRequest
+from argosy_router.policy import POLICIES, Decision, RouteRequest
+from argosy_router.policy.bounded import bound
 from argosy_router.policy.cost import COLD_SLACK, cost
-from argosy_router.policy.rates import PRIOR_PREFILL_TOKENS_PER_S
-from argosy_router.policy.rendezvous import ranked
+from argosy_router.policy.rates import PRIOR, Rates, assumed
+from argosy_router.policy.rendezvous import favourite, weights
+from argosy_router.policy.waiting import waiting_s
 
 
 @dataclass
 class Fake:
     """A candidate by its figures."""
 
-    slot: int
+    number: int
     queued_tokens: int = 0
     requests: int = 0
     kv_usage: float = 0.0
@@ -27,14 +29,26 @@ class Fake:
     max_num_seqs: int = 64
 
     @property
-    def name(self) -> str:
-        return f"r{self.slot}"
+    def identity(self) -> bytes:
+        return b"r%d" % self.number
+
+    @property
+    def wait_s(self) -> float:
+        return waiting_s(self)
+
+
+def choose(policy: str, request: RouteRequest, fleet: list[Fake], seed: int = 0) -> Decision:
+    return POLICIES[policy].choose(request, fleet, random.Random(seed))
 
 
 def request(
-    tokens: int = 1000, hits: dict[int, int] | None = None, key: int = 1, sequence: int = 0
+    tokens: int = 1000,
+    hits: dict[int, int] | None = None,
+    key: int = 1,
+    sequence: int = 0,
+    session: int = 0,
 ) -> RouteRequest:
-    return RouteRequest(tokens, hits or {}, key, sequence)
+    return RouteRequest(tokens, hits or {}, key, sequence, session)
 
 
 COST_TABLE = {
@@ -63,7 +77,7 @@ COST_TABLE = {
         "cached",
     ),
     "hits below a block are no hits": ([Fake(0, queued_tokens=5000), Fake(1)], {0: 5}, 1, "load"),
-    "one candidate": ([Fake(3)], {3: 7}, 0, "only"),
+    "one candidate": ([Fake(3)], {0: 7}, 0, "only"),
 }
 
 
@@ -71,9 +85,9 @@ COST_TABLE = {
 def test_cost(name: str) -> None:
     candidates, hits, expected, reason = COST_TABLE[name]
     for seed in range(5):
-        decision = POLICIES["cost"](request(hits=hits), candidates, random.Random(seed))
+        decision = choose("cost", request(hits=hits), candidates, seed)
         assert (decision.position, decision.reason) == (expected, reason)
-        assert decision.predicted_tokens == hits.get(candidates[expected].slot, 0)
+        assert decision.predicted_tokens == hits.get(expected, 0)
 
 
 def test_cost_is_seconds() -> None:
@@ -82,59 +96,162 @@ def test_cost_is_seconds() -> None:
 
 
 def test_unmeasured_replicas_get_the_fleet_median_then_the_prior() -> None:
-    fresh = Fake(9, prefill_tokens_per_s=0.0)
-    fleet = [Fake(0, prefill_tokens_per_s=10.0), Fake(1, prefill_tokens_per_s=500.0), Fake(2), fresh]
-    assert cost(request(), fleet)[3] == pytest.approx(1000 / 500)
-    assert cost(request(), [fresh])[0] == pytest.approx(1000 / PRIOR_PREFILL_TOKENS_PER_S)
+    unknown = Rates(0.0, 0.0)
+    assert assumed([Rates(10.0, 0.3), Rates(500.0, 0.0), Rates(1000.0, 0.1), unknown]) == (500.0, 0.3)
+    assert assumed([unknown, unknown]) == PRIOR
 
 
 def test_equal_holders_share() -> None:
-    fleet = [Fake(slot) for slot in range(4)]
+    fleet = [Fake(number) for number in range(4)]
     hits = dict.fromkeys(range(4), 900)
     rng = random.Random(0)
-    counts = Counter(POLICIES["cost"](request(hits=hits), fleet, rng).position for _ in range(400))
+    counts = Counter(POLICIES["cost"].choose(request(hits=hits), fleet, rng).position for _ in range(400))
     assert min(counts.values()) > 60
 
 
-def test_cold_prefixes_spread_and_routers_agree() -> None:
-    fleet = [Fake(slot) for slot in range(4)]
+@pytest.mark.parametrize("policy", ["cost", "prefix-hash"])
+def test_cold_prefixes_spread_and_routers_agree(policy: str) -> None:
+    """llm-d#1290, #1892: routers that share nothing must not scatter a prefix over their favourites."""
+    fleet = [Fake(number) for number in range(4)]
     shuffled = [fleet[2], fleet[0], fleet[3], fleet[1]]
-    counts: Counter[str] = Counter()
+    counts: Counter[int] = Counter()
     for key in range(400):
-        ours = POLICIES["cost"](request(key=key * 0x9E3779B97F4A7C15), fleet, random.Random(1))
-        theirs = POLICIES["cost"](request(key=key * 0x9E3779B97F4A7C15), shuffled, random.Random(2))
-        assert fleet[ours.position].name == shuffled[theirs.position].name
-        counts[fleet[ours.position].name] += 1
+        asked = request(key=key * 0x9E3779B97F4A7C15)
+        ours = fleet[choose(policy, asked, fleet, 1).position]
+        assert shuffled[choose(policy, asked, shuffled, 2).position] is ours
+        counts[ours.number] += 1
     assert min(counts.values()) > 60
 
 
 def test_cold_prefixes_pass_over_a_loaded_favourite() -> None:
-    fleet = [Fake(slot) for slot in range(4)]
-    first, second, *_ = ranked(1, fleet)
+    fleet = [Fake(number) for number in range(4)]
+    first, second = sorted(range(4), key=weights(1, fleet).__getitem__, reverse=True)[:2]
     fleet[first].queued_tokens = int(1000 * (COLD_SLACK - 1)) + 10
-    assert POLICIES["cost"](request(), fleet, random.Random(0)).position == second
+    assert choose("cost", request(), fleet).position == second
     fleet[first].queued_tokens = int(1000 * (COLD_SLACK - 1)) - 10
-    assert POLICIES["cost"](request(), fleet, random.Random(0)).position == first
+    assert choose("cost", request(), fleet).position == first
 
 
 def test_a_departed_replica_moves_only_its_own_keys() -> None:
-    fleet = [Fake(slot) for slot in range(5)]
+    fleet = [Fake(number) for number in range(5)]
     for key in range(200):
-        favourite = fleet[ranked(key, fleet)[0]]
-        rest = [candidate for candidate in fleet if candidate is not fleet[4]]
-        if favourite is not fleet[4]:
-            assert rest[ranked(key, rest)[0]] is favourite
+        home = fleet[favourite(key, fleet, range(5))]
+        rest = fleet[:4]
+        if home is not fleet[4]:
+            assert rest[favourite(key, rest, range(4))] is home
+
+
+def test_a_hot_prefix_gets_a_second_home_when_its_holder_saturates() -> None:
+    """production-stack#990, GIE#2823: a prefix that never leaves its first replica makes a hotspot."""
+    fleet = [Fake(number) for number in range(3)]
+    hits = {0: 900}
+    homes = set()
+    for _ in range(40):
+        decision = choose("cost", request(hits=hits), fleet)
+        fleet[decision.position].queued_tokens += 1000 - decision.predicted_tokens
+        fleet[decision.position].requests += 1
+        hits[decision.position] = 900
+        homes.add(decision.position)
+    assert homes == {0, 1, 2}
+    queues = [fake.queued_tokens for fake in fleet]
+    assert max(queues) - min(queues) < 2000
+
+
+def test_affinity_does_not_pile_onto_a_slow_replica() -> None:
+    """sglang#14305: the more a slow worker queues, the less its cache is worth."""
+    slow, *others = fleet = [Fake(0, prefill_tokens_per_s=100.0), Fake(1), Fake(2)]
+    for number in range(30):
+        decision = choose("cost", request(hits={0: 900}), fleet, number)
+        fleet[decision.position].queued_tokens += 1000 - decision.predicted_tokens
+    assert slow.queued_tokens / slow.prefill_tokens_per_s < 2 * max(
+        fake.queued_tokens / fake.prefill_tokens_per_s for fake in others
+    )
+
+
+def test_low_concurrency_does_not_go_to_one_replica() -> None:
+    """sglang#32983: an idle fleet with unrelated prompts is used as a whole."""
+    fleet = [Fake(number) for number in range(4)]
+    chosen = {choose("cost", request(key=key * 0x9E3779B97F4A7C15), fleet).position for key in range(50)}
+    assert chosen == {0, 1, 2, 3}
+
+
+def test_the_bound_of_hashing_is_meaningful_at_low_load() -> None:
+    """kubeai#519: with many replicas and few requests a bound below one request scatters every key."""
+    fleet = [Fake(number) for number in range(200)]
+    home = choose("prefix-hash", request(), fleet).position
+    fleet[home].requests = 2
+    assert bound(fleet) >= 2
+    assert choose("prefix-hash", request(), fleet).position == home
+    fleet[home].requests = 3
+    assert choose("prefix-hash", request(), fleet).position != home
+
+
+def test_sessions_stay_and_move_when_their_replica_has_more_than_its_share() -> None:
+    fleet = [Fake(number, requests=4) for number in range(4)]
+    homes = {session: choose("session", request(session=session), fleet) for session in range(1, 60)}
+    assert {decision.reason for decision in homes.values()} == {"session"}
+    assert {decision.position for decision in homes.values()} == {0, 1, 2, 3}
+    fleet[homes[1].position].requests = 40
+    for session, before in homes.items():
+        after = choose("session", request(session=session), fleet, seed=session)
+        if before.position == homes[1].position:
+            assert after.position != before.position
+        else:
+            assert after.position == before.position
+
+
+def test_without_a_session_prefixes_decide() -> None:
+    fleet = [Fake(0), Fake(1)]
+    assert choose("session", request(hits={1: 900}), fleet) == choose("cost", request(hits={1: 900}), fleet)
 
 
 def test_least_load_ignores_prefixes_and_shares_ties() -> None:
     fleet = [Fake(0, queued_tokens=10), Fake(1, requests=3), Fake(2), Fake(3)]
-    rng = random.Random(0)
-    decisions = [POLICIES["least-load"](request(hits={0: 900}), fleet, rng) for _ in range(50)]
+    decisions = [choose("least-load", request(hits={0: 900}), fleet, seed) for seed in range(50)]
     assert {decision.position for decision in decisions} == {2, 3}
     assert {decision.reason for decision in decisions} == {"load"}
 
 
-def test_round_robin_takes_turns_by_name() -> None:
-    fleet = [Fake(2), Fake(0), Fake(1)]
-    turns = [POLICIES["round-robin"](request(sequence=n), fleet, random.Random(0)) for n in range(6)]
-    assert [fleet[turn.position].name for turn in turns] == ["r0", "r1", "r2"] * 2
+def test_round_robin_takes_turns() -> None:
+    fleet = [Fake(0), Fake(1), Fake(2)]
+    turns = [choose("round-robin", request(sequence=number), fleet) for number in range(6)]
+    assert [turn.position for turn in turns] == [0, 1, 2] * 2
+
+
+def test_random_is_uniform() -> None:
+    fleet = [Fake(number) for number in range(4)]
+    rng = random.Random(0)
+    counts = Counter(POLICIES["random"].choose(request(), fleet, rng).position for _ in range(800))
+    assert sorted(counts) == [0, 1, 2, 3]
+    assert min(counts.values()) > 140
+
+
+def test_power_of_two_takes_the_better_of_two_different_ones() -> None:
+    fleet = [Fake(0, queued_tokens=9000), Fake(1, queued_tokens=100), Fake(2)]
+    rng = random.Random(0)
+    counts = Counter(POLICIES["power-of-two"].choose(request(), fleet, rng).position for _ in range(300))
+    assert counts[0] == 0, "the worst never wins a pair"
+    assert counts[2] > counts[1] > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_is_pure_chooses_a_candidate_and_explains_itself(policy: str) -> None:
+    for count in (1, 2, 5):
+        fleet = [Fake(n, queued_tokens=n * 10, requests=n, kv_usage=0.1 * n) for n in range(count)]
+        asked = request(hits={0: 500}, session=7, sequence=3)
+        decision = choose(policy, asked, fleet, 5)
+        assert decision == choose(policy, asked, fleet, 5)
+        assert 0 <= decision.position < count
+        assert (decision.reason == "only") == (count == 1)
+        assert len(POLICIES[policy].terms(asked, fleet)) == count
+
+
+@pytest.mark.parametrize("policy", ["cost", "least-load", "power-of-two"])
+def test_terms_add_up_to_the_cost(policy: str) -> None:
+    fleet = [Fake(n, queued_tokens=n * 700, requests=n, kv_usage=0.3 * n) for n in range(3)]
+    asked = request(hits={1: 400, 2: 2000})
+    decision = choose(policy, asked, fleet, 1)
+    rows = POLICIES[policy].terms(asked, fleet)
+    assert sum(rows[decision.position].values()) == pytest.approx(decision.cost_s)
+    if policy == "cost":
+        assert [sum(row.values()) for row in rows] == pytest.approx(cost(asked, fleet))

@@ -1,7 +1,9 @@
 """Chunk hashes: the unit in which engine and router talk about what is cached.
 
-A prompt's segments are cut into chunks of `CHUNK_BYTES`, closed early at each segment's end. Each chunk's hash
-covers everything before it, so one 64-bit number names a whole prefix:
+A prompt's segments are cut into chunks of `CHUNK_BYTES`, closed early at each segment's end. Deep inside a long segment
+chunks grow with what lies before them: from `COARSE_BYTES` on their size doubles whenever the offset does, so a chunk
+is never more than a 32nd of the prefix it completes, and 100 KB are 147 hashes instead of 400. Each chunk's hash covers
+everything before it, so one 64-bit number names a whole prefix:
 
     seed = xxh3_64(len|model, len|adapter, len|adapter version, len|cache_salt)
     h_i  = xxh3_64(chunk_i, seed = h_{i-1} ^ KIND_MIX * (kind + 1))
@@ -13,7 +15,7 @@ for a hint: a collision sends a request to a replica that must compute its promp
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
@@ -22,6 +24,8 @@ from argosy_engine.protocol.prompt_view import Segment
 CHUNK_BYTES = 256
 """About 64-90 tokens of English: small enough to see a shared system prompt, large enough that an 8 KB prompt costs
 32 hashes."""
+COARSE_BYTES = 64 * CHUNK_BYTES
+"""Offset in a segment from which on chunks are twice `CHUNK_BYTES`; from twice this offset on four times, and so on."""
 
 _KIND_MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -37,17 +41,35 @@ def chain_seed(model: str, adapter: str = "", adapter_version: str = "", cache_s
 def chunk_hashes(segments: Sequence[Segment], seed: int) -> list[int]:
     """The chain of one prompt: one hash per chunk, in prompt order."""
     hashes: list[int] = []
+    add = hashes.append
     previous = seed
     for kind, data in segments:
         mix = (_KIND_MIX * (kind + 1)) & _MASK
-        if len(data) <= CHUNK_BYTES:
+        size = len(data)
+        if size <= CHUNK_BYTES:
             previous = _xxh3(data, previous ^ mix)
-            hashes.append(previous)
+            add(previous)
             continue
-        for start in range(0, len(data), CHUNK_BYTES):
-            previous = _xxh3(data[start : start + CHUNK_BYTES], previous ^ mix)
-            hashes.append(previous)
+        start, step, until = 0, CHUNK_BYTES, COARSE_BYTES
+        while start < size:
+            for begin in range(start, min(size, until), step):
+                previous = _xxh3(data[begin : begin + step], previous ^ mix)
+                add(previous)
+            start, step, until = until, step * 2, until * 2
     return hashes
+
+
+def chunk_offsets(segments: Sequence[Segment]) -> list[int]:
+    """For each chunk of `chunk_hashes`, the bytes of the prompt up to and including it."""
+    offsets: list[int] = []
+    base = 0
+    for _, data in segments:
+        size = len(data)
+        if size > CHUNK_BYTES:
+            offsets.extend(base + end for end in _inner_ends(size))
+        base += size
+        offsets.append(base)
+    return offsets
 
 
 def chunk_ends(segments: Sequence[Segment]) -> list[tuple[int, int]]:
@@ -55,7 +77,14 @@ def chunk_ends(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     ends: list[tuple[int, int]] = []
     for index, (_, data) in enumerate(segments):
         size = len(data)
-        ends.extend((index, min(end, size)) for end in range(CHUNK_BYTES, size + CHUNK_BYTES, CHUNK_BYTES))
-        if not size:
-            ends.append((index, 0))
+        ends.extend((index, end) for end in _inner_ends(size))
+        ends.append((index, size))
     return ends
+
+
+def _inner_ends(size: int) -> Iterator[int]:
+    """Ends of a segment's chunks but the last."""
+    start, step, until = 0, CHUNK_BYTES, COARSE_BYTES
+    while start < size:
+        yield from range(start + step, min(size, until + 1), step)
+        start, step, until = until, step * 2, until * 2

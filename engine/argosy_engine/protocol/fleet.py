@@ -17,7 +17,9 @@ FLEET_VERSION = 1
 """Version of the document. Readers accept any version and ignore fields they do not know; a writer bumps it only
 when an old reader would route wrongly."""
 
-RoutingPolicy = Literal["cost", "least-load", "round-robin"]
+RoutingPolicy = Literal[
+    "cost", "least-load", "prefix-hash", "session", "round-robin", "random", "power-of-two"
+]
 
 Name = Annotated[str, Meta(min_length=1, max_length=253)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]

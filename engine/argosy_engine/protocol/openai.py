@@ -69,6 +69,10 @@ class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
     """vLLM's: every chunk carries `token_ids` for its choice, and the first response `prompt_token_ids`."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
+    """OpenAI's: requests with the same key should meet the same cache. The router's session policy obeys it."""
+    session_id: Annotated[str, Meta(max_length=512)] | None = None
+    """The same, by the name agents' frameworks use."""
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
     # Decoded only to be refused where their value would change the answer (see `unsupported`).
     frequency_penalty: Penalty | None = None

@@ -40,6 +40,10 @@ class ClientLimits:
     max_header_bytes: int = 64 * 1024
 
 
+_JOIN_BELOW_BYTES = 16 * 1024
+"""Copying less than this costs less than a second buffer in the system call."""
+
+
 class ResponseSink(Protocol):
     """Whoever sent the request."""
 
@@ -94,16 +98,21 @@ class ClientConnection(asyncio.Protocol):
     def send(
         self,
         sink: ResponseSink,
-        payload: bytes,
+        head: bytes,
         first_byte_timeout_s: float,
         idle_timeout_s: float | None = None,
+        *,
+        body: bytes = b"",
     ) -> None:
         """Sends one request; `sink` hears about the response."""
         assert self._sink is None, "one request at a time"
         self._sink = sink
         self._idle_timeout_s = self._limits.idle_timeout_s if idle_timeout_s is None else idle_timeout_s
         self._deadline.set(first_byte_timeout_s)
-        self._transport.write(payload)
+        if len(body) < _JOIN_BELOW_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
 
     def pause_reading(self) -> None:
         """Back-pressure: the client cannot keep up. The idle deadline rests meanwhile."""

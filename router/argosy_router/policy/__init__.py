@@ -1,17 +1,32 @@
 """Policies: pure functions that choose a replica.
 
 Owns: the choice. Must not know: connections, telemetry, clocks; state comes in as arguments and leaves as a
-`Decision`, so the router, `argosy route` and a simulator get the same answer from the same code.
+`Decision`, so the router, `argosy route` and the simulator get the same answer from the same code.
 Invariant: a policy chooses among the candidates it is given and nothing else; randomness comes from the caller.
+A new policy is a module with `choose` and `terms`, a line here, and its name in `protocol.fleet.RoutingPolicy`.
 """
 
 from __future__ import annotations
 
+from argosy_router.policy import (
+    cost,
+    least_load,
+    power_of_two,
+    prefix_hash,
+    round_robin,
+    session,
+    uniform,
+)
 from argosy_router.policy.base import Candidate, Decision, Policy, RouteRequest
-from argosy_router.policy.cost import choose as _cost
-from argosy_router.policy.least_load import choose as _least_load
-from argosy_router.policy.round_robin import choose as _round_robin
 
-POLICIES: dict[str, Policy] = {"cost": _cost, "least-load": _least_load, "round-robin": _round_robin}
+POLICIES: dict[str, Policy] = {
+    "cost": Policy(cost.choose, cost.terms),
+    "least-load": Policy(least_load.choose, least_load.terms),
+    "prefix-hash": Policy(prefix_hash.choose, prefix_hash.terms),
+    "session": Policy(session.choose, session.terms),
+    "round-robin": Policy(round_robin.choose, round_robin.terms),
+    "random": Policy(uniform.choose, uniform.terms),
+    "power-of-two": Policy(power_of_two.choose, power_of_two.terms),
+}
 
 __all__ = ["POLICIES", "Candidate", "Decision", "Policy", "RouteRequest"]

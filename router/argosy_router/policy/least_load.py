@@ -10,20 +10,27 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from argosy_router.policy.base import Candidate, Decision, RouteRequest
-from argosy_router.policy.rates import decode_step, prefill_rate
+from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
 def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
     """The candidate with the lowest T."""
-    prior_rate = prefill_rate(candidates)
-    prior_step = decode_step(candidates)
     costs = [
-        candidate.queued_tokens / (candidate.prefill_tokens_per_s or prior_rate)
-        + candidate.requests * (candidate.decode_step_s or prior_step)
+        candidate.queued_tokens / candidate.prefill_tokens_per_s
+        + candidate.requests * candidate.decode_step_s
         for candidate in candidates
     ]
     best = min(costs)
-    index = rng.choice([index for index, value in enumerate(costs) if value == best])
-    hit = request.hits.get(candidates[index].slot, 0)
-    return Decision(index, "only" if len(candidates) == 1 else "load", hit, best)
+    close = [position for position, value in enumerate(costs) if value == best]
+    return decide(request, candidates, close[int(rng.random() * len(close))], best)
+
+
+def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+    """The summands of T."""
+    return [
+        {
+            "queue_s": candidate.queued_tokens / candidate.prefill_tokens_per_s,
+            "decode_s": candidate.requests * candidate.decode_step_s,
+        }
+        for candidate in candidates
+    ]

@@ -5,9 +5,8 @@ Owns: priors. Must not know: policies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from argosy_router.policy.base import Candidate
+from collections.abc import Iterable
+from typing import NamedTuple
 
 PRIOR_PREFILL_TOKENS_PER_S = 8000.0
 """A mid-size GPU with an 8B model (SMG's mock worker takes the same). Only ratios between terms depend on it."""
@@ -17,17 +16,25 @@ PRIOR_MAX_NUM_SEQS = 256
 """vLLM's usual default."""
 
 
-def prefill_rate(candidates: Sequence[Candidate]) -> float:
-    """Tokens per second for candidates that have not measured theirs."""
-    measured = [c.prefill_tokens_per_s for c in candidates if c.prefill_tokens_per_s > 0.0]
-    return median(measured) if measured else PRIOR_PREFILL_TOKENS_PER_S
+class Rates(NamedTuple):
+    """How fast a replica works. Zero: not measured."""
+
+    prefill_tokens_per_s: float
+    decode_step_s: float
 
 
-def decode_step(candidates: Sequence[Candidate]) -> float:
-    """Seconds per decode step for candidates that have not measured theirs."""
-    measured = [c.decode_step_s for c in candidates if c.decode_step_s > 0.0]
-    return median(measured) if measured else PRIOR_DECODE_STEP_S
+PRIOR = Rates(PRIOR_PREFILL_TOKENS_PER_S, PRIOR_DECODE_STEP_S)
 
 
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def assumed(measured: Iterable[Rates]) -> Rates:
+    """What the unmeasured ones among replicas with these measurements are taken for."""
+    rates = list(measured)
+    return Rates(
+        _median([rate.prefill_tokens_per_s for rate in rates]) or PRIOR.prefill_tokens_per_s,
+        _median([rate.decode_step_s for rate in rates]) or PRIOR.decode_step_s,
+    )
+
+
+def _median(values: list[float]) -> float:
+    known = sorted(value for value in values if value > 0.0)
+    return known[len(known) // 2] if known else 0.0

@@ -5,17 +5,23 @@ Owns: the ranking. Must not know: load.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import xxhash
 
 from argosy_router.policy.base import Candidate
 
 _MASK = (1 << 64) - 1
+_xxh3 = xxhash.xxh3_64_intdigest
 
 
-def ranked(key: int, candidates: Sequence[Candidate]) -> list[int]:
-    """Positions of the candidates, the key's favourite first."""
+def favourite(key: int, candidates: Sequence[Candidate], positions: Iterable[int]) -> int:
+    """The position, out of `positions`, whose candidate the key ranks first."""
     seed = key & _MASK
-    weights = [xxhash.xxh3_64_intdigest(candidate.name.encode(), seed) for candidate in candidates]
-    return sorted(range(len(candidates)), key=weights.__getitem__, reverse=True)
+    return max(positions, key=lambda position: _xxh3(candidates[position].identity, seed))
+
+
+def weights(key: int, candidates: Sequence[Candidate]) -> list[int]:
+    """Each candidate's rank for the key: the highest wins."""
+    seed = key & _MASK
+    return [_xxh3(candidate.identity, seed) for candidate in candidates]

@@ -8,12 +8,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from argosy_router.policy.base import Candidate, Decision, RouteRequest
+from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
 def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
     """The next candidate in turn."""
-    order = sorted(range(len(candidates)), key=lambda index: candidates[index].name)
-    index = order[request.sequence % len(order)]
-    hit = request.hits.get(candidates[index].slot, 0)
-    return Decision(index, "only" if len(candidates) == 1 else "load", hit, 0.0)
+    return decide(request, candidates, request.sequence % len(candidates))
+
+
+def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+    """Turns until each is next."""
+    count = len(candidates)
+    return [{"turns_until": float((position - request.sequence) % count)} for position in range(count)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from argosy_engine.protocol.errors import BadRequest, NotFound
 from argosy_engine.protocol.openai import Endpoint, decode_request
@@ -34,10 +35,14 @@ class Call(NamedTuple):
     prompt: Prompt
     is_stream: bool
     request_id: bytes
-    payload: bytes
-    """Headers and body as every replica gets them, after the replica's own lines."""
+    head: bytes
+    """Headers as every replica gets them, after the replica's own lines, up to the empty line."""
+    body: bytes
     path: bytes
 
+
+SESSION_HEADER = b"x-session-id"
+"""The header llm-d's and Dynamo's clients use too."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -63,14 +68,16 @@ def decode_call(fleet: Fleet, endpoint: Endpoint, request: Request, request_id: 
         raise unknown_model(decoded.model)
     if decoded.model == service.spec.key and decoded.model != service.spec.model:
         body = with_model(body, service.spec.model)
-    prompt = service.prompt(decoded, prompt_view(decoded))
-    payload = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
+    session = request.header(SESSION_HEADER) or (decoded.prompt_cache_key or decoded.session_id or "").encode(
+        "utf-8", "surrogatepass"
+    )
+    prompt = service.prompt(decoded, prompt_view(decoded), xxh3_64_intdigest(session) if session else 0)
+    head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
         headers.forwarded(request.headers),
         request_id,
         len(body),
-        body,
     )
-    return Call(service, prompt, decoded.stream, request_id, payload, request.target.partition(b"?")[0])
+    return Call(service, prompt, decoded.stream, request_id, head, body, request.target.partition(b"?")[0])
 
 
 def unknown_model(name: str) -> NotFound:

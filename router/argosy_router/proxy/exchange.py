@@ -131,8 +131,9 @@ class Exchange:
         self._connection = connection
         connection.send(
             self,
-            self._dispatcher.request_line(self.call, choice.replica) + self.call.payload,
+            self._dispatcher.request_line(self.call, choice.replica) + self.call.head,
             self._dispatcher.first_byte_timeout_s(self.call),
+            body=self.call.body,
         )
         if self._is_client_paused:
             connection.pause_reading()

@@ -42,11 +42,16 @@ def request_id(sent: bytes | None) -> bytes:
 
 def forwarded(headers: Headers) -> bytes:
     """A client's headers as an engine gets them."""
-    dropped = _NOT_FORWARDED | connection_options(headers)
-    return render_headers([h for h in headers if h[0] not in dropped and not h[0].startswith(_RESERVED)])
+    return _without(headers, _NOT_FORWARDED)
 
 
 def returned(headers: Headers) -> bytes:
     """An engine's headers as the client gets them."""
-    dropped = _NOT_RETURNED | connection_options(headers)
+    return _without(headers, _NOT_RETURNED)
+
+
+def _without(headers: Headers, dropped: frozenset[bytes]) -> bytes:
+    options = connection_options(headers)
+    if options:
+        dropped |= options
     return render_headers([h for h in headers if h[0] not in dropped and not h[0].startswith(_RESERVED)])

@@ -1,0 +1,29 @@
+"""The power-of-two policy: of two replicas drawn at random, the one where a request waits less (`waiting`).
+
+Two choices bring the longest queue down from log n to log log n (Mitzenmacher 2001), and routers that decide on stale
+figures do not all pick the same replica. Blind to caches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
+from argosy_router.policy.waiting import waiting_terms
+
+
+def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    """The better of two."""
+    count = len(candidates)
+    if count == 1:
+        return decide(request, candidates, 0)
+    first = int(rng.random() * count)
+    second = (first + 1 + int(rng.random() * (count - 1))) % count
+    chosen = first if candidates[first].wait_s <= candidates[second].wait_s else second
+    return decide(request, candidates, chosen, candidates[chosen].wait_s)
+
+
+def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+    """The summands of the wait."""
+    return [waiting_terms(candidate) for candidate in candidates]

@@ -1,0 +1,42 @@
+"""What a replica's load costs a request that brings no prompt, in seconds.
+
+    wait(w) = queued(w) / prefill_rate(w)                                              the prompts ahead
+            + EXPECTED_OUTPUT_TOKENS * decode_step(w) * requests(w) / max_num_seqs(w)  share of decode slots taken
+            + KV_PRESSURE_S * k / (1 - k),  k = kv_usage(w)                            risk of preemption
+
+Owns: the load terms shared by policies. Must not know: prompts, caches.
+"""
+
+from __future__ import annotations
+
+from argosy_router.policy.base import Candidate
+
+EXPECTED_OUTPUT_TOKENS = 64
+"""Decode steps a newcomer shares with those already there; half a short answer, because they end meanwhile."""
+KV_PRESSURE_S = 0.05
+"""At 90 % KV use a preemption is near: 0.45 s, the price of recomputing a few thousand tokens."""
+_MAX_KV = 0.99
+
+
+def waiting_s(candidate: Candidate) -> float:
+    """wait(w), in seconds."""
+    kv = candidate.kv_usage
+    seats = EXPECTED_OUTPUT_TOKENS * candidate.decode_step_s * candidate.requests / candidate.max_num_seqs
+    queue = candidate.queued_tokens / candidate.prefill_tokens_per_s + seats
+    if not kv:
+        return queue
+    kv = min(kv, _MAX_KV)
+    return queue + KV_PRESSURE_S * kv / (1.0 - kv)
+
+
+def waiting_terms(candidate: Candidate) -> dict[str, float]:
+    """The summands of wait(w)."""
+    kv = min(candidate.kv_usage, _MAX_KV)
+    return {
+        "queue_s": candidate.queued_tokens / candidate.prefill_tokens_per_s,
+        "decode_s": EXPECTED_OUTPUT_TOKENS
+        * candidate.decode_step_s
+        * candidate.requests
+        / candidate.max_num_seqs,
+        "kv_s": KV_PRESSURE_S * kv / (1.0 - kv),
+    }
