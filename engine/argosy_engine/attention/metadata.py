@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from argosy_engine.attention.native import NativeStep
 
 
 @dataclass(slots=True)
@@ -22,3 +26,5 @@ class AttentionMetadata:
     block_tables: torch.Tensor
     decode_seq_lens: torch.Tensor
     """int64 [num_decodes]"""
+    native_step: NativeStep | None = None
+    """the same for the CPU kernels, once the first layer that uses them has made it"""

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.native import NativeAttention
 from argosy_engine.attention.torch_native import TorchAttention
-from argosy_engine.models.layers import Linear, RMSNorm, RotaryEmbedding
+from argosy_engine.models.layers import Linear, RMSNorm, RotaryEmbedding, silu_multiply
 from argosy_engine.models.llama_config import LlamaConfig
 from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.weights import Weights
@@ -21,6 +22,8 @@ from argosy_engine.models.weights import Weights
 MLP = Callable[[torch.Tensor], torch.Tensor]
 """[T, hidden_size] -> the same shape"""
 MakeMLP = Callable[[Weights, str, int], MLP]
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of a step's positions, each [T, 1, head_dim]"""
 
 
 class GatedMLP:
@@ -33,8 +36,7 @@ class GatedMLP:
         self.down = weights.linear({prefix + "down_proj": hidden}, inner, bias=bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(silu_multiply(self.gate_up(x)))
 
 
 class DecoderLayer:
@@ -43,7 +45,9 @@ class DecoderLayer:
         make_mlp: (weights, prefix, layer index) -> what follows the attention.
     """
 
-    def __init__(self, config: LlamaConfig, weights: Weights, index: int, make_mlp: MakeMLP) -> None:
+    def __init__(
+        self, config: LlamaConfig, weights: Weights, index: int, rotary: RotaryEmbedding, make_mlp: MakeMLP
+    ) -> None:
         self.config = config
         prefix = f"model.layers.{index}."
         eps, hidden, head_dim = config.rms_norm_eps, config.hidden_size, config.head_dim
@@ -63,33 +67,50 @@ class DecoderLayer:
             self.q_norm = RMSNorm(weights.take(attention + "q_norm.weight", head_dim), eps)
             self.k_norm = RMSNorm(weights.take(attention + "k_norm.weight", head_dim), eps)
         self.mlp = make_mlp(weights, prefix + "mlp.", index)
-        self.attention = TorchAttention(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            head_dim,
-            sliding_window=config.sliding_windows[index],
+        window = config.sliding_windows[index]
+        shape = config.num_attention_heads, config.num_key_value_heads, head_dim
+        self.attention = TorchAttention(*shape, sliding_window=window)
+        self.native = NativeAttention.create(
+            *shape,
+            dtype=weights.dtype,
+            device=weights.device,
+            cosines=rotary.cosines,
+            sines=rotary.sines,
+            q_norm=self.q_norm.weight if self.q_norm else None,
+            k_norm=self.k_norm.weight if self.k_norm else None,
+            eps=eps,
+            sliding_window=window,
         )
 
     def __call__(
         self,
-        hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: Rotary | None,
         kv_cache: torch.Tensor,
         meta: AttentionMetadata,
-    ) -> torch.Tensor:
-        """hidden [T, hidden_size] -> the same shape."""
-        hidden = hidden + self._attend(self.input_norm(hidden), rotary, kv_cache, meta)
-        return hidden + self.mlp(self.post_norm(hidden))
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and residual [T, hidden_size], whose sum enters the layer -> the same of its output.
+
+        The sum is left to the norm that follows, which reads it anyway. The residual is changed in place.
+        Without rotary the CPU kernels do the attention, and rotate by themselves.
+        """
+        if residual is None:
+            residual, x = x, self.input_norm(x)
+        else:
+            x = self.input_norm.after_adding(x, residual)
+        x = self.post_norm.after_adding(self._attend(x, rotary, kv_cache, meta), residual)
+        return self.mlp(x), residual
 
     def _attend(
-        self,
-        x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
-        meta: AttentionMetadata,
+        self, x: torch.Tensor, rotary: Rotary | None, kv_cache: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
+        qkv = self.qkv(x)
+        if rotary is None:
+            assert self.native is not None
+            return self.output(self.native(qkv, kv_cache, meta))
         head_dim = self.config.head_dim
-        q, k, v = self.qkv(x).split(self._split, dim=-1)
+        q, k, v = qkv.split(self._split, dim=-1)
         q = q.view(-1, self.config.num_attention_heads, head_dim)
         k = k.view(-1, self.config.num_key_value_heads, head_dim)
         v = v.view(-1, self.config.num_key_value_heads, head_dim)
@@ -113,20 +134,21 @@ class Decoder:
     def __init__(self, config: LlamaConfig, weights: Weights, max_positions: int) -> None:
         self.config = config
         self.embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.layers = [
-            DecoderLayer(config, weights, index, self.make_mlp) for index in range(config.num_hidden_layers)
-        ]
-        self.norm = RMSNorm(weights.take("model.norm.weight", config.hidden_size), config.rms_norm_eps)
-        if config.tie_word_embeddings:
-            self.lm_head = Linear(self.embedding)
-        else:
-            self.lm_head = weights.linear({"lm_head": config.vocab_size}, config.hidden_size)
         self.rotary = RotaryEmbedding(
             inverse_frequencies(config.rope, config.head_dim, weights.device),
             max_positions,
             weights.dtype,
             config.rope.attention_scaling,
         )
+        self.layers = [
+            DecoderLayer(config, weights, index, self.rotary, self.make_mlp)
+            for index in range(config.num_hidden_layers)
+        ]
+        self.norm = RMSNorm(weights.take("model.norm.weight", config.hidden_size), config.rms_norm_eps)
+        if config.tie_word_embeddings:
+            self.lm_head = Linear(self.embedding)
+        else:
+            self.lm_head = weights.linear({"lm_head": config.vocab_size}, config.hidden_size)
 
     def make_mlp(self, weights: Weights, prefix: str, index: int) -> MLP:
         config = self.config
@@ -143,11 +165,14 @@ class Decoder:
 
         kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
         """
-        hidden = F.embedding(token_ids, self.embedding)
-        rotary = self.rotary.select(positions)
+        x = F.embedding(token_ids, self.embedding)
+        residual: torch.Tensor | None = None
+        native = self.layers[0].native
+        is_native = native is not None and native.serves(kv_cache)
+        rotary = None if is_native else self.rotary.select(positions)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotary, kv_cache[index], meta)
-        return hidden
+            x, residual = layer(x, residual, rotary, kv_cache[index], meta)
+        return x if residual is None else residual.add_(x)
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm over hidden [R, hidden_size]."""
@@ -155,4 +180,4 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab_size] of the rows that are sampled; call it with those rows only."""
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head.logits(self.norm(hidden))

@@ -1,13 +1,16 @@
-"""Layers shared by the architectures: linear, RMSNorm, rotary embedding.
+"""Layers shared by the architectures: linear, RMSNorm, gated SiLU, rotary embedding.
 
-Weights are plain tensors in inference mode. On a CPU `Linear` keeps its weight in the layout that is fast at decode
-batch sizes (bf16: oneDNN's packed layout, about 1.4x; float32: transposed) and drops the original.
+Weights are plain tensors in inference mode. On a CPU the layers use our own kernels (`native`). Where there are none,
+`Linear` keeps its weight in the layout that is fast in torch at decode batch sizes (bf16: oneDNN's packed layout, about
+1.4x; float32: transposed). Either way the original weight is dropped.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+from argosy_engine.native.library import DTYPES, Kernels, kernels
 
 
 class Linear:
@@ -17,14 +20,25 @@ class Linear:
         self.bias = bias
         self.out_features, self.in_features = weight.shape
         self.num_bytes = weight.nbytes
-        self._packed = _pack(weight)
-        # float32 on a CPU: a product with W^T laid out contiguously is 3 to 6 times faster at decode batch sizes.
-        is_transposed = weight.device.type == "cpu" and weight.dtype is torch.float32
-        self._transposed = weight.t().contiguous() if is_transposed else None
-        self.weight = weight if self._packed is None and self._transposed is None else None
+        self._packed: torch.Tensor | None = None
+        self._transposed: torch.Tensor | None = None
+        self.weight: torch.Tensor | None = None
+        self._kernels = _kernels(weight) if self.in_features * weight.itemsize % 4 == 0 else None
+        if self._kernels is not None:
+            self._packed = self._kernels.pack_linear(weight.contiguous())
+        elif _packs(weight):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        elif weight.device.type == "cpu" and weight.dtype is torch.float32:
+            # A product with W^T laid out contiguously is 3 to 6 times faster at decode batch sizes.
+            self._transposed = weight.t().contiguous()
+        else:
+            self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
+            if self._kernels is not None:
+                x = x.contiguous()
+                return self._kernels.linear(x, self._packed, self.bias, self.out_features, x.dtype)
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         if self._transposed is not None:
             return (
@@ -33,14 +47,23 @@ class Linear:
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The same for an output head: float32 where the sums, which are float32, need no copy to stay so."""
+        if self._kernels is None or self._packed is None:
+            return self(x)
+        return self._kernels.linear(x.contiguous(), self._packed, self.bias, self.out_features, torch.float32)
 
-def _pack(weight: torch.Tensor) -> torch.Tensor | None:
-    """The weight in oneDNN's layout, or None where that does not apply."""
+
+def _kernels(weight: torch.Tensor) -> Kernels | None:
+    """Our kernels, if they can compute with weights of this kind on this machine."""
+    return kernels() if weight.device.type == "cpu" and weight.dtype in DTYPES else None
+
+
+def _packs(weight: torch.Tensor) -> bool:
+    """Whether oneDNN has a layout of its own for this weight."""
     if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
-        return None
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        return False
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class RMSNorm:
@@ -49,11 +72,30 @@ class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
+        loaded = _kernels(weight)
+        self._kernels = loaded if loaded is not None and weight.shape[0] % loaded.lanes == 0 else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None and x.dim() == 2:
+            return self._kernels.rms_norm(x.contiguous(), self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight
+
+    def after_adding(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual += x in place, and the norm of that; both [T, width], contiguous."""
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x, self.weight, self.eps, residual)
+        return self(residual.add_(x))
+
+
+def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [T, 2 * width] -> [T, width]."""
+    loaded = _kernels(gate_up)
+    if loaded is not None and gate_up.shape[1] // 2 % loaded.lanes == 0:
+        return loaded.silu_multiply(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class RotaryEmbedding:
@@ -68,13 +110,15 @@ class RotaryEmbedding:
     ) -> None:
         positions = torch.arange(max_positions, dtype=torch.float32, device=inv_freq.device)
         angles = torch.outer(positions, inv_freq)
-        angles = torch.cat((angles, angles), dim=-1)
-        self._cos = (angles.cos() * attention_scaling).to(dtype)
-        self._sin = (angles.sin() * attention_scaling).to(dtype)
+        self._dtype = dtype
+        self.cosines = angles.cos() * attention_scaling
+        """float32 [max_positions, head_dim / 2]"""
+        self.sines = angles.sin() * attention_scaling
 
     def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin for positions [T], each [T, 1, head_dim]; once per step, for all layers."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        cos, sin = self.cosines[positions].to(self._dtype), self.sines[positions].to(self._dtype)
+        return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((sin, sin), dim=-1).unsqueeze(1)
 
     @staticmethod
     def apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

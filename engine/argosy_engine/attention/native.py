@@ -1,0 +1,133 @@
+"""Paged attention by our own CPU kernels: prompts and decodes of a step in one call, no gathering.
+
+The kernels keep keys and values in their own order inside a block (src/step.h), so a layer is written and read by the
+same backend. Blocks remain what they are elsewhere: `kv_cache` has the shape and size of every other backend's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.native.library import DTYPES, Kernels, Layer, Step, kernels
+
+_MAX_HEAD_DIM = 256
+_MAX_GROUP = 48
+"""Query heads per KV head: a tile's rows."""
+
+
+class NativeAttention:
+    """Norm of the q and k heads, rotary embedding, KV write and attention, from the fused q, k, v projection.
+
+    Args:
+        cosines, sines: float32 [positions, rotary_dim / 2]; None: no rotary embedding.
+        q_norm, k_norm: weights [head_dim] of RMSNorm over each head, or None.
+        scale, sliding_window, logit_softcap: as in TorchAttention.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        cosines: torch.Tensor | None = None,
+        sines: torch.Tensor | None = None,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._kept_alive = (cosines, sines, q_norm, k_norm)
+        cosines_at, sines_at, q_norm_at, k_norm_at = (
+            None if tensor is None else tensor.data_ptr() for tensor in self._kept_alive
+        )
+        self._layer = Layer(
+            q_norm=q_norm_at,
+            k_norm=k_norm_at,
+            cosines=cosines_at,
+            sines=sines_at,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rotary_dim=0 if cosines is None else cosines.shape[1] * 2,
+            window=sliding_window or 0,
+            scale=head_dim**-0.5 if scale is None else scale,
+            softcap=logit_softcap or 0.0,
+            eps=eps,
+        )
+
+    @classmethod
+    def create(
+        cls,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        **options: Any,
+    ) -> NativeAttention | None:
+        """The kernels' backend where they have one for these shapes, else None."""
+        if device.type != "cpu" or dtype not in DTYPES:
+            return None
+        if head_dim > _MAX_HEAD_DIM or num_heads // num_kv_heads > _MAX_GROUP:
+            return None
+        loaded = kernels()
+        if loaded is None or head_dim % loaded.lanes:
+            return None
+        return cls(loaded, num_heads, num_kv_heads, head_dim, **options)
+
+    def serves(self, kv_cache: torch.Tensor) -> bool:
+        """Whether a cache of [..., block_size, num_kv_heads, head_dim] will do: blocks of whole vectors of keys."""
+        return kv_cache.shape[-3] % self._kernels.lanes == 0
+
+    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """qkv [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous -> [T, num_heads * head_dim].
+
+        kv_cache: this layer's, [2, num_blocks, block_size, num_kv_heads, head_dim]. The heads in qkv change in place.
+        """
+        layer, address = self._layer, kv_cache.data_ptr()
+        if address != layer.k_cache:
+            _, layer.num_blocks, layer.block_size, _, _ = kv_cache.shape
+            layer.k_cache = address
+            layer.v_cache = address + kv_cache.stride(0) * kv_cache.itemsize
+        if meta.native_step is None:
+            meta.native_step = NativeStep(meta)
+        step = meta.native_step.struct
+        self._kernels.rotate_and_write(layer, step, qkv)
+        return self._kernels.attention(layer, step, qkv)
+
+
+class NativeStep:
+    """A step's metadata as the kernels read it; made by the first layer, used by all."""
+
+    def __init__(self, meta: AttentionMetadata) -> None:
+        seq_lens = np.array(meta.seq_lens, dtype=np.int32)
+        query_lens = np.array(meta.query_lens, dtype=np.int32)
+        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=starts[1:])
+        num_tokens = int(starts[-1])
+        if num_tokens == len(query_lens):
+            positions = seq_lens.astype(np.int64) - 1
+        else:
+            shift = np.repeat(seq_lens - starts[1:], query_lens)
+            positions = np.arange(num_tokens, dtype=np.int64) + shift
+        self._kept_alive = (seq_lens, starts, positions, meta.slot_mapping, meta.block_tables)
+        self.struct = Step(
+            positions=positions.ctypes.data,
+            slots=meta.slot_mapping.data_ptr(),
+            query_starts=starts.ctypes.data,
+            seq_lens=seq_lens.ctypes.data,
+            block_tables=meta.block_tables.data_ptr(),
+            table_stride=meta.block_tables.stride(0),
+            num_tokens=num_tokens,
+            num_requests=len(query_lens),
+        )

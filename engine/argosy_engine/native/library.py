@@ -1,0 +1,184 @@
+"""The loaded library: C functions and structures as ctypes sees them. src/*.cc and src/step.h say what each one means.
+
+`kernels()` is the only way in. It answers None, after one line in the log, where the library cannot be had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from argosy_engine.native.build import NativeUnavailable, library_path
+
+log = logging.getLogger(__name__)
+
+ENVIRONMENT_VARIABLE = "ARGOSY_NATIVE"
+"""0: compute with torch; debug: kernels that check their indices; anything else: kernels where possible."""
+
+
+class Layer(Structure):
+    """`Layer` of step.h: what is constant over an attention layer's life."""
+
+    _fields_ = (
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("num_blocks", c_int32),
+        ("block_size", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("rotary_dim", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("eps", c_float),
+    )
+
+
+class Step(Structure):
+    """`Step` of step.h: the flattened batch of one step."""
+
+    _fields_ = (
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_starts", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("num_tokens", c_int32),
+        ("num_requests", c_int32),
+    )
+
+
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "set_threads": (c_int,),
+    "pack_linear": (c_void_p, c_void_p, c_int, c_int),
+    "linear": (c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int),
+    "rotate_and_write": (c_int, POINTER(Layer), POINTER(Step), c_void_p),
+    "attention": (c_int, POINTER(Layer), POINTER(Step), c_void_p, c_int64, c_void_p),
+    "rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float),
+    "silu_multiply": (c_int, c_void_p, c_void_p, c_int, c_int),
+    "argmax": (c_int, c_void_p, c_void_p, c_int, c_int),
+}
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Element types of the kernels, and their numbers in C."""
+
+
+class Kernels:
+    """Kernels on contiguous CPU tensors of a type in DTYPES. Callers see to shapes; nothing is checked here.
+
+    Calls release the GIL. They share one pool of `set_threads` threads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, f"argosy_{name}")
+            function.argtypes, function.restype = arguments, None
+            setattr(self, f"_{name}", function)
+        self.lanes: int = library.argosy_lanes()
+        """elements of a vector: head sizes, block sizes and widths must be its multiples"""
+        self.path = path
+        self.set_threads(torch.get_num_threads())
+
+    def set_threads(self, threads: int) -> None:
+        self._set_threads(threads)
+
+    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight [out, in] in the layout `linear` reads, as int32 [panels, units, outputs of a panel]."""
+        units = weight.shape[1] * weight.itemsize // 4
+        panel = 2 * self.lanes
+        packed = torch.empty(-(-weight.shape[0] // panel), units, panel, dtype=torch.int32)
+        self._pack_linear(weight.data_ptr(), packed.data_ptr(), weight.shape[0], units)
+        return packed
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_features: int,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """x [T, in] times a packed weight, plus a bias of x's type -> [T, out_features] of x's type or float32."""
+        rows = x.shape[0]
+        y = torch.empty((rows, out_features), dtype=out_dtype)
+        self._linear(
+            DTYPES[x.dtype],
+            DTYPES[out_dtype],
+            x.data_ptr(),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            rows,
+            out_features,
+            packed.shape[1],
+        )
+        return y
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """RMSNorm of x [T, width]; with a residual, of residual += x (in place)."""
+        out = torch.empty_like(x)
+        self._rms_norm(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            eps,
+        )
+        return out
+
+    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up for [T, 2 * width] -> [T, width]."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((rows, width), dtype=gate_up.dtype)
+        self._silu_multiply(DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width)
+        return out
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """Index of each row's highest value, the lowest of equals: [T, width] -> int64 [T]."""
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        self._argmax(DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1])
+        return out
+
+    def rotate_and_write(self, layer: Layer, step: Step, qkv: torch.Tensor) -> None:
+        """Norm and rotation of q and k in qkv [T, (heads + 2 kv_heads) * head_dim], k and v to their slots; q stays."""
+        self._rotate_and_write(DTYPES[qkv.dtype], layer, step, qkv.data_ptr())
+
+    def attention(self, layer: Layer, step: Step, qkv: torch.Tensor) -> torch.Tensor:
+        """Causal attention of the q heads in qkv over the cache -> [T, heads * head_dim]."""
+        out = torch.empty((qkv.shape[0], layer.num_heads * layer.head_dim), dtype=qkv.dtype)
+        self._attention(DTYPES[qkv.dtype], layer, step, qkv.data_ptr(), qkv.shape[1], out.data_ptr())
+        return out
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The kernels for this CPU, or None. Builds them on the first call of the machine's first engine."""
+    wanted = os.environ.get(ENVIRONMENT_VARIABLE, "1")
+    if wanted == "0":
+        log.info("CPU kernels are off (%s=0): computing with torch", ENVIRONMENT_VARIABLE)
+        return None
+    try:
+        loaded = Kernels(library_path(is_debug=wanted == "debug"))
+    except (NativeUnavailable, OSError) as error:
+        log.warning("no CPU kernels, computing with torch at a fraction of the speed: %s", error)
+        return None
+    log.info("CPU kernels: %s", loaded.path.name)
+    return loaded

@@ -1,0 +1,227 @@
+// Paged causal attention with grouped heads: prompts, chunks of prompts and decodes in one pass.
+//
+// The query heads of a group are rows of one tile, so keys and values are read once for all of them. Keys are visited in
+// tiles of kTileKeys counted from position 0 (online softmax, arXiv 2205.14135): the same tiles in the same order for a
+// query whatever its batch and however its prompt was cut.
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+#include "step.h"
+
+namespace argosy {
+
+inline constexpr int kTileKeys = 128;
+inline constexpr int kTileRows = 48;
+static_assert(kTileRows % kMaxRows == 0 && kTileKeys % (2 * kLanes) == 0);
+
+template <class T>
+class AttentionJob {
+ public:
+  // q: [num_tokens] rows of q_stride elements, heads in front; out: [num_tokens][num_heads][head_dim].
+  AttentionJob(const Layer& layer, const Step& step, const T* q, int64_t q_stride, T* out)
+      : layer_(layer),
+        step_(step),
+        q_(q),
+        q_stride_(q_stride),
+        out_(out),
+        group_(layer.num_heads / layer.num_kv_heads),
+        tile_tokens_(std::max(kTileRows / group_, 1)) {}
+
+  void run() {
+    static thread_local std::vector<QueryTile> tiles;
+    tiles.clear();
+    for (int request = 0; request < step_.num_requests; ++request) {
+      const int tokens = step_.query_starts[request + 1] - step_.query_starts[request];
+      for (int first = 0; first < tokens; first += tile_tokens_)
+        tiles.push_back({request, first, std::min(tile_tokens_, tokens - first)});
+    }
+    const int heads = layer_.num_kv_heads;
+    const QueryTile* begin = tiles.data();
+    // The pool starts at the end, so the long rows of prompts come before the decodes, which even out the threads.
+    Pool::instance().run(int(tiles.size()) * heads,
+                         [&](int task) { Attend(*this, begin[task / heads], task % heads).run(); });
+  }
+
+ private:
+  struct QueryTile {
+    int request, first_token, tokens;
+  };
+
+  // One tile of queries (tokens x heads of a group) against its keys.
+  struct Attend {
+    const AttentionJob& job;
+    const Layer& layer;
+    const int kv_head, group, dim, rows;
+    const int first_row;       // of the step's flattened batch
+    const int first_position;  // of the tile's first token in its sequence
+    const int64_t* table;
+    alignas(64) T query[kTileRows * kMaxHeadDim];
+    alignas(64) float score[kTileRows * kTileKeys];
+    alignas(64) T prob[kTileRows * kTileKeys];
+    alignas(64) float result[kTileRows * kMaxHeadDim];
+    float best[kTileRows], mass[kTileRows];
+
+    Attend(const AttentionJob& job, QueryTile tile, int kv_head)
+        : job(job),
+          layer(job.layer_),
+          kv_head(kv_head),
+          group(job.group_),
+          dim(layer.head_dim),
+          rows(tile.tokens * group),
+          first_row(job.step_.query_starts[tile.request] + tile.first_token),
+          first_position(job.step_.seq_lens[tile.request] - job.step_.query_starts[tile.request + 1] + first_row),
+          table(job.step_.block_tables + tile.request * job.step_.table_stride) {
+      ARGOSY_CHECK(first_position >= 0 && rows <= kTileRows && dim <= kMaxHeadDim);
+      ARGOSY_CHECK(ceil_div(end_of(rows - 1), layer.block_size) <= job.step_.table_stride);
+    }
+
+    // Keys [begin, end) that a row may see.
+    int end_of(int row) const { return first_position + row / group + 1; }
+    int begin_of(int row) const { return layer.window ? std::max(end_of(row) - layer.window, 0) : 0; }
+
+    const T* query_at(int row) const {
+      return job.q_ + (first_row + row / group) * job.q_stride_ + (kv_head * group + row % group) * int64_t(dim);
+    }
+
+    const Unit* slab(const void* cache, int key) const {
+      const int64_t block = table[key / layer.block_size];
+      ARGOSY_CHECK(block >= 0 && block < layer.num_blocks);
+      const int64_t index = block * layer.num_kv_heads + kv_head;
+      return static_cast<const Unit*>(cache) + index * (layer.block_size * dim / kPerUnit<T>);
+    }
+
+    void run() {
+      for (int r = 0; r < rows; ++r) {
+        memcpy(query + r * dim, query_at(r), dim * sizeof(T));
+        best[r] = -1e30f;
+        mass[r] = 0.0f;
+      }
+      memset(result, 0, sizeof(float) * rows * dim);
+      const int end = end_of(rows - 1);
+      for (int first = begin_of(0) / kTileKeys * kTileKeys; first < end; first += kTileKeys) {
+        const int keys = std::min(kTileKeys, end - first);
+        multiply_keys(first, int(ceil_div(keys, kLanes)));
+        for (int r = 0; r < rows; ++r) soften(r, first, int(ceil_div(keys, kLanes)));
+        for (int d = 0; d < dim; d += 2 * kLanes) {
+          if (d + kLanes < dim) {
+            add_values<2>(first, keys, d);
+          } else {
+            add_values<1>(first, keys, d);
+          }
+        }
+      }
+      for (int r = 0; r < rows; ++r) {
+        const float norm = 1.0f / mass[r];
+        T* to = job.out_ + (first_row + r / group) * int64_t(layer.num_heads) * dim +
+                (kv_head * group + r % group) * int64_t(dim);
+        for (int d = 0; d < dim; d += kLanes) store(to + d, load(result + r * dim + d) * norm);
+      }
+    }
+
+    void multiply_keys(int first, int vectors) {
+      int v = 0;
+      for (; v + 1 < vectors; v += 2) multiply_key_vectors<2>(first + v * kLanes, v);
+      if (v < vectors) multiply_key_vectors<1>(first + v * kLanes, v);
+    }
+
+    template <int Vectors>
+    void multiply_key_vectors(int key, int vector) {
+      const Unit* keys[Vectors];
+      const int units = dim / kPerUnit<T>;
+      for (int v = 0; v < Vectors; ++v) {
+        const int at = key + v * kLanes;
+        keys[v] = slab(layer.k_cache, at) + (at % layer.block_size) * units;
+      }
+      each_row_group([&](auto row_count, int r0) {
+        constexpr int Rows = decltype(row_count)::value;
+        Tile<T, Rows, Vectors> tile;
+        tile.accumulate(reinterpret_cast<const Unit*>(query + r0 * dim), units, keys, kLanes, units);
+        for (int r = 0; r < Rows; ++r)
+          for (int v = 0; v < Vectors; ++v)
+            store(score + (r0 + r) * kTileKeys + (vector + v) * kLanes, tile.sum[r][v] * layer.scale);
+      });
+    }
+
+    // Scores of a row to unnormalised probabilities; what the row held so far is rescaled to the new maximum.
+    void soften(int r, int first, int vectors) {
+      float* scores = score + r * kTileKeys;
+      if (layer.softcap > 0.0f) {
+        for (int v = 0; v < vectors; ++v)
+          store(scores + v * kLanes, tanh(load(scores + v * kLanes) * (1.0f / layer.softcap)) * layer.softcap);
+      }
+      const int begin = begin_of(r), end = end_of(r);
+      if (begin > first || end < first + vectors * kLanes) {
+        for (int v = 0; v < vectors; ++v) {
+          const vint key = lane_index() + (first + v * kLanes);
+          const vint is_seen = (key >= begin) & (key < end);
+          store(scores + v * kLanes, is_seen ? load(scores + v * kLanes) : broadcast(-__builtin_inff()));
+        }
+      }
+      vfloat highest = load(scores);
+      for (int v = 1; v < vectors; ++v) highest = max(highest, load(scores + v * kLanes));
+      const float new_best = std::max(best[r], reduce_max(highest));
+      vfloat total = vfloat{};
+      for (int v = 0; v < vectors; ++v) {
+        const vfloat p = exp(load(scores + v * kLanes) - new_best);
+        total += p;
+        store(prob + r * kTileKeys + v * kLanes, p);
+      }
+      if (new_best != best[r]) {
+        const float shrink = exp(broadcast(best[r] - new_best))[0];
+        mass[r] *= shrink;
+        for (int d = 0; d < dim; d += kLanes) store(result + r * dim + d, load(result + r * dim + d) * shrink);
+        best[r] = new_best;
+      }
+      mass[r] += reduce_sum(total);
+    }
+
+    template <int Vectors>
+    void add_values(int first, int keys, int d) {
+      const int block_size = layer.block_size;
+      each_row_group([&](auto row_count, int r0) {
+        constexpr int Rows = decltype(row_count)::value;
+        Tile<T, Rows, Vectors> tile;
+        for (int key = first; key < first + keys;) {
+          const int inside = key % block_size;
+          const int count = std::min(block_size - inside, first + keys - key);
+          const Unit* values = slab(layer.v_cache, key) + inside / kPerUnit<T> * dim + d;
+          const Unit* columns[2] = {values, values + kLanes};
+          tile.accumulate(reinterpret_cast<const Unit*>(prob + r0 * kTileKeys + (key - first)),
+                          kTileKeys / kPerUnit<T>, columns, dim, int(ceil_div(count, kPerUnit<T>)));
+          key += count;
+        }
+        for (int r = 0; r < Rows; ++r)
+          for (int v = 0; v < Vectors; ++v) {
+            float* to = result + (r0 + r) * dim + d + v * kLanes;
+            store(to, load(to) + tile.sum[r][v]);
+          }
+      });
+    }
+
+    // Fewer kernels than row counts: a group may take in rows beyond the last one, whose results nobody reads.
+    template <class F>
+    ARGOSY_INLINE void each_row_group(F&& f) {
+      int r0 = 0;
+      for (; r0 + kMaxRows / 2 < rows; r0 += kMaxRows) f(std::integral_constant<int, kMaxRows>{}, r0);
+      if (r0 >= rows) return;
+      if (rows - r0 > 2) {
+        f(std::integral_constant<int, kMaxRows / 2>{}, r0);
+      } else if (rows - r0 == 2) {
+        f(std::integral_constant<int, 2>{}, r0);
+      } else {
+        f(std::integral_constant<int, 1>{}, r0);
+      }
+    }
+  };
+
+  const Layer& layer_;
+  const Step& step_;
+  const T* q_;
+  int64_t q_stride_;
+  T* out_;
+  int group_, tile_tokens_;
+};
+
+}  // namespace argosy

@@ -1,0 +1,101 @@
+// y = x W^T + b with W packed into panels of kPanel outputs: [panel][k][output], k in units.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "pool.h"
+#include "tile.h"
+
+namespace argosy {
+
+inline constexpr int kPanel = 2 * kLanes;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Calls f with a compile-time number of rows; every number up to kMaxRows has a kernel of its own.
+template <int Rows = kMaxRows, class F>
+ARGOSY_INLINE void with_rows(int rows, F&& f) {
+  if constexpr (Rows > 1) {
+    if (rows < Rows) return with_rows<Rows - 1>(rows, f);
+  }
+  f(std::integral_constant<int, Rows>{});
+}
+
+// weight: row-major [out, units]; packed: ceil(out / kPanel) panels, the last filled up with zeros.
+inline void pack_linear(const Unit* weight, Unit* packed, int out, int units) {
+  Pool::instance().run(int(ceil_div(out, kPanel)), [&](int panel) {
+    Unit* to = packed + int64_t(panel) * units * kPanel;
+    for (int k0 = 0; k0 < units; k0 += 16) {
+      const int k1 = std::min(k0 + 16, units);
+      for (int lane = 0; lane < kPanel; ++lane) {
+        const int64_t row = int64_t(panel) * kPanel + lane;
+        for (int k = k0; k < k1; ++k) to[int64_t(k) * kPanel + lane] = row < out ? weight[row * units + k] : 0;
+      }
+    }
+  });
+}
+
+template <class T, class Out>
+struct LinearJob {
+  const Unit* x;
+  const Unit* packed;
+  const T* bias;  // may be null
+  Out* y;
+  int rows, out, units;
+
+  void run() const {
+    // Rows of a block stay in the second-level cache while the panels pass by.
+    constexpr int64_t kBlockBytes = 256 << 10;
+    const int64_t fit = std::max<int64_t>(kBlockBytes / (int64_t(units) * 4) / kMaxRows, 4) * kMaxRows;
+    const int block_rows = int(std::min<int64_t>(fit, rows));
+    const int blocks = int(ceil_div(rows, block_rows));
+    const int panels = int(ceil_div(out, kPanel));
+    const int threads = Pool::instance().threads();
+    const int64_t panel_bytes = int64_t(units) * kPanel * 4;
+    const int64_t wanted = ceil_div(int64_t(panels) * blocks, threads * 8);
+    const int per_task = int(std::clamp<int64_t>(wanted, 1, std::max<int64_t>((512 << 10) / panel_bytes, 1)));
+    const int groups = int(ceil_div(panels, per_task));
+    Pool::instance().run(blocks * groups, [&](int task) {
+      const int first_row = task / groups * block_rows;
+      const int first_panel = task % groups * per_task;
+      const int last_panel = std::min(first_panel + per_task, panels);
+      for (int panel = first_panel; panel < last_panel; ++panel)
+        multiply(first_row, std::min(block_rows, rows - first_row), panel, panel + 1 < last_panel);
+    });
+  }
+
+  // One block of rows times one panel. The next panel is fetched while this one is in use: otherwise memory idles
+  // during every pass but the first.
+  void multiply(int first_row, int block, int panel, bool has_next) const {
+    const Unit* weights = packed + int64_t(panel) * units * kPanel;
+    const Unit* columns[2] = {weights, weights + kLanes};
+    const char* next = has_next ? reinterpret_cast<const char*>(weights + int64_t(units) * kPanel) : nullptr;
+    const int passes = int(ceil_div(block, kMaxRows));
+    for (int pass = 0; pass < passes; ++pass) {
+      const int begin = first_row + block * pass / passes;
+      const int end = first_row + block * (pass + 1) / passes;
+      const int ahead_step = passes == 1 ? 2 * kLanes * 4 : kLanes * 4;
+      const char* ahead = next && pass < 2 ? next + int64_t(pass) * units * ahead_step : nullptr;
+      with_rows(end - begin, [&](auto row_count) {
+        constexpr int Rows = decltype(row_count)::value;
+        Tile<T, Rows, 2> tile;
+        tile.accumulate(x + int64_t(begin) * units, units, columns, kPanel, units, ahead, ahead_step);
+        for (int r = 0; r < Rows; ++r)
+          for (int v = 0; v < 2; ++v) write(begin + r, panel * kPanel + v * kLanes, tile.sum[r][v]);
+      });
+    }
+  }
+
+  ARGOSY_INLINE void write(int row, int column, vfloat sum) const {
+    const int lanes = out - column;
+    Out* to = y + int64_t(row) * out + column;
+    if (lanes >= kLanes) {
+      store(to, bias ? sum + load(bias + column) : sum);
+    } else if (lanes > 0) {
+      store_first(to, bias ? sum + load_first(bias + column, lanes) : sum, lanes);
+    }
+  }
+};
+
+}  // namespace argosy

@@ -1,0 +1,36 @@
+// C interface of pool.h and rows.h. Mirrored in library.py.
+#include "rows.h"
+
+using namespace argosy;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int argosy_lanes() { return kLanes; }
+
+void argosy_set_threads(int threads) { Pool::instance().resize(threads); }
+
+void argosy_rms_norm(int dtype, const void* x, void* residual, const void* weight, void* out, int rows, int width,
+                     float eps) {
+  with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    rms_norm(static_cast<const T*>(x), static_cast<T*>(residual), static_cast<const T*>(weight), static_cast<T*>(out),
+             rows, width, eps);
+  });
+}
+
+void argosy_silu_multiply(int dtype, const void* gate_up, void* out, int rows, int width) {
+  with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    silu_multiply(static_cast<const T*>(gate_up), static_cast<T*>(out), rows, width);
+  });
+}
+
+void argosy_argmax(int dtype, const void* x, int64_t* out, int rows, int width) {
+  with_type(dtype, [&](auto element) {
+    argmax(static_cast<const decltype(element)*>(x), out, rows, width);
+  });
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

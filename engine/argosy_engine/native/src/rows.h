@@ -1,0 +1,72 @@
+// Row-wise operations between the products: RMSNorm with the residual sum, SiLU times gate, argmax.
+#pragma once
+
+#include "pool.h"
+
+namespace argosy {
+
+// out = rms_norm(x) * weight; with a residual, first residual += x (rounded to T), and that sum is normalised.
+template <class T>
+void rms_norm(const T* x, T* residual, const T* weight, T* out, int rows, int width, float eps) {
+  parallel_rows(rows, width, [&](int row) {
+    const T* from = x + int64_t(row) * width;
+    T* to = out + int64_t(row) * width;
+    vfloat squares = vfloat{};
+    if (residual) {
+      T* sum = residual + int64_t(row) * width;
+      for (int i = 0; i < width; i += kLanes) {
+        store(sum + i, load(from + i) + load(sum + i));
+        const vfloat value = load(sum + i);
+        squares += value * value;
+      }
+      from = sum;
+    } else {
+      for (int i = 0; i < width; i += kLanes) {
+        const vfloat value = load(from + i);
+        squares += value * value;
+      }
+    }
+    const float scale = 1.0f / __builtin_sqrtf(reduce_sum(squares) / float(width) + eps);
+    for (int i = 0; i < width; i += kLanes) store(to + i, load(from + i) * scale * load(weight + i));
+  });
+}
+
+// out[row] = silu(gate) * up, where a row of gate_up is gate[width] then up[width].
+template <class T>
+void silu_multiply(const T* gate_up, T* out, int rows, int width) {
+  parallel_rows(rows, width * 2, [&](int row) {
+    const T* gate = gate_up + int64_t(row) * 2 * width;
+    T* to = out + int64_t(row) * width;
+    for (int i = 0; i < width; i += kLanes) {
+      const vfloat x = load(gate + i);
+      store(to + i, x / (1.0f + exp(vfloat{} - x)) * load(gate + width + i));
+    }
+  });
+}
+
+// Index of the highest value of each row, the lowest of equals.
+template <class T>
+void argmax(const T* x, int64_t* out, int rows, int width) {
+  parallel_rows(rows, width, [&](int row) {
+    const T* from = x + int64_t(row) * width;
+    vfloat best = broadcast(-__builtin_inff());
+    vint best_at = vint{};
+    vint at = lane_index();
+    int i = 0;
+    for (; i + kLanes <= width; i += kLanes, at += kLanes) {
+      const vfloat value = load(from + i);
+      const vint is_better = value > best;
+      best = is_better ? value : best;
+      best_at = is_better ? at : best_at;
+    }
+    float top = best[0];
+    int64_t index = best_at[0];
+    for (int lane = 1; lane < kLanes; ++lane)
+      if (best[lane] > top || (best[lane] == top && best_at[lane] < index)) top = best[lane], index = best_at[lane];
+    for (; i < width; ++i)
+      if (to_float(from[i]) > top) top = to_float(from[i]), index = i;
+    out[row] = index;
+  });
+}
+
+}  // namespace argosy

@@ -1,0 +1,52 @@
+// What Python hands over: once per layer (Layer) and once per step (Step). Mirrored in library.py, field by field.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "simd.h"
+
+namespace argosy {
+
+// A debug build checks every index that comes from outside; a violation ends the process with its place.
+#if defined(ARGOSY_DEBUG)
+#define ARGOSY_CHECK(condition)                                                              \
+  do {                                                                                       \
+    if (!(condition)) {                                                                      \
+      std::fprintf(stderr, "%s:%d: check failed: %s\n", __FILE__, __LINE__, #condition);     \
+      std::abort();                                                                          \
+    }                                                                                        \
+  } while (0)
+#else
+#define ARGOSY_CHECK(condition) ((void)0)
+#endif
+
+inline constexpr int kMaxHeadDim = 256;
+
+// A block holds, per KV head, a slab of keys and a slab of values, each in the layout of a Tile's B operand:
+//   keys    [block_size / kLanes][head_dim in units][kLanes]   lanes are keys, k runs over the head's dimensions
+//   values  [block_size in units][head_dim]                    lanes are dimensions, k runs over keys
+struct Layer {
+  void* k_cache;  // [num_blocks][num_kv_heads] slabs of block_size * head_dim elements
+  void* v_cache;
+  const void* q_norm;  // [head_dim], null without qk-norm
+  const void* k_norm;
+  const float* cosines;  // [positions][rotary_dim / 2]
+  const float* sines;
+  int32_t num_blocks, block_size;
+  int32_t num_heads, num_kv_heads, head_dim, rotary_dim;
+  int32_t window;  // 0: every key; else the last `window` keys, the query's own included
+  float scale, softcap, eps;
+};
+
+struct Step {
+  const int64_t* positions;     // [num_tokens]
+  const int64_t* slots;         // [num_tokens] block * block_size + offset
+  const int32_t* query_starts;  // [num_requests + 1]
+  const int32_t* seq_lens;      // [num_requests], this step's tokens included
+  const int64_t* block_tables;  // [num_requests][table_stride]
+  int64_t table_stride;
+  int32_t num_tokens, num_requests;
+};
+
+}  // namespace argosy
