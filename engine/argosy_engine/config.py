@@ -72,6 +72,14 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(description="number of KV blocks, for tests of preemption"),
     ] = None
     enforce_eager: Annotated[bool, Meta(description="launch every kernel by itself: no CUDA graphs")] = False
+    distributed_executor_backend: Annotated[
+        Literal["uni", "mp"],
+        Meta(description="uni: the worker lives in the core's process; mp: in a process of its own"),
+    ] = "uni"
+    worker_cls: Annotated[
+        str,
+        Meta(min_length=1, max_length=512, description="subclass of Worker to run, as package.module.Class"),
+    ] = "auto"
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
         Meta(description="CPU compute threads; default: the cores this process may use"),

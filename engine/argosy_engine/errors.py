@@ -5,7 +5,9 @@ EngineError
 │   └── DoesNotFit         memory: the message says which --max-model-len would fit
 ├── InvalidRequest         the client: becomes HTTP 400 (`param` names the field)
 │   └── PromptTooLong      code context_length_exceeded
+├── UtilityFailed          the caller of an administrative call: it could not be carried out; the engine lives on
 ├── EngineBusy             the client, later: HTTP 503 with a retry hint
+│   └── EngineAsleep       whoever put the engine to sleep; other replicas may be awake
 └── EngineDead             nobody: the core process is gone; in-flight requests fail, /health turns red
 """
 
@@ -34,7 +36,15 @@ class PromptTooLong(InvalidRequest):
     pass
 
 
+class UtilityFailed(EngineError):
+    pass
+
+
 class EngineBusy(EngineError):
+    pass
+
+
+class EngineAsleep(EngineBusy):
     pass
 
 

@@ -21,13 +21,14 @@ from argosy_engine import __version__
 from argosy_engine.api.metrics import Metrics
 from argosy_engine.api.responses import WatchedResponse, event_stream, json_response
 from argosy_engine.api.serving import Serving, to_api_error
+from argosy_engine.api.stats_log import StatsLog
 from argosy_engine.api.telemetry import TelemetryHub
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.protocol import headers
 from argosy_engine.protocol.errors import ApiError, MethodNotAllowed, NotFound, TooManyRequests, Unavailable
 from argosy_engine.protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
 
-CORE_SILENCE_LIMIT_S = 120.0
+ITERATION_TIMEOUT_S = 120.0
 """A core that said nothing for this long is taken for hung; a step of a large prompt on a slow CPU takes tens."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -36,8 +37,10 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 class Engine:
     """The application's state. `llm` and what depends on it exist once the model is loaded."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], iteration_timeout_s: float = ITERATION_TIMEOUT_S) -> None:
         self.names = names
+        self.iteration_timeout_s = iteration_timeout_s
+        self.log_stats = True
         self.phase = "starting"
         self.is_draining = False
         self.llm: AsyncLLM | None = None
@@ -50,6 +53,8 @@ class Engine:
         self._metrics = Metrics(llm.config)
         self._telemetry = TelemetryHub(llm, llm.config)
         llm.observers = [self._metrics, self._telemetry]
+        if self.log_stats:
+            llm.observers.append(StatsLog())
         self.llm = llm
         self.phase = "ready"
 
@@ -60,7 +65,8 @@ class Engine:
     @property
     def is_healthy(self) -> bool:
         """The core lives and its loop turns; a core that is still loading counts as healthy."""
-        return self.llm is None or (not self.llm.is_dead and self.llm.heartbeat_age_s < CORE_SILENCE_LIMIT_S)
+        llm = self.llm
+        return llm is None or (not llm.is_dead and llm.heartbeat_age_s < self.iteration_timeout_s)
 
     @property
     def serving(self) -> Serving:

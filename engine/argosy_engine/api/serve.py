@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from argosy_engine.api.app import Engine, build_app
+from argosy_engine.api.app import ITERATION_TIMEOUT_S, Engine, build_app
 from argosy_engine.api.budget import budget_table
 from argosy_engine.api.flags import FlagParser
 from argosy_engine.api.guard import Guard
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(options: argparse.Namespace, args: EngineArgs, started: float) -> int:
     keys = KeyRing([*options.api_key, *os.environ.get("ARGOSY_API_KEY", "").split(",")])
-    engine = Engine(args.served_model_name or (args.canonical_name,))
+    engine = Engine(args.served_model_name or (args.canonical_name,), options.engine_iteration_timeout)
+    engine.log_stats = not options.disable_log_stats
     server = _Server(
         uvicorn.Config(
             Guard(build_app(engine), keys, options.guard_metrics),
@@ -72,10 +73,10 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float) 
             server_header=False,
         )
     )
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     serving = asyncio.create_task(server.serve(), name="http")
     loading = asyncio.create_task(_load(engine, args, stop, started, options), name="load")
     stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -86,7 +87,7 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float) 
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done() and not stop.is_set():
             return 1  # uvicorn has said why: the port is taken, for one
-        await _drain(engine, options.shutdown_timeout)
+        await _drain(engine, options.shutdown_timeout, hurry)
         return 1 if engine.llm is not None and engine.llm.is_dead else 0
     finally:
         for task in (loading, stopping):
@@ -108,15 +109,23 @@ async def _load(
     _print_start_up(llm.config, options, before - started, time.perf_counter() - started)
 
 
-async def _drain(engine: Engine, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(engine.drain(), timeout_s)
-    except TimeoutError:
+async def _drain(engine: Engine, timeout_s: float, hurry: asyncio.Event) -> None:
+    """Lets running requests finish, until the timeout or a second signal; what is left is aborted.
+
+    Meanwhile /ready answers 503 (`draining`), /health 200, and new requests get 503 with a retry hint.
+    """
+    drained = asyncio.create_task(engine.drain(), name="drain")
+    hurried = asyncio.create_task(hurry.wait(), name="second signal")
+    await asyncio.wait({drained, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if not drained.done():
         logger.warning(
-            "drain timed out after %.0f s; %d requests aborted",
-            timeout_s,
+            "%s; %d requests aborted",
+            "told twice to stop" if hurry.is_set() else f"drain timed out after {timeout_s:g} s",
             engine.llm.num_live if engine.llm else 0,
         )
+    for task in (drained, hurried):
+        task.cancel()
+    await asyncio.gather(drained, hurried, return_exceptions=True)
 
 
 class _Server(uvicorn.Server):
@@ -168,6 +177,13 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineAr
         default=45.0,
         help="seconds to finish running requests on SIGTERM; 0: abort them (default: 45)",
     )
+    server.add_argument(
+        "--engine-iteration-timeout",
+        type=_seconds,
+        default=ITERATION_TIMEOUT_S,
+        help="seconds without a sign of life from the engine core after which /health is 503 (default: %(default)s)",
+    )
+    server.add_argument("--disable-log-stats", action="store_true", help="no line of statistics in the log")
     server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_engine_flags()
     return parser.parse(argv)

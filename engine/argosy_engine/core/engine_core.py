@@ -24,6 +24,8 @@ from argosy_engine.core.messages import (
 )
 from argosy_engine.core.request import Request
 from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.core.sleep import SleepState
+from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor
 from argosy_engine.worker.step import SchedulerOutput
 
@@ -73,16 +75,22 @@ class EngineCore:
             long_prefill_token_threshold=args.long_prefill_token_threshold,
             policy=args.scheduling_policy,
         )
+        self.last_step: SchedulerOutput | None = None
+        """For the dump of a core that dies."""
         self._prefill_rate = 0.0
         self._decode_step_s = 0.0
         self._is_checked = True
         """Whether the invariants were checked since the last step."""
         self._was_healed = False
         """Whether the last step's bookkeeping failed."""
+        self.sleep_state = SleepState(self.scheduler, self.kv, executor)
         self._utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.kv.reset_prefix_cache,
             "check": self._check,
             "stats": self.stats,
+            "collective_rpc": self.executor.collective_rpc,
+            "sleep": self.sleep_state.sleep,
+            "wake_up": self.sleep_state.wake_up,
         }
 
     @property
@@ -90,6 +98,7 @@ class EngineCore:
         return self.scheduler.has_work
 
     def add_request(self, message: EngineCoreRequest) -> None:
+        self.sleep_state.check_awake()
         self.scheduler.add(Request(message, self.kv.block_size, self.kv.enable_prefix_caching))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -106,6 +115,7 @@ class EngineCore:
         except Exception:
             self._heal("scheduling")
             return self.idle_outputs()
+        self.last_step = step
         started = time.perf_counter()
         result = self.executor.execute(step)
         self._measure(step, time.perf_counter() - started)
@@ -167,6 +177,10 @@ class EngineCore:
             return UtilityOutput(call.call_id, f"unknown utility {call.method!r}")
         try:
             return UtilityOutput(call.call_id, None, method(*call.args))
+        except UtilityFailed as error:
+            return UtilityOutput(call.call_id, str(error))
+        except EngineDead:
+            raise
         except Exception as error:
             logger.exception("utility %s failed", call.method)
             return UtilityOutput(call.call_id, f"{type(error).__name__}: {error}")

@@ -20,6 +20,7 @@ class RequestType:
     ADD = b"\x00"
     ABORT = b"\x01"
     UTILITY = b"\x03"
+    HANDSHAKE = b"\x06"
 
 
 class FinishReason(IntEnum):
@@ -126,11 +127,13 @@ class Hello(Struct, tag="HELLO", tag_field="status"):
 
 
 class Handshake(Struct, tag="INIT", tag_field="status"):
-    """The client's answer: where to connect and what to run."""
+    """The client's answer: what to run."""
 
-    input_address: str
-    output_address: str
     engine_args: EngineArgs
+
+
+class Loading(Struct, tag="LOADING", tag_field="status"):
+    """Both sockets are connected, so their files may go; the model loads."""
 
 
 class Ready(Struct, tag="READY", tag_field="status"):
@@ -144,4 +147,4 @@ class Failed(Struct, tag="FAILED", tag_field="status"):
     is_config_error: bool
 
 
-HandshakeMessage = Hello | Handshake | Ready | Failed
+HandshakeMessage = Hello | Handshake | Loading | Ready | Failed

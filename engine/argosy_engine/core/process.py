@@ -1,17 +1,18 @@
-"""The EngineCore process: `python -m argosy_engine.core.process HANDSHAKE_ADDRESS`.
+"""The EngineCore process: `python -m argosy_engine.core.process DIRECTORY PARENT`.
 
 Three threads: input (decode messages from the client), the busy loop (owns the core), output (encode and send).
-The process lives exactly as long as its client: standard input is a pipe from it, and end of file means exit.
-Sockets are ipc in the client's private directory; messages are typed msgpack.
+The process lives exactly as long as its client: standard input is a pipe from it, end of file means exit, and the
+kernel kills a core that cannot even read that. Sockets are ipc in the client's private directory, whose files are gone
+once both are connected; messages are typed msgpack.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -30,11 +31,13 @@ from argosy_engine.core.messages import (
     Handshake,
     HandshakeMessage,
     Hello,
+    Loading,
     Ready,
     RequestType,
     UtilityCall,
 )
 from argosy_engine.errors import ConfigError
+from argosy_engine.executor.lifeline import die_with_parent
 
 logger = logging.getLogger("argosy.core")
 
@@ -46,11 +49,22 @@ _LINGER_MS = 4000
 
 
 class CoreProcess:
-    def __init__(self, handshake_address: str) -> None:
-        self._context = zmq.Context()
-        self._handshake = self._context.socket(zmq.DEALER)
-        self._handshake.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._handshake.connect(handshake_address)
+    """
+    Args:
+        directory: where the client has bound its sockets.
+        parent: see `lifeline.parent_argument`.
+    """
+
+    def __init__(self, directory: Path, parent: int) -> None:
+        self._parent = parent
+        context = zmq.Context()
+        self._output = context.socket(zmq.PUSH)
+        self._output.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._output.setsockopt(zmq.SNDHWM, 0)
+        self._output.connect(f"ipc://{directory}/output")
+        self._input = context.socket(zmq.PULL)
+        self._input.setsockopt(zmq.RCVHWM, 0)
+        self._input.connect(f"ipc://{directory}/input")
         self._inputs: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
         self._add_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
@@ -59,40 +73,48 @@ class CoreProcess:
 
     def run(self) -> int:
         """Start, serve, report why it ended. The exit code is 0 only for an orderly end."""
-        self._send_handshake(Hello(os.getpid()))
-        init = msgspec.msgpack.decode(self._handshake.recv(), type=HandshakeMessage)
-        if not isinstance(init, Handshake):
+        # A message each way proves that both sockets are connected.
+        self._tell(Hello(os.getpid()))
+        kind, payload = self._input.recv_multipart()
+        init = msgspec.msgpack.decode(payload, type=HandshakeMessage)
+        if kind != RequestType.HANDSHAKE or not isinstance(init, Handshake):
             raise TypeError(f"expected the handshake, got {type(init).__name__}")
+        self._tell(Loading())
+        # Only now: before, a core that outlives its client has files to remove.
+        die_with_parent(self._parent)
         started = time.perf_counter()
         try:
-            import torch  # noqa: F401  (timed as a phase of its own)
-
-            imported = time.perf_counter() - started
+            from argosy_engine.core.dump import log_dump
             from argosy_engine.core.engine_core import EngineCore
-            from argosy_engine.executor.uniproc import UniprocExecutor
+            from argosy_engine.executor.factory import make_executor
 
-            self.core = EngineCore(init.engine_args, UniprocExecutor(init.engine_args))
+            executor = make_executor(
+                init.engine_args
+            )  # imports torch, unless workers have their own processes
+            imported = time.perf_counter() - started
+            self.core = EngineCore(init.engine_args, executor)
         except ConfigError as error:
-            self._send_handshake(Failed(str(error), True))
+            self._tell(Failed(str(error), True))
             return 2
         except Exception as error:
             logger.exception("the engine core could not start")
-            self._send_handshake(Failed(f"{type(error).__name__}: {error}", False))
+            self._tell(Failed(f"{type(error).__name__}: {error}", False))
             return 1
         config = self.core.config
-        phases = (("import torch", imported), *config.startup_phases)
-        threading.Thread(target=self._receive, args=(init.input_address,), daemon=True, name="input").start()
-        sender = threading.Thread(target=self._send, args=(init.output_address,), name="output")
-        sender.start()
+        phases = (("import torch" if "torch" in sys.modules else "imports", imported), *config.startup_phases)
         # What lives now lives on: keep it out of every later garbage collection.
         gc.collect()
         gc.freeze()
-        self._send_handshake(Ready(msgspec.structs.replace(config, startup_phases=phases)))
+        self._tell(Ready(msgspec.structs.replace(config, startup_phases=phases)))
+        threading.Thread(target=self._receive, daemon=True, name="input").start()
+        sender = threading.Thread(target=self._send, name="output")
+        sender.start()
         code = 0
         try:
             self._busy_loop()
         except Exception as error:
             logger.exception("the engine core died")
+            log_dump(self.core)
             self._outputs.put(EngineCoreOutputs(dead=f"{type(error).__name__}: {error}"))
             code = 1
         self._outputs.put(None)
@@ -136,54 +158,52 @@ class CoreProcess:
             self._handle(kind, payload)
 
     def _handle(self, kind: bytes, payload: bytes) -> None:
-        if kind == RequestType.ADD:
-            request = self._add_decoder.decode(payload)
-            try:
-                self.core.add_request(request)
-            except Exception as error:  # a request's fault must stay that request's
-                logger.exception("request %s could not be added", request.request_id)
-                failed = EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error))
-                self._outputs.put(EngineCoreOutputs(outputs=[failed]))
-        elif kind == RequestType.ABORT:
-            self.core.abort_requests(self._abort_decoder.decode(payload))
-        elif kind == RequestType.UTILITY:
-            result = self.core.call_utility(self._utility_decoder.decode(payload))
-            self._outputs.put(
-                EngineCoreOutputs(utility=result, residency=self.core.kv.residency.take_delta())
-            )
-        else:
-            logger.error("unknown request type %r", kind)
+        """One message of the client. Whatever is wrong with it costs at most the request it is about."""
+        try:
+            if kind == RequestType.ADD:
+                self._add(self._add_decoder.decode(payload))
+            elif kind == RequestType.ABORT:
+                self.core.abort_requests(self._abort_decoder.decode(payload))
+            elif kind == RequestType.UTILITY:
+                result = self.core.call_utility(self._utility_decoder.decode(payload))
+                self._outputs.put(
+                    EngineCoreOutputs(utility=result, residency=self.core.kv.residency.take_delta())
+                )
+            else:
+                logger.error("unknown request type %r", kind)
+        except msgspec.DecodeError as error:
+            logger.error("dropped a malformed message of kind %r: %s", kind, error)
 
-    def _receive(self, address: str) -> None:
-        socket = self._context.socket(zmq.PULL)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.connect(address)
+    def _add(self, request: EngineCoreRequest) -> None:
+        try:
+            self.core.add_request(request)
+        except Exception as error:
+            logger.exception("request %s could not be added", request.request_id)
+            failed = EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error))
+            self._outputs.put(EngineCoreOutputs(outputs=[failed]))
+
+    def _receive(self) -> None:
         while True:
-            kind, payload = socket.recv_multipart()
+            kind, payload = self._input.recv_multipart()
             self._inputs.put((kind, payload))
 
-    def _send(self, address: str) -> None:
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.connect(address)
+    def _send(self) -> None:
         encoder = msgspec.msgpack.Encoder()
         while (outputs := self._outputs.get()) is not None:
-            socket.send(encoder.encode(outputs))
-        socket.close()
+            self._output.send(encoder.encode(outputs))
+        self._output.close()  # lingers until the client has everything
 
-    def _send_handshake(self, message: HandshakeMessage) -> None:
-        self._handshake.send(msgspec.msgpack.encode(message))
+    def _tell(self, message: HandshakeMessage) -> None:
+        self._output.send(msgspec.msgpack.encode(message))
 
 
 def _exit_with_parent(directory: Path) -> None:
-    """Blocks until the client's end of our standard input closes, then removes the sockets and leaves at once."""
+    """Blocks until the client's end of our standard input closes, then leaves at once, and leaves nothing."""
     while os.read(0, 4096):
         pass
-    with contextlib.suppress(OSError):  # a client that was killed could not; it knows no other files there
-        for socket in ("handshake", "input", "output"):
-            (directory / socket).unlink(missing_ok=True)
-        directory.rmdir()
+    shutil.rmtree(
+        directory, ignore_errors=True
+    )  # there only if the client was killed before both were connected
     os._exit(0)
 
 
@@ -192,10 +212,9 @@ def main() -> int:
     # The terminal's Ctrl-C goes to the whole group; the API process decides when the core ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    address = sys.argv[1]
-    directory = Path(address.removeprefix("ipc://")).parent
+    directory, parent = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_exit_with_parent, args=(directory,), daemon=True, name="parent").start()
-    code = CoreProcess(address).run()
+    code = CoreProcess(directory, parent).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+from argosy_engine.worker.info import WorkerInfo
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
-from argosy_engine.worker.worker import WorkerInfo
 
 
 class Executor(Protocol):
@@ -14,9 +15,24 @@ class Executor(Protocol):
 
         Raises:
             ConfigError: the model or a flag cannot work; the message names the remedy.
+            EngineDead: a worker's process ended.
         """
         ...
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput: ...
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """
+        Raises:
+            EngineDead: a worker's process ended, or the step failed in it.
+        """
+        ...
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        """Calls a public method of every worker; the results by rank. Arguments and results are msgpack values.
+
+        Raises:
+            UtilityFailed: there is no such method, or it failed in a worker.
+            EngineDead: a worker's process ended.
+        """
+        ...
 
     def shutdown(self) -> None: ...

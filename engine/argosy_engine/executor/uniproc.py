@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from argosy_engine.config import EngineArgs
+from argosy_engine.errors import UtilityFailed
+from argosy_engine.executor.worker_class import public_method, worker_class
+from argosy_engine.worker.info import WorkerInfo
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
-from argosy_engine.worker.worker import Worker, WorkerInfo
 
 
 class UniprocExecutor:
     def __init__(self, args: EngineArgs) -> None:
-        self._worker = Worker(args)
+        self._worker = worker_class(args.worker_cls)(args)
 
     def start(self) -> WorkerInfo:
         return self._worker.start()
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         return self._worker.execute(step)
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        function = public_method(self._worker, method)
+        try:
+            return [function(*args)]
+        except Exception as error:
+            raise UtilityFailed(f"{method} failed: {type(error).__name__}: {error}") from error
 
     def shutdown(self) -> None:
         self._worker.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import time
@@ -10,14 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from msgspec import Struct
 
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config import ModelConfig, load_model_config
-from argosy_engine.models.loader import load_model
+from argosy_engine.models.loader import LoadedModel, load_model
+from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.source import resolve_model
 from argosy_engine.worker.device import DeviceMemory, choose_dtype, cpu_memory
+from argosy_engine.worker.info import WorkerInfo
 from argosy_engine.worker.memory import estimate_activations, plan_memory, wanted_model_len
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.profile import measure_activations
@@ -26,23 +28,18 @@ from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class WorkerInfo(Struct, frozen=True, kw_only=True):
-    """What the worker settled on."""
-
-    model_path: str
-    model_fingerprint: str
-    config: ModelConfig
-    device: str
-    dtype: str
-    memory: MemoryBudget
-    phases: tuple[tuple[str, float], ...]
-
-
 class Worker:
+    """`start` comes first; between `sleep` and `wake_up` it holds neither weights nor KV cache and cannot `execute`."""
+
     def __init__(self, args: EngineArgs) -> None:
         self.args = args
         self._phases: list[tuple[str, float]] = []
         self._runner: ModelRunner | None = None
+        self._path: Path
+        self._config: ModelConfig
+        self._device: torch.device
+        self._dtype: torch.dtype
+        self._budget: MemoryBudget
 
     def start(self) -> WorkerInfo:
         """Loads the model and allocates the KV cache.
@@ -52,45 +49,28 @@ class Worker:
         """
         args = self.args
         with self._phase("device"):
-            device = _choose_device(args)
+            self._device = device = _choose_device(args)
             torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
             memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
         with self._phase("config"):
-            path = resolve_model(args.model)
-            config = load_model_config(path)
-            dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
-            if isinstance(args.max_model_len, int):  # tell it before the weights are read
-                wanted_model_len(args, config)
+            self._path = resolve_model(args.model)
+            self._config = config = load_model_config(self._path)
+            self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
+            longest = wanted_model_len(args, config)
         with self._phase("weights"):
-            loaded = load_model(
-                path,
-                config,
-                dtype=dtype,
-                device=device,
-                max_positions=wanted_model_len(args, config) + 1,
-                load_format=args.load_format,
-                seed=args.seed,
-            )
-
-        def runner(num_blocks: int, max_model_len: int) -> ModelRunner:
-            return ModelRunner(
-                loaded.model,
-                config,
-                num_blocks=num_blocks,
-                block_size=args.block_size,
-                max_num_seqs=args.max_num_seqs,
-                max_model_len=max_model_len,
-                dtype=dtype,
-                device=device,
-            )
-
+            loaded = self._load()
         if device.type == "cpu":
             activation_bytes = estimate_activations(config, args, dtype.itemsize)
         else:
             with self._phase("profile"):
-                activation_bytes = measure_activations(runner, args, wanted_model_len(args, config), memory)
+                activation_bytes = measure_activations(
+                    lambda blocks, length: self._make_runner(loaded.model, blocks, length),
+                    args,
+                    longest,
+                    memory,
+                )
         with self._phase("kv cache"):
-            budget = plan_memory(
+            self._budget = plan_memory(
                 args,
                 config,
                 memory,
@@ -98,23 +78,70 @@ class Worker:
                 weights_bytes=loaded.num_bytes,
                 activation_bytes=activation_bytes,
             )
-            self._runner = runner(budget.num_blocks, budget.max_model_len)
+            self._runner = self._make_runner(
+                loaded.model, self._budget.num_blocks, self._budget.max_model_len
+            )
         return WorkerInfo(
-            model_path=str(path),
-            model_fingerprint=_fingerprint(path, config, str(dtype), args),
+            model_path=str(self._path),
+            model_fingerprint=_fingerprint(self._path, config, str(dtype), args),
             config=config,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
-            memory=budget,
+            memory=self._budget,
             phases=tuple(self._phases),
         )
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        assert self._runner is not None
+        assert self._runner is not None, "the worker is asleep"
         return self._runner.execute(step)
+
+    def sleep(self, level: int) -> None:
+        """Gives the memory back. Level 1 leaves the checkpoint in the page cache, from which `wake_up` is quick; level
+        2 asks the kernel to drop that too. No request may be running."""
+        self._runner = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        if level >= 2:
+            for file in self._path.glob("*.safetensors"):
+                with file.open("rb") as handle:
+                    os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def wake_up(self) -> None:
+        """Loads the weights again and allocates a KV cache of the same size, empty.
+
+        Raises:
+            ConfigError: the checkpoint is gone or has changed.
+        """
+        if self._runner is None:
+            model = self._load().model
+            self._runner = self._make_runner(model, self._budget.num_blocks, self._budget.max_model_len)
 
     def shutdown(self) -> None:
         self._runner = None
+
+    def _load(self) -> LoadedModel:
+        return load_model(
+            self._path,
+            self._config,
+            dtype=self._dtype,
+            device=self._device,
+            max_positions=wanted_model_len(self.args, self._config) + 1,
+            load_format=self.args.load_format,
+            seed=self.args.seed,
+        )
+
+    def _make_runner(self, model: CausalLM, num_blocks: int, max_model_len: int) -> ModelRunner:
+        return ModelRunner(
+            model,
+            self._config,
+            num_blocks=num_blocks,
+            block_size=self.args.block_size,
+            max_num_seqs=self.args.max_num_seqs,
+            max_model_len=max_model_len,
+            dtype=self._dtype,
+            device=self._device,
+        )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -1,0 +1,64 @@
+"""StatsLog: one line of statistics in the log every few seconds while there is traffic, none while there is not.
+
+The line is vLLM's, so that its readers and parsers find what they know.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from argosy_engine.core.messages import EngineCoreOutputs, SchedulerStats
+from argosy_engine.frontend.async_llm import Observer
+
+logger = logging.getLogger("argosy.stats")
+
+INTERVAL_S = 5.0
+
+
+class StatsLog(Observer):
+    """Needs no timer: a core with work sends outputs, an idle one heartbeats.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._generated = 0
+        self._prefilled = 0
+        self._queries = 0
+        self._hits = 0
+        self._was_busy = False
+
+    def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
+        stats = outputs.stats
+        self._generated += sum(len(output.new_token_ids) for output in outputs.outputs)
+        if stats is None:
+            return
+        self._prefilled += max(stats.prefix_cache_queries - stats.prefix_cache_hits, 0)
+        self._queries += stats.prefix_cache_queries
+        self._hits += stats.prefix_cache_hits
+        is_busy = bool(stats.num_running or stats.num_waiting or self._generated or self._prefilled)
+        if is_busy and not self._was_busy:
+            self._last = self._clock()  # traffic begins: rates count from here
+        self._was_busy = is_busy
+        elapsed = self._clock() - self._last
+        if is_busy and elapsed >= INTERVAL_S:
+            self._log(stats, elapsed)
+
+    def _log(self, stats: SchedulerStats, elapsed: float) -> None:
+        logger.info(
+            "Engine 000: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
+            "Running: %d reqs, Waiting: %d reqs, GPU KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+            self._prefilled / elapsed,
+            self._generated / elapsed,
+            stats.num_running,
+            stats.num_waiting,
+            stats.kv_cache_usage * 100,
+            100 * self._hits / self._queries if self._queries else 0.0,
+        )
+        self._last = self._clock()
+        self._generated = self._prefilled = self._queries = self._hits = 0

@@ -1,0 +1,125 @@
+"""MultiprocExecutor: every worker in a process of its own, told what to do through one broadcast queue.
+
+Calls go out once for all ranks, answers come back per rank in the order of the calls. Workers are fresh interpreters
+(no fork of a process with threads, no pickle). A worker that ends is noticed on its socket; workers end with the core.
+(vLLM's `MultiprocExecutor`.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
+from argosy_engine.executor.broadcast import BroadcastWriter, Framed
+from argosy_engine.executor.lifeline import describe_exit, parent_argument
+from argosy_engine.executor.worker_process import CALL, EXECUTE, FAILED, INIT, Call, Failure
+from argosy_engine.worker.info import WorkerInfo
+from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+
+_EXIT_TIMEOUT_S = 5.0
+
+
+class MultiprocExecutor:
+    """
+    Args:
+        world_size: workers; each is told its rank.
+    """
+
+    def __init__(self, args: EngineArgs, world_size: int = 1) -> None:
+        self._args = args
+        self._queue = BroadcastWriter(world_size)
+        self._answers = [Framed(stream) for stream in self._queue.sockets]
+        self._ranks = {stream.fileno(): rank for rank, stream in enumerate(self._queue.sockets)}
+        self._pollers = [self._poller(rank) for rank in range(world_size)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._outputs = msgspec.msgpack.Decoder(ModelRunnerOutput)
+
+    def start(self) -> WorkerInfo:
+        safe_path = ["-P"] if sys.flags.safe_path else []
+        for rank, ends in enumerate(self._queue.ends):
+            module = ["-m", "argosy_engine.executor.worker_process"]
+            numbers = (*ends.fds, ends.num_chunks, ends.chunk_bytes)
+            arguments = [str(rank), parent_argument(), *(str(number) for number in numbers)]
+            self._processes.append(
+                subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+                    [sys.executable, *safe_path, *module, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=ends.fds,
+                )
+            )
+        self._queue.close_reader_ends()
+        self._queue.put(INIT + self._encode(self._args))
+        answers = [self._answer(rank) for rank in range(len(self._processes))]
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise ConfigError(answer.message) if answer.is_config_error else EngineDead(answer.message)
+        return msgspec.msgpack.decode(_payload(answers[0]), type=WorkerInfo)
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self._queue.put(EXECUTE + self._encode(step))
+        answer = self._answer(0)
+        if isinstance(answer, Failure):
+            raise EngineDead(f"a step failed in worker 0: {answer.message}")
+        return self._outputs.decode(answer)
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        self._queue.put(CALL + self._encode(Call(method, list(args))))
+        answers = [self._answer(rank) for rank in range(len(self._processes))]
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, Failure):
+                raise UtilityFailed(f"{method} failed in worker {rank}: {answer.message}")
+        return [msgspec.msgpack.decode(_payload(answer)) for answer in answers]
+
+    def shutdown(self) -> None:
+        """Ends the workers; twice is fine."""
+        self._queue.close()  # they exit when their sockets close
+        for process in self._processes:
+            try:
+                process.wait(_EXIT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes = []
+
+    def _answer(self, rank: int) -> memoryview | Failure:
+        """The worker's next answer.
+
+        Raises:
+            EngineDead: a worker, this or another, ended before it came.
+        """
+        for fd, events in self._pollers[rank].poll():
+            if not events & select.POLLIN:
+                raise self._dead(self._ranks[fd])
+        message = self._answers[rank].receive()
+        if message is None:
+            raise self._dead(rank)
+        if message[:1] == FAILED:
+            return msgspec.msgpack.decode(message[1:], type=Failure)
+        return memoryview(message)[1:]
+
+    def _poller(self, awaited: int) -> select.poll:
+        """Waits for an answer of one worker, or the end of any."""
+        poller = select.poll()
+        for rank, stream in enumerate(self._queue.sockets):
+            poller.register(stream, select.POLLRDHUP | (select.POLLIN if rank == awaited else 0))
+        return poller
+
+    def _dead(self, rank: int) -> EngineDead:
+        process = self._processes[rank]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_EXIT_TIMEOUT_S)
+        return EngineDead(f"worker {rank} ended ({describe_exit(process.poll())})")
+
+
+def _payload(answer: memoryview | Failure) -> memoryview:
+    assert isinstance(answer, memoryview)
+    return answer

@@ -1,0 +1,119 @@
+"""A worker's process: `python -m argosy_engine.executor.worker_process RANK PARENT FD...`, and what it is told.
+
+Reads calls from the broadcast queue, answers over its socket. It ends with the core: a thread waits for the socket's
+other end to close, and the kernel kills it if even that cannot run (`lifeline`). A message is one byte, its kind, then
+msgpack.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError, UtilityFailed
+from argosy_engine.executor.broadcast import BroadcastReader, Framed, ReaderEnds
+from argosy_engine.executor.lifeline import die_with_parent
+from argosy_engine.worker.step import SchedulerOutput
+
+logger = logging.getLogger("argosy.worker")
+
+INIT = b"\x00"
+"""`EngineArgs`: make the worker and load the model; first of all, answered by `WorkerInfo`"""
+EXECUTE = b"\x01"
+"""`SchedulerOutput`, answered by the first rank's `ModelRunnerOutput`: every rank computes the same tokens"""
+CALL = b"\x02"
+"""`Call`, answered by every rank"""
+
+DONE = b"\x00"
+"""the result"""
+FAILED = b"\x01"
+"""`Failure`"""
+
+
+class Call(Struct, array_like=True):
+    method: str
+    args: list[Any]
+
+
+class Failure(Struct, array_like=True):
+    message: str
+    is_config_error: bool = False
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # Ctrl-C goes to the whole group; the core decides when its workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank, parent, *ends = (int(argument) for argument in sys.argv[1:])
+    die_with_parent(parent)
+    reader = BroadcastReader(ReaderEnds(*ends))
+    threading.Thread(target=_exit_with_core, args=(reader.socket.fileno(),), daemon=True, name="core").start()
+    WorkerProcess(rank, reader).serve()
+
+
+def _exit_with_core(fd: int) -> None:
+    poller = select.poll()
+    poller.register(fd, select.POLLRDHUP)
+    poller.poll()
+    os._exit(0)
+
+
+class WorkerProcess:
+    def __init__(self, rank: int, reader: BroadcastReader) -> None:
+        self._rank = rank
+        self._reader = reader
+        self._answers = Framed(reader.socket)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def serve(self) -> None:
+        """Answers calls until the core is gone; returns only if the worker could not start."""
+        args = msgspec.msgpack.decode(self._reader.get()[1:], type=EngineArgs)
+        try:
+            from argosy_engine.executor.worker_class import public_method, worker_class
+
+            worker = worker_class(args.worker_cls)(args)
+            self._done(worker.start())
+        except Exception as error:
+            self._fail("start", error)
+            return
+        steps = msgspec.msgpack.Decoder(SchedulerOutput)
+        calls = msgspec.msgpack.Decoder(Call)
+        while True:
+            message = self._reader.get()
+            try:
+                if message[:1] == EXECUTE:
+                    output = worker.execute(steps.decode(memoryview(message)[1:]))
+                    if self._rank == 0:
+                        self._done(output)
+                else:
+                    call = calls.decode(memoryview(message)[1:])
+                    self._done(public_method(worker, call.method)(*call.args))
+            except Exception as error:
+                self._fail("call", error)
+                if message[:1] == EXECUTE and self._rank != 0:
+                    os._exit(1)  # nobody awaits this rank's answer, but everybody sees its end
+
+    def _done(self, result: Any) -> None:
+        self._answers.send(DONE + self._encode(result))
+
+    def _fail(self, activity: str, error: Exception) -> None:
+        if isinstance(error, (ConfigError, UtilityFailed)):  # told to whoever asked, as it is
+            failure = Failure(str(error), isinstance(error, ConfigError))
+        else:
+            logger.exception("worker %d failed (%s)", self._rank, activity)
+            failure = Failure(f"{type(error).__name__}: {error}")
+        self._answers.send(FAILED + self._encode(failure))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Life and death of the engine's processes: what is killed, stopped or told to stop, and what must be left: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from argosy_engine.api.app import Engine
+from argosy_engine.api.serve import _drain
+from argosy_engine.api.stats_log import INTERVAL_S, StatsLog
+from argosy_engine.core.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from processes import answers, free_port, running, wait_until
+
+SERVE = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--device", "cpu"]
+SECRET = "xylophone quartz"
+FOREVER = {"prompt": f"Tell me of the {SECRET}", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is dead: whoever inherits it will collect it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def fails(url: str) -> bool:
+    return httpx.get(url).status_code == 503
+
+
+def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    arguments = [*SERVE, "--port", str(port), "--distributed-executor-backend", "mp"]
+    arguments += ["--engine-iteration-timeout", "1.5"]
+    temporary, shared = tmp_path / "tmp", set(Path("/dev/shm").iterdir())
+    temporary.mkdir()
+    with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
+        (core,) = children(server.process.pid)
+        (worker,) = children(core)
+        assert list(temporary.iterdir()) == []  # a running engine has no files
+        assert answers(server.url + "/health")
+        os.kill(core, signal.SIGSTOP)
+        wait_until(lambda: fails(server.url + "/health"), "/health to turn red")
+        assert fails(server.url + "/ready")
+        os.kill(core, signal.SIGCONT)
+        wait_until(lambda: answers(server.url + "/health"), "/health to recover")
+
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=FOREVER, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(worker, signal.SIGKILL)
+            killed = time.monotonic()
+            events = [line for line in lines if line.startswith("data: ")]
+            seconds = time.monotonic() - killed
+        assert json.loads(events[-2][6:])["error"]["type"] == "service_unavailable"
+        assert server.process.wait(60) == 1
+        assert seconds < 30  # a hang, not a slow machine
+        wait_until(lambda: not is_alive(core), "the core to end")
+    assert list(temporary.iterdir()) == []
+    assert set(Path("/dev/shm").iterdir()) <= shared
+    text = log.read_text()
+    assert "worker 0 ended (killed by SIGKILL)" in text
+    assert "state of the engine core at its end" in text
+    assert "scheduler: running=1 waiting=0" in text
+    assert "last step: tokens=" in text
+    assert not any(word in text for word in SECRET.split())
+
+
+def test_nothing_outlives_a_killed_server_not_even_a_stopped_core(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    arguments = [*SERVE, "--port", str(port), "--distributed-executor-backend", "mp"]
+    with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
+        (core,) = children(server.process.pid)
+        (worker,) = children(core)
+        os.kill(core, signal.SIGSTOP)
+        server.stop(signal.SIGKILL)
+        wait_until(lambda: not is_alive(core) and not is_alive(worker), "core and worker to end")
+        assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("victim", ["server", "core"])
+def test_a_kill_while_starting_leaves_no_files(tmp_path: Path, victim: str) -> None:
+    command = [sys.executable, "-m", *SERVE, "--port", str(free_port())]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stderr=log, env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        wait_until(lambda: bool(list(tmp_path.glob("argosy-*"))), "the sockets to be bound")
+        wait_until(lambda: bool(children(process.pid)), "the core to be started")
+        (core,) = children(process.pid)
+        os.kill(process.pid if victim == "server" else core, signal.SIGKILL)
+        assert process.wait(60) == (-signal.SIGKILL if victim == "server" else 1)
+        wait_until(lambda: not is_alive(core), "the core to end")
+        wait_until(lambda: not list(tmp_path.glob("argosy-*")), "the sockets to be removed")
+    finally:
+        process.kill()
+        process.wait()
+
+
+class FakeLLM:
+    """Has one request that finishes when told."""
+
+    num_live = 1
+
+    def __init__(self) -> None:
+        self.finished = asyncio.Event()
+        self.is_dead = False
+        self.heartbeat_age_s = 0.0
+
+    async def drain(self) -> None:
+        await self.finished.wait()
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "signals", "finishes", "message"),
+    [
+        (60.0, 1, True, None),
+        (0.0, 1, False, "drain timed out after 0 s; 1 requests aborted"),
+        (60.0, 2, False, "told twice to stop; 1 requests aborted"),
+    ],
+)
+async def test_a_drain_ends_with_the_last_request_the_timeout_or_a_second_signal(
+    caplog: pytest.LogCaptureFixture, timeout_s: float, signals: int, finishes: bool, message: str | None
+) -> None:
+    engine, llm, hurry = Engine(("m",)), FakeLLM(), asyncio.Event()
+    engine.llm = llm  # type: ignore[assignment]
+    drain = asyncio.create_task(_drain(engine, timeout_s, hurry))
+    await asyncio.sleep(0)
+    if timeout_s:
+        while not engine.is_draining:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert not drain.done()
+        assert not engine.is_ready
+        assert engine.is_healthy
+    if finishes:
+        llm.finished.set()
+    if signals == 2:
+        hurry.set()
+    await asyncio.wait_for(drain, 30)
+    assert [record.getMessage() for record in caplog.records] == ([message] if message else [])
+
+
+def test_the_stats_line_appears_with_traffic_only(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    log = StatsLog(clock=lambda: now)
+    caplog.set_level("INFO", "argosy.stats")
+
+    def tick(seconds: float, tokens: int = 0, **stats: float) -> None:
+        nonlocal now
+        now += seconds
+        outputs = [EngineCoreOutput("r", [1] * tokens)] if tokens else []
+        log.on_core_outputs(EngineCoreOutputs(outputs, SchedulerStats(**stats)))  # type: ignore[arg-type]
+
+    for _ in range(100):
+        tick(0.5)
+    assert caplog.records == []
+    tick(0.5, num_running=1, prefix_cache_queries=100, prefix_cache_hits=50)
+    tick(INTERVAL_S, tokens=40, num_running=1, num_waiting=2, kv_cache_usage=0.25)
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert f"prompt throughput: {50 / INTERVAL_S:.1f} tokens/s" in line
+    assert f"generation throughput: {40 / INTERVAL_S:.1f} tokens/s" in line
+    assert "Running: 1 reqs, Waiting: 2 reqs, GPU KV cache usage: 25.0%, Prefix cache hit rate: 50.0%" in line
+    for _ in range(100):
+        tick(0.5)
+    assert len(caplog.records) == 1
