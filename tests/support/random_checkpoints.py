@@ -23,6 +23,15 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _LLAMA = {**_COMMON, "intermediate_size": 128, "num_key_value_heads": 2}
+_GPT2: dict[str, Any] = {
+    "vocab_size": 512,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 512,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
 _MOE = {
     **_LLAMA,
     "head_dim": 16,
@@ -102,32 +111,13 @@ KINDS = {
     "gpt2": Kind(
         "GPT2Config",
         "GPT2LMHeadModel",
-        {
-            "vocab_size": 512,
-            "n_embd": 64,
-            "n_layer": 4,
-            "n_head": 4,
-            "n_positions": 512,
-            "eos_token_id": 1,
-            "bos_token_id": None,
-        },
+        _GPT2,
         ({"activation_function": "relu"}, {"scale_attn_weights": False}),
     ),
     "gpt2-by-layer": Kind(
         "GPT2Config",
         "GPT2LMHeadModel",
-        {
-            **{
-                "vocab_size": 512,
-                "n_embd": 64,
-                "n_layer": 4,
-                "n_head": 4,
-                "n_positions": 512,
-                "eos_token_id": 1,
-                "bos_token_id": None,
-            },
-            **{"n_inner": 96, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
-        },
+        {**_GPT2, "n_inner": 96, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
         ({"scale_attn_by_inverse_layer_idx": False},),
         is_sharded=True,
     ),
@@ -160,7 +150,9 @@ KINDS = {
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
         {
-            **{**_GEMMA, "sliding_window_pattern": 2, "final_logit_softcapping": 3.0},
+            **_GEMMA,
+            "sliding_window_pattern": 2,
+            "final_logit_softcapping": 3.0,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},

@@ -72,12 +72,10 @@ def load_model(
         if load_format == "dummy":
             weights: Weights = DummyWeights(dtype, device, seed)
             return LoadedModel(model_class(config, weights, max_positions), weights.num_bytes)
-        progress = LoadProgress(plan.num_bytes)
-        reader = SafetensorsWeights(
-            path, dtype, device, prefix=model_class.checkpoint_prefix, on_read=progress.advance
-        )
+        reader = SafetensorsWeights(path, dtype, device, prefix=model_class.checkpoint_prefix)
         reader.check(plan, [*model_class.ignored_tensors, *_tied_head(config)])
-        with progress:
+        with LoadProgress(reader.stored_bytes(plan)) as progress:
+            reader.on_read = progress.advance
             model = model_class(config, reader, max_positions)
         return LoadedModel(model, reader.num_bytes)
 

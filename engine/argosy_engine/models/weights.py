@@ -7,6 +7,7 @@ memory-mapped and every tensor is read when the model takes it, so peak memory i
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.models.config import read_json
 from argosy_engine.models.layers import Linear
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_NAMED = 6
 """Tensors that an error message lists by name, of each kind of fault."""
 
@@ -110,24 +111,18 @@ class SafetensorsWeights(Weights):
     """
     Args:
         prefix: of the base model's tensors ("model."). Checkpoints saved from the base model lack it.
+
+    Attributes:
         on_read: called with every tensor's bytes in the file, after it was taken.
 
     Raises (from every method):
         ConfigError: a file is missing, cut off or not safetensors.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        prefix: str,
-        on_read: Callable[[int], None],
-    ) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, *, prefix: str) -> None:
         super().__init__(dtype, device)
         self.path = path
-        self._on_read = on_read
+        self.on_read: Callable[[int], None] = lambda num_bytes: None
         self._files = _open_checkpoint(path)
         if not any(name.startswith(prefix) for name in self._files):
             self._files = {_prefixed(name, prefix): source for name, source in self._files.items()}
@@ -140,7 +135,7 @@ class SafetensorsWeights(Weights):
             raise ConfigError(f"cannot read tensor {stored_name} of {self.path}: {error}") from None
         tensor = stored.to(device=self.device, dtype=self.dtype)
         self.num_bytes += tensor.nbytes
-        self._on_read(stored.nbytes)
+        self.on_read(stored.nbytes)
         return tensor
 
     def check(self, plan: WeightPlan, ignored: Sequence[str]) -> None:
@@ -164,7 +159,7 @@ class SafetensorsWeights(Weights):
             if name not in slices:
                 continue
             found, dtype = tuple(slices[name].get_shape()), slices[name].get_dtype()
-            if dtype not in _FLOATS:
+            if dtype not in _FLOAT_BYTES:
                 quantised.append(f"{name} is {dtype}")
             elif found != shape:
                 misshaped.append(f"{name} is {list(found)}, not {list(shape)}")
@@ -178,17 +173,12 @@ class SafetensorsWeights(Weights):
             text = "; ".join(f"{len(names)} {fault}: {_some(names)}" for fault, names in faults if names)
             raise ConfigError(f"the tensors of {self.path} do not fit its config.json: {text}")
 
-    @property
-    def num_stored_bytes(self) -> int:
-        """Bytes that `take` will read when every tensor is taken."""
-        sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+    def stored_bytes(self, plan: WeightPlan) -> int:
+        """Bytes in the files of the tensors that the plan takes; it must have been checked."""
         total = 0
-        for file, stored in self._files.values():
-            view = file.get_slice(stored)
-            count = 1
-            for size in view.get_shape():
-                count *= size
-            total += count * sizes.get(view.get_dtype(), 1)
+        for name, shape in plan.shapes.items():
+            file, stored = self._files[name]
+            total += math.prod(shape) * _FLOAT_BYTES[file.get_slice(stored).get_dtype()]
         return total
 
 

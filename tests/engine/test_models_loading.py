@@ -1,0 +1,418 @@
+"""Loading: what is refused and how it is said, checkpoints in other people's layouts, memory, progress."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig as ReferenceConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.models import loader, weights
+from argosy_engine.models.config import load_model_config
+from argosy_engine.models.gemma_config import GemmaConfig
+from argosy_engine.models.loader import LoadProgress, load_model, plan_weights
+from argosy_engine.models.rope import inverse_frequencies
+from argosy_engine.models.rope_config import RopeParameters, rope_fields
+from random_checkpoints import KINDS, make_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """name -> (directory, reference model)"""
+    cache: dict[str, tuple[Path, torch.nn.Module]] = {}
+
+    def make(name: str) -> tuple[Path, torch.nn.Module]:
+        if name not in cache:
+            path = tmp_path_factory.mktemp(name)
+            cache[name] = (path, make_checkpoint(KINDS[name], path))
+        return cache[name]
+
+    return make
+
+
+@pytest.fixture
+def llama(made: Any, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    path = tmp_path / "llama"
+    shutil.copytree(made("llama")[0], path)
+    return path
+
+
+@pytest.fixture
+def sharded(made: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "sharded"
+    shutil.copytree(made("llama3-rope")[0], path)
+    return path
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    config = load_model_config(path)
+    return load_model(
+        path, config, dtype=dtype, device=CPU, max_positions=64, load_format="auto", seed=0
+    ).model
+
+
+def change_tensors(path: Path, change: Any) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def change_config(path: Path, **fields: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+# Tensors that do not fit
+
+
+def test_one_error_names_every_wrong_tensor(llama: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+        tensors["model.layers.2.mlp.down_proj.weight"] = torch.zeros(64, 100)
+
+    change_tensors(llama, change)
+    with pytest.raises(ConfigError) as error:
+        load(llama)
+    message = str(error.value)
+    assert "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
+    assert "1 unexpected: model.layers.0.self_attn.q_proj.bias" in message
+    assert "model.layers.2.mlp.down_proj.weight is [64, 100], not [64, 128]" in message
+
+
+def test_a_long_list_of_wrong_tensors_is_cut(llama: Path) -> None:
+    change_config(llama, num_hidden_layers=40)
+    with pytest.raises(ConfigError, match=r"324 missing: .* and 318 more") as error:
+        load(llama)
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_tensors_are_refused(llama: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_tensors(llama, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(ConfigError, match=f"quantised or not floating point: {name} is"):
+        load(llama)
+
+
+def test_nothing_is_read_before_the_headers_fit(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_tensors(llama, lambda tensors: tensors.pop("model.norm.weight"))
+    monkeypatch.setattr(weights.SafetensorsWeights, "take", lambda *_: pytest.fail("a tensor was read"))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
+        load(llama)
+
+
+# Damaged and hostile files
+
+
+def test_damaged_files_are_refused(llama: Path) -> None:
+    file = llama / "model.safetensors"
+    whole = file.read_bytes()
+    for name, content in {
+        "cut off": whole[:-100],
+        "cut off in the header": whole[:50],
+        "empty": b"",
+        "huge header": (1 << 60).to_bytes(8, "little") + whole[8:],
+        "header is no JSON": whole[:8] + b"x" * (len(whole) - 8),
+        "pickle": b"\x80\x04\x95" + whole,
+    }.items():
+        file.write_bytes(content)
+        try:
+            load(llama)
+        except ConfigError as error:
+            assert "damaged" in str(error), name  # noqa: PT017
+        else:
+            pytest.fail(f"{name} was loaded")
+
+
+@pytest.mark.parametrize(
+    "shard", ["../llama.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "model.bin", 7, None]
+)
+def test_shards_outside_of_the_checkpoint_are_refused(sharded: Path, shard: Any) -> None:
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = shard
+    index.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="in its own folder"):
+        load(sharded)
+
+
+def test_a_missing_shard_and_a_wrong_index_are_named(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shards = sorted(set(content["weight_map"].values()))
+    assert len(shards) > 2
+    other = next(shard for shard in shards if shard != content["weight_map"]["model.norm.weight"])
+    content["weight_map"]["model.norm.weight"] = other
+    index.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"1 missing: model\.norm\.weight"):
+        load(sharded)
+    (sharded / shards[1]).unlink()
+    with pytest.raises(ConfigError, match=f"{shards[1]} is missing"):
+        load(sharded)
+
+
+def test_other_formats_are_refused(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"no model\.safetensors; other weight formats"):
+        load(llama)
+
+
+# Configs
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "code": ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map asks to run Python code"),
+    "architecture": (
+        {"architectures": ["BertModel"]},
+        "BertModel is not supported; there is: GPT2LMHeadModel, ",
+    ),
+    "no architecture": ({"architectures": None}, r"\(none\) is not supported"),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    "dtype": ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; there is: float32"),
+    "rope kind": ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope'"),
+    "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "'linear' lacks factor"),
+    "rope bounds": ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, r"rope\.factor"),
+    "llama3": (
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8,
+                "original_max_position_embeddings": 64,
+                "low_freq_factor": 4,
+                "high_freq_factor": 4,
+            }
+        },
+        "high_freq_factor must be greater",
+    ),
+    "partial": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "heads": ({"num_key_value_heads": 3}, "not a multiple"),
+    "zero heads": ({"num_attention_heads": 0, "num_key_value_heads": 0}, "num_attention_heads"),
+    "layers": ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
+    "text for a number": ({"hidden_size": "64"}, "hidden_size"),
+    "nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    "list": ({"rope_parameters": [1]}, "malformed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_configs_are_refused_with_a_reason(case: str, llama: Path) -> None:
+    fields, message = REFUSED[case]
+    change_config(llama, **fields)
+    with pytest.raises(ConfigError, match=message):
+        load_model_config(llama)
+
+
+def test_layer_types_are_checked(made: Any, tmp_path: Path) -> None:
+    shutil.copytree(made("qwen2-window")[0], tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, layer_types=["full_attention", "chunked_attention"] * 2)
+    with pytest.raises(ConfigError, match="layer type 'chunked_attention'"):
+        load_model_config(tmp_path)
+    change_config(tmp_path, layer_types=["full_attention"])
+    with pytest.raises(ConfigError, match="1 layer_types for 4 layers"):
+        load_model_config(tmp_path)
+
+
+def test_gemma_is_not_run_in_float16(made: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Gemma3ForCausalLM cannot run in float16: .*--dtype bfloat16"):
+        load(made("gemma3")[0], torch.float16)
+
+
+def test_scaling_lengthens_the_context_only_where_the_config_does_not_say_so(made: Any) -> None:
+    lengths = {
+        name: load_model_config(made(name)[0]).max_position_embeddings
+        for name in ("llama", "llama-linear-rope", "llama3-rope", "qwen3-yarn")
+    }
+    assert lengths == {"llama": 512, "llama-linear-rope": 1536, "llama3-rope": 512, "qwen3-yarn": 512}
+
+
+@pytest.mark.parametrize(
+    ("fields", "theta", "head_dim"),
+    [
+        ({"rope_type": "default"}, 10000.0, 64),
+        ({"rope_type": "linear", "factor": 8.0}, 1e6, 128),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            500000.0,
+            128,
+        ),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 1e6, 128),
+        (
+            {
+                "rope_type": "yarn",
+                "factor": 40.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+                "beta_fast": 24.0,
+                "beta_slow": 2.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            },
+            10000.0,
+            64,
+        ),
+    ],
+)
+def test_rope_frequencies_equal_transformers(fields: dict[str, Any], theta: float, head_dim: int) -> None:
+    reference = ReferenceConfig(
+        hidden_size=head_dim, num_attention_heads=1, rope_parameters={**fields, "rope_theta": theta}
+    )
+    rope = RopeParameters(**rope_fields(fields, theta=theta, max_position_embeddings=2048))
+    ours = inverse_frequencies(rope, head_dim, CPU)
+    if fields["rope_type"] == "default":
+        expected, scaling = theta ** -(torch.arange(0, head_dim, 2).double() / head_dim), 1.0
+    else:
+        expected, scaling = ROPE_INIT_FUNCTIONS[fields["rope_type"]](reference, CPU)
+    torch.testing.assert_close(ours.double(), expected.double(), atol=0.0, rtol=1e-6)
+    assert rope.attention_scaling == pytest.approx(scaling)
+
+
+def test_older_and_newer_gemma_configs_say_the_same(made: Any, tmp_path: Path) -> None:
+    """Before transformers 5 the two RoPE bases were fields of their own."""
+    path, _ = made("gemma3")
+    new = load_model_config(path)
+    assert isinstance(new, GemmaConfig)
+    raw = json.loads((path / "config.json").read_text())
+    assert "layer_types" in raw
+    del raw["rope_parameters"], raw["layer_types"]
+    raw |= {"rope_theta": 5000.0, "rope_local_base_freq": 200.0, "sliding_window_pattern": 2}
+    raw["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_model_config(tmp_path) == new
+
+
+# Checkpoints in other layouts
+
+
+def hidden_of(model: Any) -> torch.Tensor:
+    return model.last_hidden_state(torch.linspace(-1, 1, 3 * 64).view(3, 64))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_checkpoints_of_the_base_model_lack_its_prefix(name: str, made: Any, tmp_path: Path) -> None:
+    path, reference = made(name)
+    shutil.copy(path / "config.json", tmp_path)
+    tensors = {key: value.clone() for key, value in reference.base_model.state_dict().items()}
+    head = (
+        {} if reference.config.tie_word_embeddings else {"lm_head.weight": reference.lm_head.weight.detach()}
+    )
+    save_file(tensors | head, tmp_path / "model.safetensors")
+    assert not any(key.startswith(("model.", "transformer.")) for key in tensors)
+    assert torch.equal(hidden_of(load(tmp_path)), hidden_of(load(path)))
+
+
+def test_left_over_tensors_of_known_kinds_are_ignored(made: Any, tmp_path: Path) -> None:
+    path, reference = made("gpt2")
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    extra = {"lm_head.weight": reference.lm_head.weight.detach().clone()}  # tied
+    extra |= {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 8, 8) for i in range(4)}
+    change_tensors(tmp_path, lambda tensors: tensors.update(extra))
+    assert torch.equal(hidden_of(load(tmp_path)), hidden_of(load(path)))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_plan_is_what_is_loaded(name: str, made: Any) -> None:
+    path, reference = made(name)
+    plan = plan_weights(load_model_config(path), torch.bfloat16)
+    assert plan.num_bytes == 2 * sum(parameter.numel() for parameter in reference.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_are_dropped_as_soon_as_they_are_in_place(
+    dtype: torch.dtype, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the matrices in the file only the embedding, which is used as it is, outlives the next read."""
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+    take = weights.SafetensorsWeights.take
+
+    def watched(self: Any, name: str, *shape: int) -> torch.Tensor:
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in alive))
+        tensor = take(self, name, *shape)
+        if len(shape) > 1 and "embed" not in name:
+            alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(weights.SafetensorsWeights, "take", watched)
+    model = load(made("llama")[0], dtype)
+    assert model is not None
+    assert len(alive) == 4 * 7 + 1
+    assert most <= 1
+
+
+# Progress
+
+
+def test_progress_is_told_in_lines_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(loader.time, "monotonic", lambda: now)
+    monkeypatch.setattr(loader.sys.stderr, "isatty", lambda: False, raising=False)
+    caplog.set_level(logging.INFO, "argosy.models")
+    gib = 1 << 30
+    with LoadProgress(40 * gib) as progress:
+        for _ in range(40):
+            now += 0.5
+            progress.advance(gib)
+    assert caplog.messages == [
+        "loading weights: 10.00 of 40.00 GiB (25 %) after 5 s",
+        "loading weights: 20.00 of 40.00 GiB (50 %) after 10 s",
+        "loading weights: 30.00 of 40.00 GiB (75 %) after 15 s",
+        "loading weights: 40.00 of 40.00 GiB (100 %) after 20 s",
+        "loaded 40.00 GiB of weights in 20.0 s",
+    ]
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(loader.time, "monotonic", lambda: now)
+    monkeypatch.setattr(loader.sys.stderr, "isatty", lambda: True, raising=False)
+    caplog.set_level(logging.INFO, "argosy.models")
+    with LoadProgress(3 << 30) as progress:
+        now = 2.0
+        progress.advance(1 << 30)
+        progress.advance(1 << 30)
+    assert "loading weights" in capsys.readouterr().err
+    assert caplog.messages == ["loaded 2.00 GiB of weights in 2.0 s"]
+
+
+def test_a_checkpoint_in_another_dtype_fills_the_bar(
+    made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Progress counts the file's bytes: a float32 checkpoint loaded as bfloat16 ends at 100 %, not at 200."""
+    seen: list[LoadProgress] = []
+    original = LoadProgress.__exit__
+    path, _ = made("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoadProgress, "__exit__", lambda self, *a: (seen.append(self), original(self, *a))[1])
+        load(path, torch.bfloat16)
+    assert (
+        seen[0].done_bytes
+        == seen[0].total_bytes
+        == sum(t.nbytes for t in load_file(path / "model.safetensors").values())
+    )
