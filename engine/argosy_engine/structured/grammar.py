@@ -1,0 +1,140 @@
+"""GrammarState: where one output stands in its grammar, and in its reasoning.
+
+A model that thinks does so before the grammar begins. The phases of an output, told apart by token ids only:
+
+    start       the first token opens a think block, or is the grammar's first
+    reasoning   anything but the end of the output, up to the tokens of `</think>`
+    content     what the grammar allows; the end of the output only where the grammar may end
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy_engine.structured.reasoning import Reasoning
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar
+
+CPU_S_BASE = 0.5
+CPU_S_PER_TOKEN = 0.005
+"""What masks and matching may cost one output. Usual grammars need tens of microseconds a token; an ambiguous one grows
+with the cube of the output's length and would stop every other request's tokens."""
+
+
+class Phase(IntEnum):
+    START = 0
+    REASONING = 1
+    CONTENT = 2
+
+
+class GrammarState:
+    """
+    Args:
+        eos_token_ids: what ends the output, where the grammar may end.
+    """
+
+    def __init__(
+        self, grammar: CompiledGrammar, reasoning: Reasoning | None, eos_token_ids: Collection[int]
+    ) -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher = GrammarMatcher(grammar)
+        self._reasoning = reasoning
+        self._eos_token_ids = list(eos_token_ids)
+        self._phase = Phase.CONTENT
+        if reasoning is not None:
+            self._phase = Phase.REASONING if reasoning.is_open else Phase.START
+        self._thoughts: list[int] = []
+        """The last tokens of the think block, as many as its end has."""
+        self._trail: list[tuple[Phase, list[int]]] = []
+        """Phase and thoughts before each token, for `rollback`."""
+        self._cpu_s = 0.0
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the end of the output was accepted."""
+        return self._phase is Phase.CONTENT and self._matcher.is_terminated()
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether this output has used up its share of the core's time."""
+        return self._cpu_s > CPU_S_BASE + CPU_S_PER_TOKEN * len(self._trail)
+
+    def accept(self, token_id: int) -> bool:
+        """Advances by one token; False (and no change) when it is not allowed here."""
+        started = time.thread_time()
+        before = self._phase, self._thoughts
+        is_accepted = self._advance(token_id)
+        if is_accepted:
+            self._trail.append(before)
+        self._cpu_s += time.thread_time() - started
+        return is_accepted
+
+    def _advance(self, token_id: int) -> bool:
+        if self._phase is Phase.CONTENT:
+            return self._matcher.accept_token(token_id)
+        assert self._reasoning is not None
+        if self._phase is Phase.START and not self._continues_start(token_id):
+            if self._thoughts or not self._matcher.accept_token(token_id):
+                return False
+            self._phase = Phase.CONTENT
+            return True
+        if token_id in self._eos_token_ids:
+            return False
+        if self._phase is Phase.START:
+            self._thoughts = [*self._thoughts, token_id]
+            if len(self._thoughts) == len(self._reasoning.start_ids):
+                self._phase, self._thoughts = Phase.REASONING, []
+            return True
+        end = self._reasoning.end_ids
+        self._thoughts = [*self._thoughts, token_id][-len(end) :]
+        if tuple(self._thoughts) == end:
+            self._phase, self._thoughts = Phase.CONTENT, []
+        return True
+
+    def _continues_start(self, token_id: int) -> bool:
+        assert self._reasoning is not None
+        return token_id == self._reasoning.start_ids[len(self._thoughts)]
+
+    def rollback(self, count: int) -> None:
+        """Takes the last `count` accepted tokens back."""
+        for _ in range(count):
+            before = self._trail.pop()
+            if self._phase is Phase.CONTENT and before[0] is not Phase.REASONING:
+                self._matcher.rollback(1)
+            self._phase, self._thoughts = before
+
+    def fill(self, bitmask: NDArray[np.int32], row: int) -> None:
+        """Writes what may come next into a row of [rows, ceil(vocab_size / 32)]: token t is allowed if bit t % 32 of
+        word t // 32 is set."""
+        started = time.thread_time()
+        if self._phase is Phase.REASONING:
+            bitmask[row] = -1
+            for token_id in self._eos_token_ids:
+                _set_bit(bitmask[row], token_id, False)
+        elif self._thoughts:
+            bitmask[row] = 0
+        else:
+            bitmask[row] = -1
+            self._matcher.fill_next_token_bitmask(bitmask, row)
+        if self._phase is Phase.START:
+            assert self._reasoning is not None
+            _set_bit(bitmask[row], self._reasoning.start_ids[len(self._thoughts)], True)
+        self._cpu_s += time.thread_time() - started
+
+
+def _set_bit(words: NDArray[np.int32], token_id: int, value: bool) -> None:
+    bits = words.view(np.uint32)
+    flag = np.uint32(1 << (token_id & 31))
+    bits[token_id >> 5] = bits[token_id >> 5] | flag if value else bits[token_id >> 5] & ~flag

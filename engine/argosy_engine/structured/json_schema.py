@@ -1,0 +1,413 @@
+"""The part of JSON Schema that XGrammar enforces, checked before it gets there.
+
+XGrammar skips keywords it does not know, and some that it knows in combinations it cannot express: the output would
+look constrained and not be valid. Here such a schema is refused with the keyword and its place, so that whatever is
+accepted yields output that validates. The rules follow XGrammar's converter (`cpp/json_schema_converter.cc`): a schema
+is read as the first of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf`, `type` that it has; all else beside that one
+is not looked at. Annotations and unknown keywords mean nothing to a validator and pass.
+
+`pattern` is matched against the whole string, which is stricter than the standard's search. Objects without
+`additionalProperties` have no properties but the declared ones, as in OpenAI's strict mode.
+
+Pure Python over plain values; `params` bounds the text's size.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.structured.pattern import check_pattern
+
+MAX_DEPTH = 64
+MAX_WORK = 200_000
+"""Bound on the rules that a schema becomes: `_work` of its parts, each a rough count of native objects."""
+
+_NEVER = (
+    "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
+    "maxContains", "additionalItems", "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+"""Keywords that are refused wherever they are."""
+_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_STRING = ("minLength", "maxLength", "pattern", "format")
+_ARRAY = ("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems")
+_OBJECT = (
+    "properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames",
+    "minProperties", "maxProperties",
+)  # fmt: skip
+_COMBINING = ("const", "enum", "anyOf", "oneOf", "allOf")
+_CONSTRAINTS = ("type", *_COMBINING, *_NUMBER, *_STRING, *_ARRAY, *_OBJECT)
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_FORMATS = frozenset(
+    {
+        "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
+        "time", "uri", "uri-reference", "uri-template", "uuid",
+    }
+)  # fmt: skip
+_ANNOTATION_FORMATS = frozenset(
+    {
+        "binary", "byte", "decimal", "double", "float", "int8", "int16", "int32", "int64", "password", "regex", "uint8",
+        "uint16", "uint32", "uint64",
+    }
+)  # fmt: skip
+"""OpenAPI's hints for people and code generators; they say nothing about the text."""
+_MAX_MULTIPLE = 1024
+_MAX_MULTIPLE_RANGE = 10_000
+_MAX_COUNT = (1 << 31) - 1
+
+
+def normalized_schema(schema: Any) -> str:
+    """The schema as JSON text in the order given, with what XGrammar would read too strictly made explicit.
+
+    Raises:
+        InvalidRequest: malformed, too deep, too large, or a keyword that cannot be enforced; the message has its path.
+    """
+    try:
+        root = copy.deepcopy(schema)
+        _Checker(root).check(root, "$", 0)
+        return json.dumps(root, ensure_ascii=False)
+    except RecursionError:
+        raise _error("$", f"nested deeper than {MAX_DEPTH} levels") from None
+
+
+class _Checker:
+    """One walk over a schema and what its references reach; brings it into normal form in place."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._work = 0
+        self._visited: set[str] = set()
+
+    def check(self, schema: Any, path: str, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise _error(path, f"nested deeper than {MAX_DEPTH} levels")
+        if isinstance(schema, bool):
+            if not schema:
+                raise _error(path, "the schema 'false' allows no value")
+            return
+        if not isinstance(schema, dict):
+            raise _error(path, f"a schema is an object or a boolean, not {type(schema).__name__}")
+        self._count(path, 1)
+        for keyword in _NEVER:
+            if keyword in schema:
+                raise _unsupported(path, keyword)
+        if schema.get("uniqueItems"):
+            raise _unsupported(path, "uniqueItems")
+        self._definitions(schema, path)
+        if "$ref" in schema:
+            self._reference(schema, path, depth)
+        elif "const" in schema:
+            self._values(schema, path, "const", [schema["const"]])
+        elif "enum" in schema:
+            self._values(schema, path, "enum", schema["enum"])
+        elif "anyOf" in schema or "oneOf" in schema or "allOf" in schema:
+            self._combination(schema, path, depth)
+        else:
+            self._typed(schema, path, depth)
+
+    def _definitions(self, schema: dict[str, Any], path: str) -> None:
+        """Definitions are checked where a reference reaches them; all others have no effect."""
+        for keyword in ("$defs", "definitions"):
+            if keyword in schema and not isinstance(schema[keyword], dict):
+                raise _error(path, f"{keyword} must be an object")
+        if path != "$" and "$id" in schema:
+            raise _unsupported(path, "$id")
+
+    def _reference(self, schema: Mapping[str, Any], path: str, depth: int) -> None:
+        _only(schema, path, "$ref", allowed=())
+        uri = schema["$ref"]
+        self._resolve(uri, path)
+        if uri in self._visited:
+            return
+        self._visited.add(uri)
+        target, hops = self._resolve(uri, path), {uri}
+        while isinstance(target, dict) and "$ref" in target:
+            if target["$ref"] in hops:
+                raise _error(path, f"$ref {uri!r} leads back to itself")
+            hops.add(target["$ref"])
+            target = self._resolve(target["$ref"], path)
+        if uri != "#":
+            self.check(target, uri, depth + 1)
+
+    def _resolve(self, uri: Any, path: str) -> Any:
+        if not isinstance(uri, str) or not (uri == "#" or uri.startswith("#/")) or "~" in uri or "%" in uri:
+            raise _error(path, "$ref must be '#' or a plain '#/...' path inside this schema")
+        target = self._root
+        for part in filter(None, uri[2:].split("/")):
+            if not isinstance(target, dict) or part not in target:
+                raise _error(path, f"$ref {uri[:256]!r} leads nowhere")
+            target = target[part]
+        return target
+
+    def _values(self, schema: Mapping[str, Any], path: str, keyword: str, values: Any) -> None:
+        if not isinstance(values, list) or not values:
+            raise _error(path, f"{keyword} must be a list of at least one value")
+        _only(schema, path, keyword, allowed=("type",))
+        self._count(path, len(values))
+        if "type" in schema:
+            types = _types(schema["type"], path)
+            for value in values:
+                if types.isdisjoint(_types_of_value(value)):
+                    raise _error(path, f"{keyword} has a value that is no {' or '.join(sorted(types))}")
+
+    def _combination(self, schema: dict[str, Any], path: str, depth: int) -> None:
+        keyword = next(keyword for keyword in ("anyOf", "oneOf", "allOf") if keyword in schema)
+        options = schema[keyword]
+        if not isinstance(options, list) or not options:
+            raise _error(path, f"{keyword} must be a list of at least one schema")
+        if keyword == "allOf" and len(options) > 1:
+            raise _error(path, "allOf of several schemas cannot be enforced: merge them into one")
+        _only(schema, path, keyword, allowed=("type",))
+        if "type" in schema:
+            types = _types(schema["type"], path)
+            for option in options:
+                if not (own := self._possible_types(option, path)) or not own <= _wider(types):
+                    raise _error(
+                        path, f"type beside {keyword} cannot be enforced: give each option its own type"
+                    )
+        if keyword == "oneOf" and len(options) > 1:
+            self._check_exclusive(options, path)
+        for index, option in enumerate(options):
+            self.check(option, f"{path}.{keyword}[{index}]", depth + 1)
+
+    def _check_exclusive(self, options: list[Any], path: str) -> None:
+        """Refuses a oneOf whose options may overlap: it would be treated as an anyOf."""
+        resolved = [self._follow(option, path) for option in options]
+        types = [self._possible_types(option, path) for option in options]
+        # An integer is a number too.
+        types = [frozenset("number" if kind == "integer" else kind for kind in kinds) for kinds in types]
+        if all(types) and sum(map(len, types)) == len(frozenset().union(*types)):
+            return
+        properties = resolved[0].get("properties") if isinstance(resolved[0], dict) else None
+        for name in properties if isinstance(properties, dict) else ():
+            tags = [_tags(option, name) for option in resolved]
+            if all(tags) and sum(map(len, tags)) == len(set().union(*tags)):
+                return
+        raise _error(
+            path, "oneOf whose options may overlap cannot be enforced: use anyOf, or a distinct const in each"
+        )
+
+    def _follow(self, schema: Any, path: str) -> Any:
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            schema = self._resolve(schema["$ref"], path)
+        return schema
+
+    def _possible_types(self, schema: Any, path: str) -> frozenset[str]:
+        """The types that a schema's values can have; empty when it does not say."""
+        schema = self._follow(schema, path)
+        if not isinstance(schema, dict):
+            return frozenset()
+        if "const" in schema or "enum" in schema:
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            return (
+                frozenset(_types_of_value(value)[0] for value in values)
+                if isinstance(values, list)
+                else frozenset()
+            )
+        return _types(schema["type"], path) if "type" in schema else frozenset()
+
+    def _typed(self, schema: dict[str, Any], path: str, depth: int) -> None:
+        if "type" in schema:
+            types = _types(schema["type"], path)
+        elif "properties" in schema or "additionalProperties" in schema or "unevaluatedProperties" in schema:
+            types = frozenset({"object"})
+        elif "items" in schema or "prefixItems" in schema or "unevaluatedItems" in schema:
+            types = frozenset({"array"})
+        else:
+            for keyword in _CONSTRAINTS:
+                if keyword in schema:
+                    raise _error(path, f"{keyword} needs a type beside it")
+            return
+        if "object" in types:
+            self._object(schema, path, depth)
+        if "array" in types:
+            self._array(schema, path, depth)
+        if "string" in types:
+            self._string(schema, path)
+        if "integer" in types or "number" in types:
+            self._number(schema, path, types)
+
+    def _object(self, schema: dict[str, Any], path: str, depth: int) -> None:
+        properties = schema.get("properties", {})
+        if not isinstance(properties, dict):
+            raise _error(path, "properties must be an object")
+        required = schema.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise _error(path, "required must be a list of names")
+        for name in required:
+            if name not in properties:
+                raise _error(path, f"required names {name[:128]!r}, which is not among the properties")
+        is_counted = _count_of(schema, "minProperties", path) > 0 or "maxProperties" in schema
+        _count_of(schema, "maxProperties", path)
+        self._count(path, len(properties) ** 2 if is_counted else len(properties))
+        for name, value in properties.items():
+            self.check(value, f"{path}.properties.{name[:64]}", depth + 1)
+        for keyword in ("additionalProperties", "unevaluatedProperties"):
+            if not isinstance(schema.get(keyword, False), bool):
+                self.check(schema[keyword], f"{path}.{keyword}", depth + 1)
+        has_more = schema.get("additionalProperties", schema.get("unevaluatedProperties", False)) is not False
+        if "patternProperties" in schema:
+            patterns = schema["patternProperties"]
+            if not isinstance(patterns, dict) or len(patterns) != 1 or properties or has_more:
+                raise _error(
+                    path, "patternProperties is supported as the only source of names, with one pattern"
+                )
+            for pattern, value in patterns.items():
+                _check_pattern(pattern, path)
+                self.check(value, f"{path}.patternProperties", depth + 1)
+        if "propertyNames" in schema:
+            if (
+                properties
+                or "patternProperties" in schema
+                or schema.get("additionalProperties", True) is not True
+            ):
+                raise _error(
+                    path, "propertyNames is supported only for an object without other rules on its names"
+                )
+            if isinstance(schema["propertyNames"], dict):
+                schema["propertyNames"].setdefault("type", "string")
+            self.check(schema["propertyNames"], f"{path}.propertyNames", depth + 1)
+        elif not properties and "patternProperties" not in schema and "unevaluatedProperties" not in schema:
+            schema.setdefault("additionalProperties", True)
+
+    def _array(self, schema: dict[str, Any], path: str, depth: int) -> None:
+        prefix = schema.get("prefixItems", [])
+        if not isinstance(prefix, list):
+            raise _error(path, "prefixItems must be a list")
+        self._count(path, len(prefix))
+        for index, item in enumerate(prefix):
+            prefix[index] = item = {} if item is True else item
+            self.check(item, f"{path}.prefixItems[{index}]", depth + 1)
+        for keyword in ("items", "unevaluatedItems"):
+            if not isinstance(schema.get(keyword, False), bool):
+                self.check(schema[keyword], f"{path}.{keyword}", depth + 1)
+        _count_of(schema, "minItems", path)
+        _count_of(schema, "maxItems", path)
+        if not prefix and "unevaluatedItems" not in schema:
+            schema.setdefault("items", True)
+
+    def _string(self, schema: dict[str, Any], path: str) -> None:
+        given = [keyword for keyword in ("format", "pattern") if keyword in schema]
+        if schema.get("format") in _ANNOTATION_FORMATS:
+            given.remove("format")
+        if len(given) == 2:
+            raise _error(path, "format and pattern cannot be enforced together")
+        has_length = _count_of(schema, "minLength", path) > 0 or "maxLength" in schema
+        _count_of(schema, "maxLength", path)
+        if given and has_length:
+            raise _error(path, f"minLength and maxLength cannot be enforced beside {given[0]}")
+        if "format" in given and schema["format"] not in _FORMATS:
+            raise _error(
+                path,
+                f"format {str(schema['format'])[:64]!r} is not supported; use {', '.join(sorted(_FORMATS))}",
+            )
+        if "pattern" in given:
+            _check_pattern(schema["pattern"], path)
+
+    def _number(self, schema: dict[str, Any], path: str, types: frozenset[str]) -> None:
+        for keyword in _NUMBER:
+            value = schema.get(keyword, 0)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise _error(path, f"{keyword} must be a number")
+        if "multipleOf" not in schema:
+            return
+        step = schema["multipleOf"]
+        if "number" in types or step != int(step) or not 0 < step <= _MAX_MULTIPLE:
+            raise _error(
+                path, f"multipleOf is supported for integers, with a whole number up to {_MAX_MULTIPLE}"
+            )
+        low = max((schema[k] for k in ("minimum", "exclusiveMinimum") if k in schema), default=None)
+        high = min((schema[k] for k in ("maximum", "exclusiveMaximum") if k in schema), default=None)
+        if low is None and high is None:
+            self._count(path, 10 * int(step))
+        elif low is None or high is None or high - low > _MAX_MULTIPLE_RANGE:
+            raise _error(path, f"multipleOf beside bounds needs both, at most {_MAX_MULTIPLE_RANGE} apart")
+        else:
+            self._count(path, int(high - low) // int(step))
+
+    def _count(self, path: str, work: int) -> None:
+        self._work += work
+        if self._work > MAX_WORK:
+            raise _error(path, "the schema is too large")
+
+
+def _only(schema: Mapping[str, Any], path: str, keyword: str, allowed: Iterable[str]) -> None:
+    """Refuses constraints beside a keyword that would make them ineffective."""
+    for other in _CONSTRAINTS:
+        if other in schema and other != keyword and other not in allowed:
+            raise _error(path, f"{other} beside {keyword} cannot be enforced")
+
+
+def _types(value: Any, path: str) -> frozenset[str]:
+    names = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(names, list)
+        or not names
+        or not all(name in _TYPES for name in names if isinstance(name, str))
+    ):
+        raise _error(path, f"type must be one or a list of {', '.join(_TYPES)}")
+    if not all(isinstance(name, str) for name in names):
+        raise _error(path, "type must be a string or a list of strings")
+    return frozenset(names)
+
+
+def _wider(types: frozenset[str]) -> frozenset[str]:
+    return types | {"integer"} if "number" in types else types
+
+
+def _types_of_value(value: Any) -> tuple[str, ...]:
+    """The type names that a value answers to, the narrowest first."""
+    match value:
+        case bool():
+            return ("boolean",)
+        case int():
+            return ("integer", "number")
+        case float():
+            return ("integer", "number") if value.is_integer() else ("number",)
+        case str():
+            return ("string",)
+        case None:
+            return ("null",)
+        case list():
+            return ("array",)
+        case _:
+            return ("object",)
+
+
+def _tags(schema: Any, name: str) -> list[str]:
+    """The values that a required property of an object schema is limited to, as JSON text; none if it is not."""
+    if not isinstance(schema, dict) or name not in (schema.get("required") or ()):
+        return []
+    properties = schema.get("properties")
+    value = properties.get(name) if isinstance(properties, dict) else None
+    if not isinstance(value, dict) or not ("const" in value or isinstance(value.get("enum"), list)):
+        return []
+    values = [value["const"]] if "const" in value else value["enum"]
+    return [json.dumps(item, sort_keys=True) for item in values]
+
+
+def _check_pattern(pattern: object, path: str) -> None:
+    try:
+        check_pattern(pattern)
+    except InvalidRequest as error:
+        raise _error(path, f"pattern {error}") from None
+
+
+def _count_of(schema: Mapping[str, Any], keyword: str, path: str) -> int:
+    value = schema.get(keyword, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
+        raise _error(path, f"{keyword} must be a whole number between 0 and {_MAX_COUNT}")
+    return value
+
+
+def _unsupported(path: str, keyword: str) -> InvalidRequest:
+    return _error(path, f"the keyword {keyword} is not supported")
+
+
+def _error(path: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{message} (at {path[:256]})")

@@ -1,0 +1,155 @@
+"""StructuredOutputManager: the grammars of the requests that have one, by request id.
+
+Lives in the engine core's thread, except for `_finished`, which compile threads call. Knows token ids and request ids,
+nothing of scheduling: the core asks it for masks and tells it what was sampled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec import Struct
+
+from argosy_engine.structured.compiler import GrammarCompiler
+from argosy_engine.structured.grammar import GrammarState
+from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.reasoning import Reasoning
+from argosy_engine.structured.vocabulary import Vocabulary
+from argosy_engine.structured.xgrammar_backend import XGrammarBackend
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar
+
+_MAX_COMPILE_THREADS = 8
+
+
+class GrammarRequest(Struct, frozen=True, array_like=True):
+    """What the core gets of a request's structured outputs."""
+
+    spec: GrammarSpec
+    reasoning: Reasoning | None = None
+
+
+class Compiled(Struct, frozen=True):
+    """The end of a wait for a grammar."""
+
+    request_id: str
+    error: str | None
+
+
+class StructuredOutputManager:
+    """
+    Args:
+        vocab_size: of the logits.
+        wake: called from another thread when `take_compiled` has something new.
+    """
+
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.compiler = compiler
+        self.wake = wake
+        self._num_words = -(-vocab_size // 32)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._waiting: dict[str, GrammarRequest] = {}
+        self._states: dict[str, GrammarState] = {}
+        self._done: deque[tuple[str, CompiledGrammar | str]] = deque()
+        """From compile threads; append and popleft are atomic."""
+        self._bitmask = np.empty((0, self._num_words), np.int32)
+
+    @classmethod
+    def for_model(
+        cls, model_path: str, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> StructuredOutputManager:
+        """For a model's directory, compiling with half of the cores. Nothing is loaded before the first grammar."""
+        num_threads = max(1, min(_MAX_COMPILE_THREADS, len(os.sched_getaffinity(0)) // 2))
+        backend = XGrammarBackend(
+            lambda: Vocabulary(Path(model_path), vocab_size, eos_token_ids), num_threads
+        )
+        return cls(GrammarCompiler(backend, num_threads=num_threads), vocab_size, eos_token_ids)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._waiting)
+
+    @property
+    def has_compiled(self) -> bool:
+        return bool(self._done)
+
+    def __bool__(self) -> bool:
+        """Whether a request has a grammar."""
+        return bool(self._states)
+
+    def add(self, request_id: str, request: GrammarRequest) -> bool:
+        """Whether the grammar is there at once; else `take_compiled` will have it."""
+        self._waiting[request_id] = request
+        grammar = self.compiler.submit(request.spec, lambda result: self._finished(request_id, result))
+        if grammar is None:
+            return False
+        self._start(request_id, grammar)
+        return True
+
+    def take_compiled(self) -> list[Compiled]:
+        """The requests whose wait has ended since the last call."""
+        compiled = []
+        while self._done:
+            request_id, result = self._done.popleft()
+            if request_id not in self._waiting:
+                continue  # aborted meanwhile
+            if isinstance(result, str):
+                del self._waiting[request_id]
+                compiled.append(Compiled(request_id, result))
+            else:
+                self._start(request_id, result)
+                compiled.append(Compiled(request_id, None))
+        return compiled
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+            self._states.pop(request_id, None)
+
+    def constrained(self) -> list[str]:
+        """Requests that have a grammar."""
+        return list(self._states)
+
+    def bitmask(self, request_ids: Sequence[str]) -> bytes:
+        """int32 [len(request_ids), ceil(vocab_size / 32)] in C order: what each may say next."""
+        if len(self._bitmask) < len(request_ids):
+            self._bitmask = np.empty((len(request_ids), self._num_words), np.int32)
+        for row, request_id in enumerate(request_ids):
+            self._states[request_id].fill(self._bitmask, row)
+        return self._bitmask[: len(request_ids)].tobytes()
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> str | None:
+        """Books sampled tokens; why the request cannot go on, or None."""
+        state = self._states.get(request_id)
+        if state is None:
+            return None
+        for token_id in token_ids:
+            if not state.accept(token_id):
+                return "no token satisfies the structured output together with the request's other limits"
+        if state.is_too_slow:
+            return "matching the output against this grammar takes too long; make the grammar less ambiguous"
+        return None
+
+    def close(self) -> None:
+        self.compiler.close()
+
+    def _finished(self, request_id: str, result: CompiledGrammar | str) -> None:
+        self._done.append((request_id, result))
+        self.wake()
+
+    def _start(self, request_id: str, grammar: CompiledGrammar) -> None:
+        request = self._waiting.pop(request_id)
+        self._states[request_id] = GrammarState(grammar, request.reasoning, self._eos_token_ids)

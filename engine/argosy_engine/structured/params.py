@@ -1,0 +1,137 @@
+"""StructuredOutputsParams: what a request asks of the shape of its output, and GrammarSpec: what is compiled.
+
+The bounds on the size of such a request are here. A grammar is compiled by native code that cannot be interrupted
+(see `compiler`), so what is too large to be meant honestly is refused before it gets there.
+"""
+
+from __future__ import annotations
+
+import json as json_codec
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.structured.json_schema import normalized_schema
+from argosy_engine.structured.structural_tag import normalized_tag
+
+MAX_TEXT_BYTES = 128 * 1024
+"""Of a JSON schema, grammar or structural tag. The largest schemas of real tool catalogues are a third of this."""
+MAX_REGEX_BYTES = 8 * 1024
+MAX_CHOICES = 1024
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+class GrammarSpec(Struct, frozen=True, array_like=True):
+    """A grammar as text, checked and in normal form. Equal specs compile to equal grammars: it is the cache's key."""
+
+    kind: Literal["json", "regex", "grammar", "structural_tag"]
+    text: str
+    """A JSON schema, regular expression, EBNF or structural tag."""
+    any_whitespace: bool = True
+    """Whether JSON may be spread over lines, or is written in one canonical way."""
+
+
+class StructuredOutputsParams(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """vLLM's `structured_outputs` object: exactly one kind is set."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: str | None = None
+    """The whole output matches it."""
+    choice: tuple[str, ...] | None = None
+    """The output is one of these."""
+    grammar: str | None = None
+    """EBNF in GBNF's dialect, with a rule named `root`."""
+    structural_tag: str | dict[str, Any] | None = None
+    """XGrammar's description of free text with structured parts."""
+    disable_any_whitespace: bool = False
+
+    def spec(self) -> GrammarSpec:
+        """What is to be compiled.
+
+        Raises:
+            InvalidRequest: not exactly one kind, out of bounds, malformed, or a JSON schema that cannot be enforced;
+                `param` is the field of `structured_outputs`.
+        """
+        given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise InvalidRequest(
+                f"structured_outputs needs exactly one of {', '.join(_KINDS)}; there is {found}",
+                "structured_outputs",
+            )
+        try:
+            return self._spec(given[0])
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{given[0]}: {error}", f"structured_outputs.{given[0]}") from None
+
+    def _spec(self, kind: str) -> GrammarSpec:
+        any_whitespace = not self.disable_any_whitespace
+        match kind:
+            case "json":
+                return GrammarSpec("json", normalized_schema(_parsed(self.json)), any_whitespace)
+            case "json_object":
+                return GrammarSpec("json", normalized_schema({"type": "object"}), any_whitespace)
+            case "regex":
+                return GrammarSpec("regex", _bounded(self.regex or "", MAX_REGEX_BYTES))
+            case "choice":
+                return GrammarSpec("grammar", _choice_grammar(self.choice or ()))
+            case "grammar":
+                return GrammarSpec("grammar", _bounded(self.grammar or "", MAX_TEXT_BYTES))
+            case _:
+                return GrammarSpec("structural_tag", normalized_tag(_parsed(self.structural_tag)))
+
+
+def _bounded(text: str, limit: int) -> str:
+    """
+    Raises:
+        InvalidRequest: empty, longer than `limit` bytes, or no text.
+    """
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest("contains lone surrogates, which are not text") from None
+    if not 0 < size <= limit:
+        raise InvalidRequest(f"must have between 1 and {limit} bytes, has {size}")
+    return text
+
+
+def _parsed(value: str | dict[str, Any] | None) -> Any:
+    """A JSON value given as such or as text, within the bound on its size."""
+    try:
+        text = value if isinstance(value, str) else json_codec.dumps(value, ensure_ascii=False)
+        return json_codec.loads(_bounded(text, MAX_TEXT_BYTES), parse_constant=_refuse_constant)
+    except InvalidRequest:
+        raise
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"is not valid JSON: {str(error)[:200]}") from None
+    except RecursionError:
+        raise InvalidRequest("is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _choice_grammar(choices: tuple[str, ...]) -> str:
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequest(f"at most {MAX_CHOICES} choices, there are {len(choices)}")
+    if not choices or not all(choices):
+        raise InvalidRequest("needs at least one choice, none of them empty")
+    _bounded("".join(choices), MAX_TEXT_BYTES)
+    return _bounded("root ::= " + " | ".join(map(_literal, dict.fromkeys(choices))), 10 * MAX_TEXT_BYTES)
+
+
+def _literal(text: str) -> str:
+    """The text as an EBNF string; everything but plain ASCII letters, digits and spaces as a code point."""
+    return (
+        '"'
+        + "".join(c if c.isascii() and (c.isalnum() or c == " ") else f"\\U{ord(c):08X}" for c in text)
+        + '"'
+    )

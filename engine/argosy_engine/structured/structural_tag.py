@@ -1,0 +1,133 @@
+"""Structural tags: free text with structured parts, as XGrammar describes them; and the one for required tool calls.
+
+XGrammar checks the tags' own shape when it compiles them; here their JSON schemas get the same checks as any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.structured.json_schema import normalized_schema
+
+MAX_WHITESPACE = 64
+"""White space in a row between the parts of a JSON value. Enough to indent sixteen levels; without a bound, a model
+that has lost the thread writes newlines until `max_tokens`."""
+MAX_DEPTH = 64
+MAX_TAG_BYTES = 512 * 1024
+"""A catalogue of several hundred tools."""
+
+
+def normalized_tag(tag: Any) -> str:
+    """The tag as JSON text, its schemas checked and in normal form.
+
+    Takes the current form (`{"format": ...}`) and the older one that vLLM's clients send
+    (`{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`).
+
+    Raises:
+        InvalidRequest: not such an object, nested too deeply, or a schema that cannot be enforced.
+    """
+    if not isinstance(tag, dict):
+        raise InvalidRequest("a structural tag is an object")
+    if "structures" in tag:
+        tag = {"format": _from_older_form(tag)}
+    if not isinstance(tag.get("format"), dict):
+        raise InvalidRequest("a structural tag needs a format")
+    return _encoded(_normalized(tag["format"], 0))
+
+
+def tool_call_tag(
+    tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
+) -> str:
+    """The structural tag of one or more Hermes tool calls, `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+
+    Args:
+        tools: OpenAI's tool definitions; `parameters` is a JSON schema.
+        name: the only function that may be called, once.
+        parallel: whether several calls may follow each other.
+
+    Raises:
+        InvalidRequest: a tool without a name or with a schema that cannot be enforced, or no such tool.
+    """
+    tags = []
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest("a tool needs function.name", where)
+        if name is None or function["name"] == name:
+            tags.append(_call_tag(function["name"], function.get("parameters"), where))
+    if not tags:
+        raise InvalidRequest(
+            f"tool_choice names {str(name)[:128]!r}, which is not among the tools", "tool_choice"
+        )
+    is_single = name is not None or not parallel
+    return _encoded(
+        {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": "\n",
+            "at_least_one": True,
+            "stop_after_first": is_single,
+        }
+    )
+
+
+def _call_tag(name: str, parameters: Any, where: str) -> dict[str, Any]:
+    schema = parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise InvalidRequest(
+            "function.parameters must be a JSON schema of an object", f"{where}.function.parameters"
+        )
+    try:
+        text = normalized_schema({"type": "object", **schema} if "properties" in schema else schema)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), f"{where}.function.parameters") from None
+    return {
+        "type": "tag",
+        "begin": '<tool_call>\n{"name": ' + json.dumps(name, ensure_ascii=False) + ', "arguments": ',
+        "content": _schema_format(json.loads(text)),
+        "end": "}\n</tool_call>",
+    }
+
+
+def _from_older_form(tag: Mapping[str, Any]) -> dict[str, Any]:
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        raise InvalidRequest("structures and triggers must be lists")
+    tags = []
+    for structure in structures:
+        if not isinstance(structure, dict) or not all(key in structure for key in ("begin", "end")):
+            raise InvalidRequest("each of structures needs begin, schema and end")
+        content = {"type": "json_schema", "json_schema": structure.get("schema") or {}}
+        tags.append({"type": "tag", "begin": structure["begin"], "content": content, "end": structure["end"]})
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+def _normalized(value: Any, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, list):
+        return [_normalized(item, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") in ("json_schema", "qwen_xml_parameter") and "json_schema" in value:
+        return {
+            **value,
+            **_schema_format(json.loads(normalized_schema(value["json_schema"]))),
+            "type": value["type"],
+        }
+    return {key: _normalized(item, depth + 1) for key, item in value.items()}
+
+
+def _schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def _encoded(form: dict[str, Any]) -> str:
+    text = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
+    if len(text) > MAX_TAG_BYTES:
+        raise InvalidRequest(f"tools and schemas together exceed {MAX_TAG_BYTES} bytes")
+    return text

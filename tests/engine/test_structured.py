@@ -1,0 +1,490 @@
+"""Structured outputs below the engine: what is accepted, how it is compiled, and how a grammar follows an output."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import msgspec
+import numpy as np
+import pytest
+
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.models.source import resolve_model
+from argosy_engine.structured.compiler import MAX_OVERDUE, GrammarCompiler
+from argosy_engine.structured.grammar import GrammarState, Phase
+from argosy_engine.structured.json_schema import MAX_DEPTH, normalized_schema
+from argosy_engine.structured.params import GrammarSpec, StructuredOutputsParams
+from argosy_engine.structured.pattern import MAX_PATTERN_SIZE, expanded_size
+from argosy_engine.structured.reasoning import Reasoning, reasoning_after
+from argosy_engine.structured.structural_tag import normalized_tag, tool_call_tag
+from argosy_engine.structured.vocabulary import Vocabulary
+from argosy_engine.structured.xgrammar_backend import XGrammarBackend
+
+EOS = 2
+THINK, END_THINK = 1018, 1019
+
+# What is accepted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({}, "structured_outputs", "exactly one"),
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs", "regex and choice"),
+        ({"json": "{"}, "structured_outputs.json", "not valid JSON"),
+        ({"json": '{"minimum": NaN}'}, "structured_outputs.json", "NaN"),
+        ({"json": "[" * 100_000}, "structured_outputs.json", "nested too deeply"),
+        ({"json": json.dumps({"description": "x" * 200_000})}, "structured_outputs.json", "bytes"),
+        ({"regex": ""}, "structured_outputs.regex", "between 1 and"),
+        ({"regex": "a" * 10_000}, "structured_outputs.regex", "bytes"),
+        ({"regex": "\ud800"}, "structured_outputs.regex", "surrogates"),
+        ({"choice": []}, "structured_outputs.choice", "at least one"),
+        ({"choice": [""]}, "structured_outputs.choice", "empty"),
+        ({"choice": [str(i) for i in range(2000)]}, "structured_outputs.choice", "at most"),
+        ({"grammar": "x" * 200_000}, "structured_outputs.grammar", "bytes"),
+        ({"structural_tag": {"type": "structural_tag"}}, "structured_outputs.structural_tag", "format"),
+        ({"structural_tag": "[]"}, "structured_outputs.structural_tag", "object"),
+    ],
+)
+def test_malformed_requests_name_the_field(fields: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as raised:
+        msgspec.convert(fields, StructuredOutputsParams).spec()
+    assert raised.value.param == param
+
+
+REFUSED = [
+    ({"type": "object", "not": {}}, "keyword not "),
+    ({"if": {}, "then": {}}, "keyword if "),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "contains": {"type": "string"}}, "contains"),
+    ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 0}, "multipleOf"),
+    ({"type": "string", "pattern": "a", "maxLength": 3}, "beside pattern"),
+    ({"type": "string", "format": "iban"}, "'iban'"),
+    ({"type": "string", "pattern": ".{1,5000}"}, "too large"),
+    ({"type": "string", "minLength": -1}, "minLength"),
+    ({"type": "text"}, "type must be"),
+    ({"type": []}, "type must be"),
+    ({"maxLength": 3}, "maxLength needs a type"),
+    ({"required": ["a"]}, "required needs a type"),
+    ({"type": "object", "required": ["a"], "properties": {"b": {}}}, "'a'"),
+    (
+        {"type": "object", "properties": {"a": {"type": "object", "dependentRequired": {}}}},
+        r"\$.properties.a",
+    ),
+    ({"type": "object", "patternProperties": {"a": {}}, "additionalProperties": {}}, "patternProperties"),
+    ({"type": "object", "propertyNames": {}, "additionalProperties": {"type": "integer"}}, "propertyNames"),
+    ({"allOf": [{"type": "object"}, {"type": "object"}]}, "allOf"),
+    ({"anyOf": [{"type": "string"}], "minLength": 3}, "minLength beside anyOf"),
+    ({"anyOf": [{"required": ["a"]}], "type": "object"}, "type beside anyOf"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ({"oneOf": [{"const": 1}, {"enum": [1, 2]}]}, "oneOf"),
+    ({"enum": [1, "a"], "type": "string"}, "no string"),
+    ({"enum": []}, "at least one value"),
+    ({"const": "ab", "maxLength": 1}, "maxLength beside const"),
+    ({"$ref": "#"}, "leads back"),
+    ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "leads back"),
+    ({"$ref": "#/$defs/a"}, "nowhere"),
+    ({"$ref": "https://example.org/schema"}, "inside this schema"),
+    ({"$defs": {"a": {"not": {}}}, "$ref": "#/$defs/a"}, "keyword not "),
+    ({"properties": {"a": False}}, "'false'"),
+    ({"items": [{"type": "string"}]}, "a schema is an object"),
+    (7, "a schema is an object"),
+]
+
+
+@pytest.mark.parametrize(("schema", "says"), REFUSED, ids=[json.dumps(schema)[:60] for schema, _ in REFUSED])
+def test_what_cannot_be_enforced_is_refused(schema: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        normalized_schema(schema)
+
+
+def test_annotations_unknown_keywords_and_unused_definitions_pass() -> None:
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "T", "description": "d", "x-order": 1, "$defs": {"unused": {"not": {}}},
+        "type": "object",
+        "properties": {"a": {"type": "string", "format": "password"}, "b": {"type": ["integer", "null"], "default": 1}},
+        "required": ["a"],
+    }  # fmt: skip
+    assert json.loads(normalized_schema(schema)) == schema
+
+
+def test_untyped_containers_stay_open() -> None:
+    assert json.loads(normalized_schema({"type": "object"})) == {
+        "type": "object",
+        "additionalProperties": True,
+    }
+    assert json.loads(normalized_schema({"type": "array"})) == {"type": "array", "items": True}
+
+
+def test_the_caller_keeps_its_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array"}}}
+    normalized_schema(schema)
+    assert schema == {"type": "object", "properties": {"a": {"type": "array"}}}
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 2, 20_000])
+def test_deep_schemas_are_refused(depth: int) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    try:
+        with pytest.raises(InvalidRequest, match="deeper"):
+            normalized_schema(schema)
+    finally:
+        while schema:  # the interpreter's own teardown of the nest is recursive
+            schema = schema.pop("items")
+
+
+def test_wide_schemas_are_refused() -> None:
+    counted = {"type": "object", "minProperties": 1, "properties": {f"p{i}": {} for i in range(500)}}
+    with pytest.raises(InvalidRequest, match="too large"):
+        normalized_schema(counted)
+    del counted["minProperties"]
+    normalized_schema(counted)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("", 0), ("abc", 3), ("a{3}", 3), ("a{2,5}b", 6), ("(ab){3}", 6), ("(a{2}b){3}", 9), ("[a-z]{4}", 4),
+        ("[]a]{2}", 2), (r"[\]{9}]{2}", 2), (r"\{3}", 3), ("a{x}", 4), ("a*b+c?", 3), ("a{0}", 1), ("((((a))))", 1),
+        ("a{1,99999999999999}", 1 << 30), ("a|b{2}", 3), (")(", 1),
+    ],
+)  # fmt: skip
+def test_pattern_size_counts_repetitions_written_out(pattern: str, size: int) -> None:
+    assert expanded_size(pattern) == size
+
+
+def test_pattern_size_is_linear_in_the_pattern() -> None:
+    assert expanded_size("(" * 5000 + "a" + "){9}" * 5000) > MAX_PATTERN_SIZE
+
+
+def test_tool_calls_become_tags_for_the_tools_asked_for() -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+        for name in ("a", 'b"')
+    ]
+    both = json.loads(tool_call_tag(tools))["format"]
+    assert [tag["begin"].split("name")[1] for tag in both["tags"]] == [
+        '": "a", "arguments": ',
+        '": "b\\"", "arguments": ',
+    ]
+    assert both["at_least_one"]
+    assert not both["stop_after_first"]
+    one = json.loads(tool_call_tag(tools, name="a"))["format"]
+    assert len(one["tags"]) == 1
+    assert one["stop_after_first"]
+    for bad, param in (
+        (lambda: tool_call_tag(tools, name="c"), "tool_choice"),
+        (lambda: tool_call_tag([{"type": "function"}]), "tools[0]"),
+        (
+            lambda: tool_call_tag([{"function": {"name": "x", "parameters": {"type": "object", "not": {}}}}]),
+            "tools[0].function.parameters",
+        ),
+    ):
+        with pytest.raises(InvalidRequest) as raised:
+            bad()
+        assert raised.value.param == param
+
+
+def test_schemas_inside_structural_tags_are_checked() -> None:
+    content = {"type": "json_schema", "json_schema": {"type": "array", "uniqueItems": True}}
+    with pytest.raises(InvalidRequest, match="uniqueItems"):
+        normalized_tag({"format": {"type": "sequence", "elements": [content]}})
+    with pytest.raises(InvalidRequest, match="uniqueItems"):
+        normalized_tag(
+            {"structures": [{"begin": "<", "end": ">", "schema": content["json_schema"]}], "triggers": ["<"]}
+        )
+
+
+# Compiling
+
+
+class FakeBackend:
+    """Grammars are their own text; `hold` keeps a compilation from ending."""
+
+    def __init__(self) -> None:
+        self.hold = threading.Event()
+        self.compiled: list[str] = []
+
+    def prepare(self) -> None: ...
+
+    def compile(self, spec: GrammarSpec) -> Any:
+        self.compiled.append(spec.text)
+        if spec.text.startswith("slow"):
+            assert self.hold.wait(60)
+        if spec.text == "bad":
+            raise RuntimeError("[10:11:12] /native/parser.cc:1: Rule x is not defined")
+        return SimpleNamespace(memory_size_bytes=100 - len(spec.text), text=spec.text)
+
+
+def spec_of(text: str) -> GrammarSpec:
+    return GrammarSpec("grammar", text)
+
+
+class Waiter:
+    """Collects one answer."""
+
+    def __init__(self) -> None:
+        self.result: Any = None
+        self._done = threading.Event()
+
+    def __call__(self, result: Any) -> None:
+        self.result = result
+        self._done.set()
+
+    def wait(self) -> Any:
+        assert self._done.wait(30), "no answer"
+        return self.result
+
+
+def compile_now(compiler: GrammarCompiler, text: str) -> Any:
+    waiter = Waiter()
+    grammar = compiler.submit(spec_of(text), waiter)
+    return grammar if grammar is not None else waiter.wait()
+
+
+def test_compiler_caches_by_content_within_its_bytes() -> None:
+    backend = FakeBackend()
+    compiler = GrammarCompiler(backend, num_threads=2, cache_bytes=350)
+    for text in ("a", "b", "c"):
+        assert compile_now(compiler, text).text == text
+    assert compile_now(compiler, "a").text == "a"  # used last
+    assert compile_now(compiler, "d").text == "d"  # evicts b
+    assert backend.compiled == ["a", "b", "c", "d"]
+    assert (compiler.num_cached, compiler.cached_bytes) == (3, 300)
+    assert compile_now(compiler, "a").text == "a"
+    assert compile_now(compiler, "b").text == "b"
+    assert backend.compiled == ["a", "b", "c", "d", "b"]
+    for number in range(50):
+        compile_now(compiler, f"n{number}")
+        assert compiler.cached_bytes <= 350
+    compiler.close()
+
+
+def test_compiler_reports_faults_without_native_places() -> None:
+    compiler = GrammarCompiler(FakeBackend(), num_threads=1)
+    assert compile_now(compiler, "bad") == "the grammar does not compile: Rule x is not defined"
+    assert compile_now(compiler, "good").text == "good"
+    compiler.close()
+
+
+def test_equal_grammars_are_compiled_once() -> None:
+    backend = FakeBackend()
+    compiler = GrammarCompiler(backend, num_threads=2)
+    waiters = [Waiter() for _ in range(5)]
+    for waiter in waiters:
+        assert compiler.submit(spec_of("slow"), waiter) is None
+    backend.hold.set()
+    assert len({id(waiter.wait()) for waiter in waiters}) == 1
+    assert backend.compiled == ["slow"]
+    compiler.close()
+
+
+def test_an_overdue_compilation_fails_and_gives_its_place_back() -> None:
+    backend = FakeBackend()
+    compiler = GrammarCompiler(backend, num_threads=1, deadline_s=0.02)
+    assert "did not compile within" in compile_now(compiler, "slow")
+    assert compile_now(compiler, "quick").text == "quick"
+    assert compiler.num_overdue == 1
+    assert "did not compile within" in compile_now(compiler, "slow")
+    assert backend.compiled == ["slow", "quick"], "the same grammar must not cost a second thread"
+    backend.hold.set()
+    compiler.close()
+
+
+def test_overdue_threads_are_bounded() -> None:
+    backend = FakeBackend()
+    compiler = GrammarCompiler(backend, num_threads=1, deadline_s=0.02)
+    for number in range(MAX_OVERDUE):
+        assert "did not compile within" in compile_now(compiler, f"slow {number}")
+    assert "too many" in compile_now(compiler, "quick")
+    backend.hold.set()
+    compiler.close()
+
+
+def test_closing_answers_everyone() -> None:
+    backend = FakeBackend()
+    compiler = GrammarCompiler(backend, num_threads=1)
+    waiters = [Waiter() for _ in range(3)]
+    for number, waiter in enumerate(waiters):
+        compiler.submit(spec_of(f"slow {number}"), waiter)
+    compiler.close()
+    assert [waiter.wait() for waiter in waiters] == ["the engine is shutting down"] * 3
+    backend.hold.set()
+
+
+# Following an output
+
+
+@pytest.fixture(scope="module")
+def backend() -> XGrammarBackend:
+    made = XGrammarBackend(lambda: Vocabulary(resolve_model("builtin://tiny"), 1024, (EOS,)), 1)
+    made.prepare()
+    return made
+
+
+@pytest.fixture(scope="module")
+def spelling() -> dict[str, int]:
+    """Text -> id of the tokens that are plain ASCII."""
+    vocab = json.loads((resolve_model("builtin://tiny") / "tokenizer.json").read_bytes())["model"]["vocab"]
+    return {token.replace("Ġ", " ").replace("Ċ", "\n"): token_id for token, token_id in vocab.items()}
+
+
+def allowed(state: GrammarState) -> set[int]:
+    bitmask = np.zeros((3, 32), np.int32)
+    state.fill(bitmask, 1)
+    assert not bitmask[[0, 2]].any(), "other rows must stay as they are"
+    return set(np.flatnonzero(np.unpackbits(bitmask[1].view(np.uint8), bitorder="little")).tolist())
+
+
+def test_masks_follow_the_output(backend: XGrammarBackend, spelling: dict[str, int]) -> None:
+    state = GrammarState(backend.compile(spec_of('root ::= "a" | "ab"')), None, (EOS,))
+    a, b = spelling["a"], spelling["b"]
+    assert a in allowed(state)
+    assert not {b, EOS} & allowed(state)
+    assert not state.accept(b)
+    assert state.accept(a)
+    assert {b, EOS} == allowed(state)
+    assert state.accept(b)
+    assert allowed(state) == {EOS}
+    state.rollback(2)
+    assert not {b, EOS} & allowed(state)
+    assert state.accept(a)
+    assert not state.is_terminated
+    assert state.accept(EOS)
+    assert state.is_terminated
+    assert not state.accept(a)
+
+
+def test_the_grammar_waits_for_the_end_of_thought(backend: XGrammarBackend, spelling: dict[str, int]) -> None:
+    a, b = spelling["a"], spelling["b"]
+    grammar = backend.compile(spec_of('root ::= "a"'))
+    state = GrammarState(grammar, Reasoning((THINK,), (END_THINK,)), (EOS,))
+    assert {a, THINK} <= allowed(state)
+    assert not {b, EOS, END_THINK} & allowed(state)
+    assert state.accept(THINK)
+    assert state.phase is Phase.REASONING
+    assert allowed(state) == set(range(1024)) - {EOS}, "a thought may not end the output"
+    assert not state.accept(EOS)
+    for token_id in (b, END_THINK):
+        assert state.accept(token_id)
+    assert state.phase is Phase.CONTENT
+    assert THINK not in allowed(state)
+    assert state.accept(a)
+    state.rollback(3)
+    assert state.phase is Phase.REASONING
+    state.rollback(1)
+    assert state.phase is Phase.START
+    assert state.accept(a), "a model may answer without a thought"
+    assert allowed(state) == {EOS}
+
+
+def test_markers_of_several_tokens(backend: XGrammarBackend, spelling: dict[str, int]) -> None:
+    a, b, x, y = (spelling[letter] for letter in "abxy")
+    state = GrammarState(backend.compile(spec_of('root ::= "a"')), Reasoning((x, y), (b, b)), (EOS,))
+    assert {a, x} <= allowed(state)
+    assert state.accept(x)
+    assert allowed(state) == {y}
+    assert state.accept(y)
+    for token_id in (b, a, b):
+        assert state.accept(token_id)
+    assert state.phase is Phase.REASONING
+    assert state.accept(b)
+    assert state.phase is Phase.CONTENT
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_constrained", "is_open"),
+    [
+        ("user\nhi\nassistant\n", False, False),
+        ("user\nhi\nassistant\n<think>\n", False, True),
+        ("user\nhi\nassistant\n<think>\n\n</think>\n\n", True, False),
+        ("user\nwhat is <think>?\nassistant\n", False, False),
+        ("assistant\n<think>x</think>y\nuser\nhi\nassistant\n", False, False),
+    ],
+)
+def test_the_prompt_says_whether_there_is_room_for_thought(
+    prompt: str, is_constrained: bool, is_open: bool
+) -> None:
+    reasoning = reasoning_after(prompt, "<think>", "</think>", [1], [2])
+    assert (reasoning is None) == is_constrained
+    assert reasoning is None or reasoning.is_open == is_open
+
+
+def test_special_tokens_are_no_text(backend: XGrammarBackend, spelling: dict[str, int]) -> None:
+    state = GrammarState(backend.compile(GrammarSpec("regex", "[^x]*")), None, (EOS,))
+    assert {0, 1} & allowed(state) == set()
+    assert THINK in allowed(state), "markers that the detokeniser writes out are text"
+
+
+def test_bounded_strings_hold_no_control_characters(backend: XGrammarBackend) -> None:
+    state = GrammarState(
+        backend.compile(GrammarSpec("json", '{"type": "string", "maxLength": 8}')), None, (EOS,)
+    )
+    info = Vocabulary(resolve_model("builtin://tiny"), 1024, (EOS,)).tokenizer_info()
+    texts = info.decoded_vocab
+    assert state.accept(texts.index(b'"'))
+    tokens = allowed(state)
+    assert texts.index(b"a") in tokens
+    assert not [texts[token] for token in tokens if any(byte < 0x20 for byte in texts[token])]
+
+
+def test_an_ambiguous_grammar_uses_up_its_time(
+    backend: XGrammarBackend, spelling: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy_engine.structured.grammar.CPU_S_BASE", 0.02)
+    monkeypatch.setattr("argosy_engine.structured.grammar.CPU_S_PER_TOKEN", 0.001)
+    state = GrammarState(backend.compile(spec_of('root ::= root root | "a" | ""')), None, (EOS,))
+    bitmask = np.zeros((1, 32), np.int32)
+    for _ in range(1000):
+        state.accept(spelling["a"])
+        state.fill(bitmask, 0)
+        if state.is_too_slow:
+            break
+    assert state.is_too_slow
+
+
+def test_choices_are_taken_literally(backend: XGrammarBackend) -> None:
+    from xgrammar import GrammarMatcher
+
+    choices = ('say "hi"\n', "back\\slash", "naïve ☃", "a|b", "[x]", "😀")
+    grammar = backend.compile(StructuredOutputsParams(choice=choices).spec())
+    for choice in choices:
+        matcher = GrammarMatcher(grammar)
+        assert matcher.accept_string(choice)
+        assert matcher.accept_token(EOS)
+    matcher = GrammarMatcher(grammar)
+    assert matcher.accept_string("a")
+    assert not matcher.accept_token(EOS), "a prefix of a choice is none"
+
+
+VALID = [
+    {"type": "object"},
+    {"type": "array"},
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}, "required": ["a"]},
+    {
+        "$defs": {"N": {"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]}}}},
+        "$ref": "#/$defs/N",
+    },
+    {"oneOf": [
+        {"type": "object", "properties": {"kind": {"const": "a"}}, "required": ["kind"]},
+        {"type": "object", "properties": {"kind": {"const": "b"}, "x": {"type": "number"}}, "required": ["kind"]},
+    ]},
+    {"type": "integer", "multipleOf": 7},
+    {"type": "array", "prefixItems": [True, {"type": "string", "format": "date"}], "items": False},
+    {"type": "object", "patternProperties": {"^x_[a-z]+$": {"type": "boolean"}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", VALID, ids=[json.dumps(schema)[:50] for schema in VALID])
+def test_accepted_schemas_compile(backend: XGrammarBackend, schema: Any) -> None:
+    jsonschema.Draft202012Validator.check_schema(schema)
+    spec = StructuredOutputsParams(json=schema).spec()
+    assert backend.compile(spec).memory_size_bytes > 0
