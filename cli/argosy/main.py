@@ -39,6 +39,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("ps", "argosy.commands.ps:main", "list services and replicas: state, reason, restarts"),
     Command("logs", "argosy.commands.logs:main", "print or follow the logs of replicas and router"),
     Command("chat", "argosy.commands.chat:main", "talk to a model through the router"),
+    Command("route", "argosy.commands.route:main", "show which replica a prompt would get, and why"),
     Command(
         "serve", "argosy_engine.api.serve:main", "run one engine: an OpenAI server for one model", "engine"
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
@@ -16,13 +17,19 @@ import msgspec
 import uvicorn
 from fastapi import Depends, FastAPI, Query, Request, Response
 
-from argosy_engine.protocol.errors import ApiError, Unauthorized
+from argosy_engine.protocol.errors import ApiError, BadRequest, PayloadTooLarge, Unauthorized
 from argosy_engine.protocol.keys import KeyRing, internal_key
+from argosy_engine.protocol.openai import decode_request
 from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH
+from argosy_router.explain import explain
 from argosy_router.fleet import Fleet
 from argosy_router.metrics import CONTENT_TYPE, Metrics
+from argosy_router.proxy.call import SESSION_HEADER, find_service, prompt_of
+from argosy_router.proxy.decisions import CAPACITY, DecisionLog
 
 MAX_WAIT_S = 60.0
+MAX_EXPLAINED_BYTES = 4 * 1024 * 1024
+"""A million tokens of text; decoding more would hold up the data plane, which shares this loop."""
 _JSON = "application/json"
 
 
@@ -32,7 +39,12 @@ def admin_keys(fleet_key: bytes) -> KeyRing:
 
 
 def build_admin(
-    fleet: Fleet, metrics: Metrics, keys: KeyRing, is_ready: Callable[[], bool], name: str
+    fleet: Fleet,
+    metrics: Metrics,
+    decisions: DecisionLog,
+    keys: KeyRing,
+    is_ready: Callable[[], bool],
+    name: str,
 ) -> FastAPI:
     """The admin application. `name` is how the router calls itself in reports."""
     app = FastAPI(title="Argosy router", docs_url=None, redoc_url=None, openapi_url=None)
@@ -67,11 +79,61 @@ def build_admin(
             await fleet.wait_for_change(after, wait)
         return Response(msgspec.json.encode(fleet.report(name)), media_type=_JSON)
 
+    @app.get("/decisions", dependencies=guarded)
+    async def latest(
+        limit: Annotated[int, Query(ge=1, le=CAPACITY)] = 100,
+        model: Annotated[str, Query(max_length=512)] = "",
+    ) -> Response:
+        return Response(msgspec.json.encode(list(decisions.latest(limit, model))), media_type=_JSON)
+
+    @app.get("/explain", dependencies=guarded)
+    async def explain_prompt(
+        model: Annotated[str, Query(max_length=512)],
+        prompt: Annotated[str, Query(max_length=8192)] = "",
+        session: Annotated[str, Query(max_length=512)] = "",
+    ) -> Response:
+        message = {"role": "user", "content": prompt}
+        body = msgspec.json.encode({"model": model, "messages": [message]})
+        return Response(_explain(fleet, body, session.encode()), media_type=_JSON)
+
+    @app.post("/explain", dependencies=guarded)
+    async def explain_request(request: Request) -> Response:
+        session = request.headers.get(SESSION_HEADER.decode(), "").encode("latin-1")
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_EXPLAINED_BYTES:
+                raise PayloadTooLarge(f"a request to explain may have {MAX_EXPLAINED_BYTES} bytes")
+        return Response(_explain(fleet, bytes(body), session), media_type=_JSON)
+
     @app.get("/debug/replicas", dependencies=guarded)
     async def replicas() -> Response:
         return Response(msgspec.json.encode(_describe(fleet)), media_type=_JSON)
 
     return app
+
+
+class _Kind(msgspec.Struct):
+    """Tells a chat from a completion."""
+
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+def _explain(fleet: Fleet, body: bytes, session: bytes) -> bytes:
+    """The explanation for a request's body, as JSON.
+
+    Raises:
+        BadRequest, NotFound: as the main port would.
+    """
+    try:
+        is_chat = bool(bytes(msgspec.json.decode(body, type=_Kind).messages))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"request body is not a JSON object: {str(error)[:200]}") from None
+    decoded = decode_request("chat/completions" if is_chat else "completions", body)
+    service = find_service(fleet, decoded)
+    return msgspec.json.encode(
+        explain(fleet, service, prompt_of(service, decoded, session), time.monotonic())
+    )
 
 
 def _describe(fleet: Fleet) -> list[dict[str, object]]:

@@ -128,6 +128,15 @@ class Metrics(Collector):
             "predicted_cached_tokens", "Hits expected, for answers with usage.", by_replica
         )
         self.actual = Counter("actual_cached_tokens", "Hits, by usage of the same answers.", by_replica)
+        self.predicted_ttft = Counter(
+            "predicted_ttft_seconds", "Time to first token expected, for streams.", by_replica
+        )
+        self.actual_ttft = Counter(
+            "actual_ttft_seconds", "Time to first token of the same streams.", by_replica
+        )
+        self.ttft_error = Histogram(
+            "ttft_error_seconds", "Difference between the two, either way.", by_replica
+        )
         self._families: tuple[Counter | Histogram, ...] = (
             self.requests,
             self.duration,
@@ -142,6 +151,9 @@ class Metrics(Collector):
             self.prompt_tokens,
             self.predicted,
             self.actual,
+            self.predicted_ttft,
+            self.actual_ttft,
+            self.ttft_error,
         )
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)

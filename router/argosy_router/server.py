@@ -142,6 +142,7 @@ class Router:
         app = build_admin(
             self.fleet,
             self.metrics,
+            self.dispatcher.decisions,
             admin_keys(config.fleet_key),
             lambda: self.application.is_ready,
             socket.gethostname(),

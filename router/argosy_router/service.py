@@ -77,12 +77,14 @@ class Service:
         self.bytes_per_token = PRIOR_BYTES_PER_TOKEN
         self.sequence = 0
         self._candidates: Candidates | None = None
+        self._unsalted_seed = chain_seed(spec.model)
 
     def prompt(
         self, request: GenerationRequest, prompts: Sequence[Sequence[Segment]], session: int = 0
     ) -> Prompt:
         """Hashes and size of a request's prompts. A batch is routed by its longest prompt."""
-        seed = chain_seed(self.spec.model, cache_salt=request.cache_salt or "")
+        salt = request.cache_salt
+        seed = chain_seed(self.spec.model, cache_salt=salt) if salt else self._unsalted_seed
         text = ids = 0
         hashes: list[int] = []
         longest: Sequence[Segment] = ()
@@ -106,17 +108,19 @@ class Service:
         rng: random.Random,
         tried: Collection[Replica] = (),
         policy: str = "",
+        *,
+        is_trial: bool = False,
     ) -> Choice:
-        """Picks a replica that was not tried before. Changes nothing but the turn counter.
+        """Picks a replica that was not tried before. Changes nothing but the turn counter, and in a trial not even it.
 
         Raises:
             Unavailable: no replica is routable.
             TooManyRequests: all of them are at the service's in-flight limit.
         """
         candidates = self.candidates(now, tried)
-        if not tried:
-            self.sequence += 1
         request, length = self.route_request(prompt, candidates)
+        if not tried and not is_trial:
+            self.sequence += 1
         decision = POLICIES[policy or self.spec.policy].choose(request, candidates.loads, rng)
         replica = candidates.replicas[decision.position]
         if decision.reason == "cached" and not self.is_announced(replica, prompt.hashes, length):

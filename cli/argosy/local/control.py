@@ -91,6 +91,8 @@ class RouterStatus(Struct, frozen=True, kw_only=True, tag=True):
 
     url: str
     is_ready: bool
+    admin_url: str = ""
+    """Empty while it does not run."""
     reason: str = ""
     restarts: int = 0
     pid: int | None = None

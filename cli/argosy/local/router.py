@@ -37,6 +37,8 @@ class RouterProcess:
 
     def __init__(self, settings: Settings, state: StateDir, changed: Callable[[], None]) -> None:
         self.url = f"http://{HOST}:{settings.port}"
+        self.admin_url = ""
+        """Empty while it does not run."""
         self.report: RoutableReport | None = None
         self.reason = "starting"
         self.restarts = 0
@@ -75,6 +77,7 @@ class RouterProcess:
             )
             process = await Process.start(command, self._environment(), self._state.log_file(LOG_NAME))
             self._process, self.pid = process, process.pid
+            self.admin_url = f"http://{HOST}:{admin_port}"
             following = asyncio.create_task(self._follow(admin_port), name="router's report")
             try:
                 await first_of(process.ended, self._stopped)
@@ -88,7 +91,7 @@ class RouterProcess:
                     await asyncio.shield(process.stop(0.0))
             failures = 1 if self.report else failures + 1
             delay = backoff_s(self._settings, failures)
-            self.report, self.pid, self.reason = None, None, process.outcome
+            self.report, self.pid, self.admin_url, self.reason = None, None, "", process.outcome
             if process.outcome == _EXIT_ADDRESS:
                 self.reason = (
                     f"port {self._settings.port} is taken; `argosy down`, then `argosy up --port PORT`"

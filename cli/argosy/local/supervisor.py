@@ -92,6 +92,7 @@ class Supervisor:
         router = RouterStatus(
             url=self._router.url,
             is_ready=self._router.is_ready,
+            admin_url=self._router.admin_url,
             reason=self._router.reason,
             restarts=self._router.restarts,
             pid=self._router.pid,

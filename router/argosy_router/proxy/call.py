@@ -13,7 +13,13 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from argosy_engine.protocol.errors import BadRequest, NotFound
-from argosy_engine.protocol.openai import Endpoint, decode_request
+from argosy_engine.protocol.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Endpoint,
+    GenerationRequest,
+    decode_request,
+)
 from argosy_engine.protocol.prompt_view import prompt_view
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
@@ -61,23 +67,39 @@ def decode_call(fleet: Fleet, endpoint: Endpoint, request: Request, request_id: 
         raise UnsupportedMediaType("content-encoding is not supported")
     body = request.body
     decoded = decode_request(endpoint, body)
-    if not decoded.model:
-        raise BadRequest("you must provide a model parameter", param="model")
-    service = fleet.service_of(decoded.model)
-    if service is None:
-        raise unknown_model(decoded.model)
+    service = find_service(fleet, decoded)
     if decoded.model == service.spec.key and decoded.model != service.spec.model:
         body = with_model(body, service.spec.model)
-    session = request.header(SESSION_HEADER) or (decoded.prompt_cache_key or decoded.session_id or "").encode(
-        "utf-8", "surrogatepass"
-    )
-    prompt = service.prompt(decoded, prompt_view(decoded), xxh3_64_intdigest(session) if session else 0)
+    prompt = prompt_of(service, decoded, request.header(SESSION_HEADER))
     head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
         headers.forwarded(request.headers),
         request_id,
         len(body),
     )
     return Call(service, prompt, decoded.stream, request_id, head, body, request.target.partition(b"?")[0])
+
+
+def find_service(fleet: Fleet, decoded: GenerationRequest) -> Service:
+    """The service a request names.
+
+    Raises:
+        BadRequest: it names none.
+        NotFound: no service has this model name.
+    """
+    if not decoded.model:
+        raise BadRequest("you must provide a model parameter", param="model")
+    service = fleet.service_of(decoded.model)
+    if service is None:
+        raise unknown_model(decoded.model)
+    return service
+
+
+def prompt_of(
+    service: Service, decoded: ChatCompletionRequest | CompletionRequest, session: bytes | None
+) -> Prompt:
+    """What routing knows about a request's prompt; `session` is the value of `SESSION_HEADER`."""
+    named = session or (decoded.prompt_cache_key or decoded.session_id or "").encode("utf-8", "surrogatepass")
+    return service.prompt(decoded, prompt_view(decoded), xxh3_64_intdigest(named) if named else 0)
 
 
 def unknown_model(name: str) -> NotFound:

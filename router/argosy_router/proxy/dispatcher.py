@@ -18,6 +18,7 @@ from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.messages import render_headers
 from argosy_router.metrics import Metrics
 from argosy_router.proxy.call import Call
+from argosy_router.proxy.decisions import DecisionLog, DecisionRecord
 from argosy_router.proxy.exchange import Exchange, Refused
 from argosy_router.proxy.retry import RetryBudget
 from argosy_router.proxy.usage import TokenUsage
@@ -53,6 +54,7 @@ class Dispatcher:
         self.now = time.monotonic
         """Not the loop's clock, which stands still between turns and counts milliseconds."""
         self._budget = RetryBudget(self.now())
+        self.decisions = DecisionLog()
         self.inflight = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -70,9 +72,24 @@ class Dispatcher:
         self._metrics.decision.observe((), self.now() - started)
         return choice
 
-    def dispatched(self, call: Call, choice: Choice) -> None:
+    def dispatched(self, call: Call, choice: Choice, attempt: int) -> DecisionRecord:
         call.service.dispatched(choice, call.prompt, self.now())
-        self._metrics.routes.add((call.service.spec.model, choice.decision.reason))
+        model, decision = call.service.spec.model, choice.decision
+        self._metrics.routes.add((model, decision.reason))
+        record = DecisionRecord(
+            time.time(),
+            call.request_id.decode(),
+            model,
+            choice.replica.name,
+            decision.reason,
+            attempt,
+            choice.uncached_tokens + decision.predicted_tokens,
+            decision.predicted_tokens,
+            choice.predicted_ttft_s,
+            decision.cost_s,
+        )
+        self.decisions.add(record)
+        return record
 
     def request_line(self, call: Call, replica: Replica) -> bytes:
         """Request line and the headers that differ by replica."""
@@ -113,9 +130,11 @@ class Dispatcher:
     def client_lost(self, call: Call) -> None:
         self._metrics.disconnects.add((call.service.spec.model,))
 
-    def measured(self, call: Call, choice: Choice, usage: TokenUsage) -> None:
+    def measured(self, call: Call, choice: Choice, record: DecisionRecord, usage: TokenUsage) -> None:
         """An answer told its token counts."""
         service = call.service
+        record.prompt_tokens = usage.prompt_tokens
+        record.cached_tokens = usage.cached_tokens
         labels = (service.spec.model, choice.replica.name)
         self._metrics.prompt_tokens.add(labels, usage.prompt_tokens)
         self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
@@ -131,11 +150,27 @@ class Dispatcher:
         metrics.duration.observe((model,), duration)
         if exchange.first_event_s is not None:
             metrics.ttft.observe((model,), exchange.first_event_s)
+            if call.is_stream and exchange.attempts == 1 and exchange.status == 200:
+                self._calibrate(exchange, model, exchange.first_event_s)
+        if exchange.record is not None:
+            exchange.record.status = exchange.status
         if self._access_log.is_enabled:
             self._log(exchange, model, duration)
         self.inflight -= 1
         if not self.inflight:
             self.idle.set()
+
+    def _calibrate(self, exchange: Exchange, model: str, ttft_s: float) -> None:
+        """Holds the prediction against what happened."""
+        choice, record = exchange.choice, exchange.record
+        assert choice is not None
+        assert record is not None
+        record.ttft_s = ttft_s
+        labels = (model, choice.replica.name)
+        self._metrics.predicted_ttft.add(labels, choice.predicted_ttft_s)
+        self._metrics.actual_ttft.add(labels, ttft_s)
+        self._metrics.ttft_error.observe(labels, abs(ttft_s - choice.predicted_ttft_s))
+        choice.replica.load.learn(choice.tokens_ahead, ttft_s)
 
     def _log(self, exchange: Exchange, model: str, duration: float) -> None:
         choice = exchange.choice

@@ -37,6 +37,7 @@ from argosy_router.http.sse import EventCutter, EventTooLarge
 from argosy_router.load import Charge
 from argosy_router.proxy import headers as header_rules
 from argosy_router.proxy.call import Call
+from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.usage import TAIL_BYTES, find_usage
 from argosy_router.replica import Replica
 from argosy_router.service import Choice
@@ -88,6 +89,8 @@ class Exchange:
         """Status sent to the client; 499 when it left before one was."""
         self.attempts = 0
         self.choice: Choice | None = None
+        self.record: DecisionRecord | None = None
+        """Of the last attempt."""
         self.first_event_s: float | None = None
         self._tried: list[Replica] = []
         self._charge: Charge | None = None
@@ -119,7 +122,7 @@ class Exchange:
         self.choice = choice
         self._tried.append(choice.replica)
         self._charge = choice.replica.load.charge(choice.uncached_tokens)
-        self._dispatcher.dispatched(self.call, choice)
+        self.record = self._dispatcher.dispatched(self.call, choice, self.attempts)
         choice.replica.pool.acquire(self)
 
     def on_connected(self, connection: ClientConnection) -> None:
@@ -282,8 +285,13 @@ class Exchange:
         self._release(replica)
         self._dispatcher.succeeded(self.call, replica)
         usage = find_usage(self._tail)
-        if usage is not None and self.choice is not None and self.status in (0, 200):
-            self._dispatcher.measured(self.call, self.choice, usage)
+        if (
+            usage is not None
+            and self.choice is not None
+            and self.record is not None
+            and self.status in (0, 200)
+        ):
+            self._dispatcher.measured(self.call, self.choice, self.record, usage)
 
     def _interrupt(self, replica: Replica) -> None:
         """The replica died after the answer began: say so inside the answer, the status is gone."""

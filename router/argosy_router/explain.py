@@ -1,0 +1,151 @@
+"""Which replica a request would get, and why: the choice of `Service.choose` without its traces.
+
+Owns: the report of a choice. Must not know: HTTP.
+Invariant: nothing changes, neither turn counters nor the random generator, so the next request is sent where the
+explanation says unless something happens in between.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+
+from msgspec import Struct
+
+from argosy_engine.protocol.errors import ApiError
+from argosy_router.fleet import Fleet
+from argosy_router.policy import POLICIES
+from argosy_router.replica import Replica
+from argosy_router.service import Candidates, Prompt, Service
+
+
+class CandidateReport(Struct, frozen=True, kw_only=True):
+    """One replica that could get the request."""
+
+    replica: str
+    state: str
+    hit_tokens: int
+    """Prompt tokens expected in its cache."""
+    hit_source: str
+    """`announced` by the replica, `expected` because it was sent the prefix, or `none`."""
+    terms: dict[str, float]
+    """The policy's figures; in seconds where the name ends in `_s`."""
+    cost_s: float
+    """Sum of the terms in seconds."""
+    queued_tokens: int
+    requests: int
+    kv_usage: float
+    prefill_tokens_per_s: float
+    decode_step_s: float
+
+
+class ExcludedReport(Struct, frozen=True, kw_only=True):
+    """One replica that could not."""
+
+    replica: str
+    state: str
+    reason: str
+
+
+class Explanation(Struct, frozen=True, kw_only=True):
+    """The whole choice."""
+
+    model: str
+    service: str
+    policy: str
+    prompt_tokens: int
+    prompt_chunks: int
+    replica: str | None
+    """The one the request would get."""
+    reason: str
+    """Value of `x-argosy-route`, or why there is no replica."""
+    predicted_cached_tokens: int = 0
+    predicted_ttft_s: float = 0.0
+    candidates: tuple[CandidateReport, ...] = ()
+    excluded: tuple[ExcludedReport, ...] = ()
+
+
+def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Explanation:
+    """Explains the choice for a request that would arrive now."""
+    policy = fleet.policy or service.spec.policy
+    rng = random.Random()  # noqa: S311 - a copy of the one that breaks ties
+    rng.setstate(fleet.rng.getstate())
+    tokens = service.estimate_tokens(prompt)
+    try:
+        candidates = service.candidates(now)
+        choice = service.choose(prompt, now, rng, policy=policy, is_trial=True)
+    except ApiError as error:
+        return Explanation(
+            model=service.spec.model,
+            service=service.spec.key,
+            policy=policy,
+            prompt_tokens=tokens,
+            prompt_chunks=len(prompt.hashes),
+            replica=None,
+            reason=error.message,
+            excluded=_excluded(service, (), now),
+        )
+    return Explanation(
+        model=service.spec.model,
+        service=service.spec.key,
+        policy=policy,
+        prompt_tokens=tokens,
+        prompt_chunks=len(prompt.hashes),
+        replica=choice.replica.name,
+        reason=choice.decision.reason,
+        predicted_cached_tokens=choice.decision.predicted_tokens,
+        predicted_ttft_s=choice.predicted_ttft_s,
+        candidates=_candidates(service, prompt, candidates, policy),
+        excluded=_excluded(service, candidates.replicas, now),
+    )
+
+
+def _candidates(
+    service: Service, prompt: Prompt, candidates: Candidates, policy: str
+) -> tuple[CandidateReport, ...]:
+    request, length = service.route_request(prompt, candidates)
+    rows = POLICIES[policy].terms(request, candidates.loads)
+    reports = []
+    for position, (replica, terms) in enumerate(zip(candidates.replicas, rows, strict=True)):
+        hit = request.hits.get(position, 0)
+        source = "none"
+        if hit:
+            source = "announced" if service.is_announced(replica, prompt.hashes, length) else "expected"
+        load = replica.load
+        reports.append(
+            CandidateReport(
+                replica=replica.name,
+                state=replica.state,
+                hit_tokens=hit,
+                hit_source=source,
+                terms=terms,
+                cost_s=sum(value for name, value in terms.items() if name.endswith("_s")),
+                queued_tokens=load.queued_tokens,
+                requests=load.requests,
+                kv_usage=load.kv_usage,
+                prefill_tokens_per_s=load.prefill_tokens_per_s,
+                decode_step_s=load.decode_step_s,
+            )
+        )
+    return tuple(reports)
+
+
+def _excluded(service: Service, among: Collection[Replica], now: float) -> tuple[ExcludedReport, ...]:
+    return tuple(
+        ExcludedReport(replica=replica.name, state=replica.state, reason=_why_not(service, replica, now))
+        for replica in sorted(service.replicas.values(), key=lambda replica: replica.name)
+        if replica not in among
+    )
+
+
+def _why_not(service: Service, replica: Replica, now: float) -> str:
+    if replica.is_draining or replica.has_announced_drain:
+        return "it is draining"
+    if not replica.is_routable:
+        return "its health check fails" if replica.link == "foreign" else "it has not been reached yet"
+    if not replica.health.admits(now):
+        return "its last requests failed; it is tried again soon"
+    if replica.health.is_suspect:
+        return "its engine core has not turned for a while"
+    limit = service.spec.limits.max_inflight_per_replica
+    return f"it has its limit of {limit} requests" if limit else "others are healthier"
