@@ -1,7 +1,7 @@
 """Argosy's inference engine: vLLM V1's architecture, one concept per module.
 
-`LLM`, `SamplingParams` and `EngineArgs` are the public names. They load on first use, because importing
-`argosy_engine.protocol` must not import torch.
+`LLM`, `LLMEngine`, `AsyncLLM`, `SamplingParams` and `EngineArgs` are the public names. They load on first use, because
+importing `argosy_engine.protocol` must not import torch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from argosy_engine.config import EngineArgs
+    from argosy_engine.frontend.async_llm import AsyncLLM
     from argosy_engine.frontend.llm import LLM
+    from argosy_engine.frontend.llm_engine import LLMEngine
     from argosy_engine.sample.params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineArgs", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineArgs", "LLMEngine", "SamplingParams", "__version__"]
 
 _PUBLIC = {
     "LLM": "argosy_engine.frontend.llm",
+    "LLMEngine": "argosy_engine.frontend.llm_engine",
+    "AsyncLLM": "argosy_engine.frontend.async_llm",
     "EngineArgs": "argosy_engine.config",
     "SamplingParams": "argosy_engine.sample.params",
 }

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from argosy_engine import __version__
+from argosy_engine.api.admin import add_admin_routes
 from argosy_engine.api.metrics import Metrics
 from argosy_engine.api.responses import WatchedResponse, event_stream, json_response
 from argosy_engine.api.serving import Serving, to_api_error
@@ -25,11 +26,26 @@ from argosy_engine.api.stats_log import StatsLog
 from argosy_engine.api.telemetry import TelemetryHub
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.protocol import headers
-from argosy_engine.protocol.errors import ApiError, MethodNotAllowed, NotFound, TooManyRequests, Unavailable
-from argosy_engine.protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
+from argosy_engine.protocol.errors import (
+    ApiError,
+    BadRequest,
+    MethodNotAllowed,
+    NotFound,
+    TooManyRequests,
+    Unavailable,
+)
+from argosy_engine.protocol.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    decode_request,
+)
 
 ITERATION_TIMEOUT_S = 120.0
 """A core that said nothing for this long is taken for hung; a step of a large prompt on a slow CPU takes tens."""
+
+_ASLEEP_RETRY_S = 10.0
+"""Nobody knows when it will be woken; the router has other replicas to try meanwhile."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -60,7 +76,16 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        return self.llm is not None and not self.is_draining and self.is_healthy
+        return self.llm is not None and not self.is_draining and not self.is_sleeping and self.is_healthy
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.llm is not None and self.llm.is_sleeping
+
+    @property
+    def status(self) -> str:
+        """For /ready: loading, ready, sleeping or draining."""
+        return "sleeping" if self.phase == "ready" and self.is_sleeping else self.phase
 
     @property
     def is_healthy(self) -> bool:
@@ -70,11 +95,13 @@ class Engine:
 
     @property
     def serving(self) -> Serving:
-        """Raises Unavailable while the model loads, the engine drains, or the core is dead."""
+        """Raises Unavailable while the model loads, the engine sleeps or drains, or the core is dead."""
         if self._serving is None:
             raise Unavailable(f"the model is loading ({self.phase})", retry_after_s=1.0)
         if self.is_draining:
             raise Unavailable("this engine is shutting down", retry_after_s=1.0)
+        if self.is_sleeping:
+            raise Unavailable("this engine is asleep", retry_after_s=_ASLEEP_RETRY_S)
         return self._serving
 
     @property
@@ -114,6 +141,7 @@ def build_app(engine: Engine) -> FastAPI:
     async def chat_completions(request: Request) -> WatchedResponse:
         body = decode_request("chat/completions", await request.body())
         assert isinstance(body, ChatCompletionRequest)
+        _check_resume(request, body)
         request_id, serving = _request_id(request, body.request_id), engine.serving
         if body.stream:
             return _stream(serving.chat_stream(body, request_id), request_id)
@@ -123,6 +151,7 @@ def build_app(engine: Engine) -> FastAPI:
     async def completions(request: Request) -> WatchedResponse:
         body = decode_request("completions", await request.body())
         assert isinstance(body, CompletionRequest)
+        _check_resume(request, body)
         request_id, serving = _request_id(request, body.request_id), engine.serving
         if body.stream:
             return _stream(serving.completion_stream(body, request_id), request_id)
@@ -144,7 +173,7 @@ def build_app(engine: Engine) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> Response:
-        return _json({"status": engine.phase}, 200 if engine.is_ready else 503)
+        return _json({"status": engine.status}, 200 if engine.is_ready else 503)
 
     @app.get("/version")
     async def version() -> Response:
@@ -162,6 +191,7 @@ def build_app(engine: Engine) -> FastAPI:
     async def telemetry() -> StreamingResponse:
         return StreamingResponse(engine.telemetry.stream(), media_type=headers.TELEMETRY_CONTENT_TYPE)
 
+    add_admin_routes(app, engine)
     _handle_errors(app)
     return app
 
@@ -192,6 +222,12 @@ def _request_id(request: Request, in_body: str | None) -> str:
         if candidate is not None and _REQUEST_ID.fullmatch(candidate):
             return candidate
     return f"{int(time.time()):x}{secrets.token_hex(12)}"
+
+
+def _check_resume(request: Request, body: GenerationRequest) -> None:
+    """`resume` is for routers, which strip their internal headers from what clients send."""
+    if body.resume is not None and headers.RESUME not in request.headers:
+        raise BadRequest("resume is an internal field", param="resume")
 
 
 def _answer(produce: Awaitable[msgspec.Struct], request_id: str) -> WatchedResponse:

@@ -1,8 +1,9 @@
 """Guard: the ASGI layer every request passes before any route: keys, body size, content type, drain.
 
 Deny by default: only `PUBLIC_PATHS` are open, everything else needs a key when the engine has one; a route that
-nobody thought of is thus guarded. Paths are compared as the parser gave them, never rebuilt from headers
-(CVE-2026-48710).
+nobody thought of is thus guarded. `ADMIN_PATHS` change the engine for everybody: they need an admin key, or where there
+is none the engine's own (in a cluster only routers hold it), and without any key they are closed. Paths are compared as
+the parser gave them, never rebuilt from headers (CVE-2026-48710).
 """
 
 from __future__ import annotations
@@ -11,18 +12,28 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from argosy_engine.protocol.errors import ApiError, BadRequest, PayloadTooLarge, Unauthorized
+from argosy_engine.protocol.errors import ApiError, BadRequest, Forbidden, PayloadTooLarge, Unauthorized
 from argosy_engine.protocol.keys import KeyRing
 
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"})
+"""vLLM's names; it has them only with VLLM_SERVER_DEV_MODE."""
 MAX_BODY_BYTES = 32 << 20
 """A chat of four million characters; images are not accepted."""
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, keys: KeyRing, guard_metrics: bool = False) -> None:
+    """
+    Args:
+        admin_keys: for `ADMIN_PATHS`; `keys` where there are none.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, guard_metrics: bool = False, admin_keys: KeyRing | None = None
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._admin_keys = admin_keys or keys
         self._public = PUBLIC_PATHS - {"/metrics"} if guard_metrics else PUBLIC_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,13 +42,20 @@ class Guard:
             return
         headers = dict(scope["headers"])
         try:
-            if self._keys and scope["path"] not in self._public:
+            is_admin = scope["path"] in ADMIN_PATHS
+            keys = self._admin_keys if is_admin else self._keys
+            if is_admin and not keys:
+                raise Forbidden(
+                    f"{scope['path']} is closed: start the engine with --admin-api-key or --api-key"
+                )
+            if keys and scope["path"] not in self._public:
                 authorization = headers.get(b"authorization")
-                if not self._keys.accepts(authorization.decode("latin-1") if authorization else None):
+                if not keys.accepts(authorization.decode("latin-1") if authorization else None):
                     raise Unauthorized(
                         "missing or wrong API key: send the header 'Authorization: Bearer KEY'"
                     )
-            _check_body_headers(scope, headers)
+            if not is_admin:  # those take no body, and no browser has their key
+                _check_body_headers(scope, headers)
         except ApiError as error:
             await send_error(send, error)
             return

@@ -56,11 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(options: argparse.Namespace, args: EngineArgs, started: float) -> int:
     keys = KeyRing([*options.api_key, *os.environ.get("ARGOSY_API_KEY", "").split(",")])
+    admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
     engine = Engine(args.served_model_name or (args.canonical_name,), options.engine_iteration_timeout)
     engine.log_stats = not options.disable_log_stats
     server = _Server(
         uvicorn.Config(
-            Guard(build_app(engine), keys, options.guard_metrics),
+            Guard(build_app(engine), keys, options.guard_metrics, admin_keys),
             host=options.host,
             port=options.port,
             http="httptools",
@@ -169,6 +170,13 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineAr
     server.add_argument("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
     server.add_argument(
         "--api-key", action="append", default=[], help="accepted bearer key; repeatable; also ARGOSY_API_KEY"
+    )
+    server.add_argument(
+        "--admin-api-key",
+        action="append",
+        default=[],
+        help="key for /sleep, /wake_up and /reset_prefix_cache, instead of --api-key; repeatable; "
+        "also ARGOSY_ADMIN_API_KEY",
     )
     server.add_argument("--guard-metrics", action="store_true", help="ask for the key on /metrics too")
     server.add_argument(

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import AsyncMPClient
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest
+from argosy_engine.errors import EngineAsleep, EngineBusy, EngineDead, EngineError, InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.outputs import GenerationOutput, OutputCollector
 from argosy_engine.frontend.processor import InputProcessor
@@ -78,6 +79,8 @@ class AsyncLLM:
         self._live: dict[str, _Live] = {}
         self._dead: EngineDead | None = None
         self._last_heard = time.monotonic()
+        self._sleep_level = 0
+        self._sleep_lock = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
         self._reader = asyncio.create_task(self._read_outputs(), name="engine outputs")
@@ -114,11 +117,13 @@ class AsyncLLM:
 
         Raises:
             EngineDead: the core died.
-            EngineBusy: too many requests are live.
+            EngineBusy: too many requests are live, or the engine is asleep.
             EngineError: the core refused a request.
         """
         if self._dead is not None:
             raise self._dead
+        if self._sleep_level:
+            raise EngineAsleep("this engine is asleep")
         if len(self._live) + len(requests) > MAX_LIVE_REQUESTS:
             raise EngineBusy(f"{len(self._live)} requests are waiting or running")
         collector = OutputCollector()
@@ -146,6 +151,54 @@ class AsyncLLM:
     async def drain(self) -> None:
         """Waits until no request is live."""
         await self._idle.wait()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._sleep_level > 0
+
+    async def sleep(self, level: int = 1, mode: Literal["abort", "wait"] = "abort") -> None:
+        """Gives weights and KV cache back; requests are refused until `wake_up`.
+
+        Args:
+            level: 1 leaves the checkpoint in the page cache for a quick return, 2 drops that too.
+            mode: what happens to running requests.
+
+        Raises:
+            UtilityFailed: there is no such level.
+        """
+        async with self._sleep_lock:
+            before, self._sleep_level = self._sleep_level, level
+            try:
+                if mode == "abort":
+                    error = EngineAsleep("the engine was put to sleep while it was working on this request")
+                    await self.client.abort_requests(self._fail_all(error))
+                await self.drain()
+                await self.client.call_utility("sleep", level)
+            except BaseException:
+                self._sleep_level = before
+                raise
+
+    async def wake_up(self) -> None:
+        """Loads the weights again.
+
+        Raises:
+            UtilityFailed: they no longer fit, or the checkpoint is gone; the engine stays asleep.
+        """
+        async with self._sleep_lock:
+            await self.client.call_utility("wake_up")
+            self._sleep_level = 0
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix; False, and no effect, while requests hold blocks."""
+        return bool(await self.client.call_utility("reset_prefix_cache"))
+
+    async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        """Calls a public method of every worker; the results by rank.
+
+        Raises:
+            UtilityFailed: there is no such method, or it failed.
+        """
+        return list(await self.client.call_utility("collective_rpc", method, list(args)))
 
     async def close(self) -> None:
         """Ends the core; requests that are still live fail, so that nobody waits for it."""
@@ -235,7 +288,13 @@ class AsyncLLM:
 
     def _fail_live(self, error: EngineDead) -> None:
         self._dead = error
-        for request_id in list(self._live):
+        self._fail_all(EngineDead("the engine stopped while it was working on this request"))
+
+    def _fail_all(self, error: EngineError) -> list[str]:
+        """Fails every live request; their ids."""
+        request_ids = list(self._live)
+        for request_id in request_ids:
             live = self._live[request_id]
             self._forget(request_id)
-            live.collector.fail(EngineDead("the engine stopped while it was working on this request"))
+            live.collector.fail(error)
+        return request_ids

@@ -4,6 +4,7 @@ ApiError
 ├── BadRequest            400  invalid_request_error   the client must change the request
 │   └── ContextLengthExceeded  400, code context_length_exceeded
 ├── Unauthorized          401  authentication_error    the client must present a key
+├── Forbidden             403  permission_error        closed, whoever asks
 ├── NotFound              404  not_found_error         unknown model or route
 ├── MethodNotAllowed      405  invalid_request_error
 ├── PayloadTooLarge       413  invalid_request_error
@@ -89,6 +90,11 @@ class Unauthorized(ApiError):
     http_status = 401
     error_type = "authentication_error"
     default_code = "invalid_api_key"
+
+
+class Forbidden(ApiError):
+    http_status = 403
+    error_type = "permission_error"
 
 
 class NotFound(ApiError):

@@ -1,0 +1,68 @@
+"""Routes that change the engine for everybody: sleep and wake, the prefix cache. `api.guard` says who may call them.
+
+Names and parameters are vLLM's. `POST /sleep?level=1&mode=abort`: level 1 frees weights and KV cache and leaves the
+checkpoint in the page cache, level 2 drops that too; mode `abort` fails running requests with 503, `wait` lets them
+finish. Asleep, the engine is not ready, and requests get 503.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, cast
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from argosy_engine.errors import UtilityFailed
+from argosy_engine.frontend.async_llm import AsyncLLM
+from argosy_engine.protocol.errors import BadRequest, InternalError, Unavailable
+
+if TYPE_CHECKING:
+    from argosy_engine.api.app import Engine
+
+_LEVELS = {"1": 1, "2": 2}
+_MODES = ("abort", "wait")
+
+
+def add_admin_routes(app: FastAPI, engine: Engine) -> None:
+    def llm() -> AsyncLLM:
+        if engine.llm is None:
+            raise Unavailable(f"the model is loading ({engine.phase})", retry_after_s=1.0)
+        if engine.is_draining:
+            raise Unavailable("this engine is shutting down", retry_after_s=1.0)
+        return engine.llm
+
+    @app.post("/sleep")
+    async def sleep(request: Request) -> Response:
+        level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
+        if level not in _LEVELS:
+            raise BadRequest("level must be 1 or 2", param="level")
+        if mode not in _MODES:
+            raise BadRequest("mode must be abort or wait", param="mode")
+        try:
+            await llm().sleep(_LEVELS[level], cast(Literal["abort", "wait"], mode))
+        except UtilityFailed as error:
+            raise InternalError(f"the engine cannot sleep: {error}") from None
+        return Response(status_code=200)
+
+    @app.post("/wake_up")
+    async def wake_up() -> Response:
+        try:
+            await llm().wake_up()
+        except UtilityFailed as error:
+            raise InternalError(f"the engine cannot wake up: {error}") from None
+        return Response(status_code=200)
+
+    @app.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        return _json({"is_sleeping": llm().is_sleeping})
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        if not await llm().reset_prefix_cache():
+            raise Unavailable("requests are running; the prefix cache was kept", retry_after_s=1.0)
+        return Response(status_code=200)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

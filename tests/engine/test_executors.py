@@ -1,0 +1,188 @@
+"""One engine, three clients, two executors: the same tokens, the same calls, the same deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from argosy_engine import EngineArgs, LLMEngine, SamplingParams
+from argosy_engine.core.client import InprocClient, SyncMPClient
+from argosy_engine.errors import ConfigError, EngineAsleep, EngineDead, InvalidRequest, UtilityFailed
+from argosy_engine.executor.worker_class import worker_class
+
+PROMPTS = ["Once upon a time", "The sea", "One, two, three,"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def worker_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "support"))
+
+
+@contextmanager
+def engine(*, multiprocess: bool = False, backend: str = "uni") -> Iterator[LLMEngine]:
+    made = LLMEngine.from_engine_args(
+        EngineArgs.of(
+            model="builtin://tiny", device="cpu", dtype="float32", threads=1, num_gpu_blocks_override=512,
+            distributed_executor_backend=backend, worker_cls="probe_worker.ProbeWorker",
+        ),
+        multiprocess=multiprocess,
+    )  # fmt: skip
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def tokens(engine: LLMEngine) -> dict[str, list[int]]:
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(str(index), prompt, GREEDY)
+    return finish(engine)
+
+
+def finish(engine: LLMEngine) -> dict[str, list[int]]:
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {out.request_id: out.token_ids for out in engine.step() if out.finished}
+    return finished
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[dict[str, list[int]]]:
+    """Tokens of the plainest combination; also where `LLMEngine` itself is tried."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent.parent / "support"))
+        with engine() as plain:
+            found = tokens(plain)
+            assert {len(ids) for ids in found.values()} == {GREEDY.max_tokens}
+            check_requests(plain)
+            check_calls(plain)
+            check_sleep(plain, found)
+            yield found
+
+
+def check_requests(engine: LLMEngine) -> None:
+    engine.add_request("a", "Once", GREEDY)
+    with pytest.raises(InvalidRequest, match="'a' is running"):
+        engine.add_request("a", "Twice", GREEDY)
+    with pytest.raises(InvalidRequest, match="empty"):
+        engine.add_request("b", [], GREEDY)
+    engine.add_request("b", [5, 6], GREEDY.replace(n=2))
+    engine.step()
+    engine.abort_request(["a", "unknown"])
+    seen: list[int] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert output.request_id == "b"
+            assert len(output.token_ids) >= len(seen)
+            seen = list(output.token_ids)
+    assert len(seen) == GREEDY.max_tokens
+    assert output.finished
+    assert output.outputs[1].token_ids == seen
+    engine.add_request("a", "Once", GREEDY)  # the id is free again
+    engine.abort_request("a")
+    assert engine.step() == []
+
+
+def check_calls(engine: LLMEngine) -> None:
+    ((pid, *values),) = engine.collective_rpc("echo", ["x", 1, {"y": [2.5, None]}])
+    assert values == ["x", 1, {"y": [2.5, None]}]
+    assert (pid == os.getpid()) == isinstance_uni(engine)
+    for method, message in (
+        ("fail", "as asked"),
+        ("_load", "no method"),
+        ("nothing", "no method"),
+        ("args", "no method"),
+    ):
+        with pytest.raises(UtilityFailed, match=message):
+            engine.collective_rpc(method)
+    with pytest.raises(UtilityFailed, match="unknown utility"):
+        engine.client.call_utility("__class__")
+
+
+def isinstance_uni(engine: LLMEngine) -> bool:
+    from argosy_engine.executor.uniproc import UniprocExecutor
+
+    return isinstance(engine.client, InprocClient) and isinstance(
+        engine.client.core.executor, UniprocExecutor
+    )
+
+
+def check_sleep(engine: LLMEngine, expected: dict[str, list[int]]) -> None:
+    engine.add_request("busy", "Once", GREEDY)
+    engine.step()
+    with pytest.raises(UtilityFailed, match="requests are running"):
+        engine.sleep()
+    engine.abort_request("busy")
+    with pytest.raises(UtilityFailed, match="no sleep level 3"):
+        engine.sleep(3)
+    for level in (1, 2):
+        engine.sleep(level)
+        assert engine.collective_rpc("holds_memory") == [False]
+        with pytest.raises(EngineAsleep):
+            engine.add_request("asleep", "Once", GREEDY)
+        engine.wake_up()
+        assert engine.collective_rpc("holds_memory") == [True]
+        assert tokens(engine) == expected
+
+
+def test_worker_processes_give_the_same_tokens(expected: dict[str, list[int]]) -> None:
+    with engine(backend="mp") as made:
+        assert tokens(made) == expected
+        check_calls(made)
+        made.sleep()
+        made.wake_up()
+        assert tokens(made) == expected
+        ((pid,),) = made.collective_rpc("echo")
+        made.add_request("x", "Once", GREEDY)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDead, match="killed by SIGKILL"):
+            finish(made)
+
+
+def test_a_core_process_gives_the_same_tokens(expected: dict[str, list[int]]) -> None:
+    with engine(multiprocess=True) as made:
+        assert isinstance(made.client, SyncMPClient)
+        assert tokens(made) == expected
+        check_calls(made)
+        made.add_request("x", "Once", GREEDY)
+        os.kill(made.client.pid, signal.SIGKILL)
+        with pytest.raises(EngineDead, match="killed by SIGKILL"):
+            finish(made)
+
+
+@pytest.mark.parametrize("start", [InprocClient, SyncMPClient])
+def test_a_start_that_fails_says_why(start: Callable[[EngineArgs], object]) -> None:
+    with pytest.raises(ConfigError, match="has no config"):
+        start(EngineArgs.of(model="/nonexistent"))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere.Worker", "No module named 'nowhere'"),
+        ("Worker", "give package.module.Class"),
+        ("probe_worker.Missing", "has no attribute"),
+        ("probe_worker.NoWorker", "is not a subclass"),
+        ("os.getcwd", "is not a subclass"),
+    ],
+)
+def test_a_worker_class_must_be_one(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        worker_class(path)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = (
+        "import sys, argosy_engine; argosy_engine.EngineArgs; "
+        "import argosy_engine.core.client, argosy_engine.executor.multiproc, argosy_engine.core.engine_core; "
+        "argosy_engine.LLMEngine; argosy_engine.AsyncLLM; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)

@@ -1,0 +1,55 @@
+"""The guard's rules for administrative routes, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from argosy_engine.api.guard import ADMIN_PATHS, Guard
+from argosy_engine.protocol.keys import KeyRing
+
+
+async def status(keys: list[str], admin_keys: list[str], path: str, key: str | None) -> int:
+    """HTTP status of a request with `key`; 200 if it reached the application."""
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        sent.append({"status": 200})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    guard = Guard(application, KeyRing(keys), False, KeyRing(admin_keys))
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    await guard(scope, receive, send)
+    return int(sent[0]["status"])
+
+
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
+@pytest.mark.parametrize(
+    ("keys", "admin_keys", "key", "expected"),
+    [
+        ([], [], None, 403),
+        ([], [], "anything", 403),
+        (["k"], [], "k", 200),
+        (["k"], [], None, 401),
+        (["k"], ["admin"], "k", 401),
+        (["k"], ["admin"], "admin", 200),
+        ([], ["admin"], None, 401),
+        ([], ["admin"], "admin", 200),
+    ],
+)
+async def test_admin_routes_need_the_admin_key(
+    path: str, keys: list[str], admin_keys: list[str], key: str | None, expected: int
+) -> None:
+    assert await status(keys, admin_keys, path, key) == expected
+
+
+async def test_the_admin_key_opens_nothing_else() -> None:
+    assert await status(["k"], ["admin"], "/v1/models", "admin") == 401
+    assert await status(["k"], ["admin"], "/sleep/", "admin") == 401
