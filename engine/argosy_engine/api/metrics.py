@@ -45,7 +45,7 @@ _LATENCY = (
 )  # fmt: skip
 _ITERATION = tuple(float(1 << power) for power in range(15))
 _LABELS = ("model_name", "engine")
-_FINISH_REASONS = ("stop", "length", "abort", "error")
+_FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 def _token_buckets(limit: int) -> tuple[float, ...]:

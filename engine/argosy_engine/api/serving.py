@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from argosy_engine.api.completion_parts import CompletionParts
+from argosy_engine.api.logprobs import LogprobsFormat
 from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -23,6 +25,7 @@ from argosy_engine.protocol.errors import (
     Unavailable,
 )
 from argosy_engine.protocol.openai import (
+    MAX_CHOICES,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -41,15 +44,13 @@ from argosy_engine.protocol.openai import (
     ToolCall,
     Usage,
 )
+from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
 
 _INLINE_CHARS = 16384
 """Prompts up to this size are tokenised in place (a few milliseconds at most); longer ones in a thread."""
-
-MAX_CHOICES = 1024
-"""Choices of one call: prompts times n."""
 
 
 class Serving:
@@ -94,10 +95,11 @@ class Serving:
     async def chat(self, request: ChatCompletionRequest, request_id: str) -> ChatCompletion:
         name = self.check_model(request.model)
         requests, prompt = await self._chat_requests(request)
-        merged = await self._collect(requests)
-        parsers = self._parsers(request, len(requests))
+        merged = await self._collect(requests, request)
+        parsers, logprobs = self._parsers(request, len(requests)), self._logprobs(request)
         choices = []
         for output, parser in zip(merged, parsers, strict=True):
+            parser.feed(output.resumed_text)
             parsed = parser.feed(output.text, is_last=True)
             calls = self._tool_calls(parsed.calls, request_id, output.index, 0, is_delta=False)
             message = ResponseMessage(
@@ -112,6 +114,7 @@ class Serving:
                     message=message,
                     finish_reason=_chat_finish(output.finish_reason, parser),
                     stop_reason=output.stop_reason,
+                    logprobs=logprobs.chat(output.logprobs) if request.logprobs else None,
                     token_ids=output.token_ids if request.return_token_ids else None,
                 )
             )
@@ -120,8 +123,11 @@ class Serving:
             created=int(time.time()),
             model=name,
             choices=choices,
-            usage=_usage(merged, 1),
+            usage=_usage(merged, len(merged)),
             prompt_token_ids=prompt.token_ids if request.return_token_ids else None,
+            prompt_logprobs=logprobs.prompt(merged[0].prompt_logprobs or [])
+            if request.prompt_logprobs is not None
+            else None,
         )
 
     async def chat_stream(
@@ -129,7 +135,7 @@ class Serving:
     ) -> AsyncGenerator[ChatCompletionChunk, None]:
         name = self.check_model(request.model)
         requests, prompt = await self._chat_requests(request)
-        parsers = self._parsers(request, len(requests))
+        parsers, logprobs = self._parsers(request, len(requests)), self._logprobs(request)
         totals = [GenerationOutput(index) for index in range(len(requests))]
         stream_id, created = f"chatcmpl-{request_id}", int(time.time())
         with_ids, usage_options = request.return_token_ids, request.stream_options
@@ -146,8 +152,8 @@ class Serving:
                 prompt_token_ids=prompt.token_ids if is_first and with_ids else None,
             )
 
-        is_first = True
-        async with aclosing(self.llm.generate(requests)) as stream:  # type: ignore[type-var]
+        is_first = request.resume is None
+        async with aclosing(self.llm.generate(requests, request.n or 1)) as stream:  # type: ignore[type-var]
             async for outputs in stream:
                 if is_first:
                     # Not before the first token: until then an error has a status, and a router may still retry.
@@ -158,6 +164,7 @@ class Serving:
                     )
                 for output in outputs:
                     parser = parsers[output.index]
+                    parser.feed(output.resumed_text)
                     num_calls = parser.num_calls
                     parsed = parser.feed(output.text, is_last=output.finish_reason is not None)
                     _book(totals[output.index], output)
@@ -169,19 +176,20 @@ class Serving:
                         ),
                     )
                     finish = _chat_finish(output.finish_reason, parser)
-                    if delta == _EMPTY_DELTA and finish is None and not with_ids:
+                    if delta == _EMPTY_DELTA and finish is None and not with_ids and not output.logprobs:
                         continue
                     choice = ChatChunkChoice(
                         index=output.index,
                         delta=delta,
                         finish_reason=finish,
                         stop_reason=output.stop_reason,
+                        logprobs=logprobs.chat(output.logprobs) if output.logprobs else None,
                         token_ids=output.token_ids if with_ids else None,
                     )
                     continuous = usage_options is not None and usage_options.continuous_usage_stats
-                    yield chunk([choice], _usage(totals, 1) if continuous else None)
+                    yield chunk([choice], _usage(totals, len(totals)) if continuous else None)
         if usage_options is not None and usage_options.include_usage:
-            yield chunk([], _usage(totals, 1))
+            yield chunk([], _usage(totals, len(totals)))
 
     async def _chat_requests(self, request: ChatCompletionRequest) -> tuple[list[EngineCoreRequest], Prompt]:
         if request.tool_choice not in (None, "auto", "none"):
@@ -213,21 +221,14 @@ class Serving:
     async def completion(self, request: CompletionRequest, request_id: str) -> Completion:
         name = self.check_model(request.model)
         requests, prompts = await self._completion_requests(request)
-        merged = await self._collect(requests)
+        merged = await self._collect(requests, request)
         n = request.n or 1
-        choices = [
-            CompletionChoice(
-                index=output.index,
-                text=self._echo(request, prompts[output.index // n]) + output.text,
-                finish_reason=output.finish_reason,
-                stop_reason=output.stop_reason,
-                token_ids=output.token_ids if request.return_token_ids else None,
-            )
-            for output in merged
-        ]
+        for output in merged:  # each prompt's log probabilities came with its first choice
+            output.prompt_logprobs = merged[output.index // n * n].prompt_logprobs
+        parts = self._completion_parts(request, requests, prompts)
+        choices = [parts.choice(output, is_first=request.resume is None) for output in merged]
         return Completion(
-            id=f"cmpl-{request_id}", created=int(time.time()), model=name, choices=choices, usage=_usage(merged, n),
-            prompt_token_ids=prompts[0].token_ids if request.return_token_ids else None,
+            id=f"cmpl-{request_id}", created=int(time.time()), model=name, choices=choices, usage=_usage(merged, n)
         )  # fmt: skip
 
     async def completion_stream(
@@ -236,43 +237,29 @@ class Serving:
         name = self.check_model(request.model)
         requests, prompts = await self._completion_requests(request)
         n = request.n or 1
+        parts = self._completion_parts(request, requests, prompts)
         totals = [GenerationOutput(index) for index in range(len(requests))]
         stream_id, created, usage_options = f"cmpl-{request_id}", int(time.time()), request.stream_options
-        is_first = True
+        continuous = usage_options is not None and usage_options.continuous_usage_stats
+        unseen = set(range(len(requests))) if request.resume is None else set()
+        prompt_logprobs: dict[int, list[TokenLogprobs] | None] = {}
 
         def chunk(choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-            first_ids = prompts[0].token_ids if is_first and request.return_token_ids else None
-            return Completion(
-                id=stream_id,
-                created=created,
-                model=name,
-                choices=choices,
-                usage=usage,
-                prompt_token_ids=first_ids,
-            )
+            return Completion(id=stream_id, created=created, model=name, choices=choices, usage=usage)
 
-        async with aclosing(self.llm.generate(requests)) as stream:  # type: ignore[type-var]
+        async with aclosing(self.llm.generate(requests, n)) as stream:  # type: ignore[type-var]
             async for outputs in stream:
-                if request.echo and is_first:
-                    for index in range(len(requests)):
-                        yield chunk(
-                            [CompletionChoice(index=index, text=self._echo(request, prompts[index // n]))]
-                        )
-                        is_first = False
                 for output in outputs:
+                    is_first = output.index in unseen
+                    unseen.discard(output.index)
+                    if is_first:
+                        leader = output.index // n * n
+                        prompt_logprobs.setdefault(leader, output.prompt_logprobs)
+                        output.prompt_logprobs = prompt_logprobs[leader]
+                    choice = parts.choice(output, is_first=is_first)
                     _book(totals[output.index], output)
-                    if not output.text and output.finish_reason is None and not request.return_token_ids:
-                        continue
-                    choice = CompletionChoice(
-                        index=output.index,
-                        text=output.text,
-                        finish_reason=output.finish_reason,
-                        stop_reason=output.stop_reason,
-                        token_ids=output.token_ids if request.return_token_ids else None,
-                    )
-                    continuous = usage_options is not None and usage_options.continuous_usage_stats
-                    yield chunk([choice], _usage(totals, n) if continuous else None)
-                    is_first = False
+                    if choice.text or choice.finish_reason or choice.logprobs or request.return_token_ids:
+                        yield chunk([choice], _usage(totals, n) if continuous else None)
         if usage_options is not None and usage_options.include_usage:
             yield chunk([], _usage(totals, n))
 
@@ -283,31 +270,48 @@ class Serving:
         prompts = await self._off_loop(size, self.llm.processor.completion_prompts, request)
         return self._core_requests(prompts, request), prompts
 
-    def _echo(self, request: CompletionRequest, prompt: Prompt) -> str:
-        return self.llm.processor.tokenizer.decode(prompt.token_ids) if request.echo else ""
+    def _completion_parts(
+        self, request: CompletionRequest, requests: Sequence[EngineCoreRequest], prompts: Sequence[Prompt]
+    ) -> CompletionParts:
+        resumed = [core_request.resume_token_ids for core_request in requests]
+        return CompletionParts(request, self.llm.processor.tokenizer, prompts, resumed)
 
     # Both
 
     def _core_requests(
         self, prompts: Sequence[Prompt], request: GenerationRequest
     ) -> list[EngineCoreRequest]:
-        n = request.n or 1
-        if len(prompts) * n > MAX_CHOICES:
+        n, resume = request.n or 1, request.resume
+        count = len(prompts) * n
+        if count > MAX_CHOICES:
             raise BadRequest(f"{len(prompts)} prompts times n={n} exceed {MAX_CHOICES} choices", param="n")
+        if resume is not None and len(resume) != count:
+            raise BadRequest(f"resume must have one entry for each of {count} choices", param="resume")
+        if request.stream and request.prompt_logprobs is not None:
+            raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         params = self.llm.processor.sampling_params(request)
         return [
-            self.llm.processor.core_request(prompt, params, cache_salt=request.cache_salt, choice=choice)
-            for prompt in prompts
-            for choice in range(n)
+            core_request
+            for index, prompt in enumerate(prompts)
+            for core_request in self.llm.processor.core_requests(
+                prompt,
+                params,
+                cache_salt=request.cache_salt,
+                resume=resume[index * n : index * n + n] if resume is not None else (),
+            )
         ]
 
-    async def _collect(self, requests: list[EngineCoreRequest]) -> list[GenerationOutput]:
+    def _logprobs(self, request: GenerationRequest) -> LogprobsFormat:
+        return LogprobsFormat(self.llm.processor.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
+
+    async def _collect(
+        self, requests: list[EngineCoreRequest], request: GenerationRequest
+    ) -> list[GenerationOutput]:
         merged = [GenerationOutput(index) for index in range(len(requests))]
-        async with aclosing(self.llm.generate(requests)) as stream:  # type: ignore[type-var]
+        async with aclosing(self.llm.generate(requests, request.n or 1)) as stream:  # type: ignore[type-var]
             async for outputs in stream:
                 for output in outputs:
                     merged[output.index].merge(output)
-                    merged[output.index].num_prompt_tokens = output.num_prompt_tokens
         return merged
 
     @staticmethod

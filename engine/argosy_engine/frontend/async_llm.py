@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
@@ -46,7 +46,17 @@ class RequestTimings:
 class _Live:
     """A request in the core: its detokenizer, its reader, its counts."""
 
-    __slots__ = ("collector", "detokenizer", "index", "num_output", "num_prompt", "timings")
+    __slots__ = (
+        "collector",
+        "detokenizer",
+        "has_output",
+        "index",
+        "num_output",
+        "num_prompt",
+        "resumed_text",
+        "siblings",
+        "timings",
+    )
 
     def __init__(
         self, index: int, collector: OutputCollector, detokenizer: IncrementalDetokenizer, num_prompt: int
@@ -56,6 +66,11 @@ class _Live:
         self.detokenizer = detokenizer
         self.num_prompt = num_prompt
         self.num_output = 0
+        """tokens, those of a run that this one continues included"""
+        self.has_output = False
+        self.resumed_text = ""
+        self.siblings: Sequence[EngineCoreRequest] = ()
+        """Other choices of the same prompt, which wait for this one to compute it."""
         self.timings = RequestTimings()
 
 
@@ -112,8 +127,14 @@ class AsyncLLM:
     def num_live(self) -> int:
         return len(self._live)
 
-    async def generate(self, requests: Sequence[EngineCoreRequest]) -> AsyncIterator[list[GenerationOutput]]:
-        """Runs the requests of one call (several for n > 1 or a batch); outputs carry the request's index.
+    async def generate(
+        self, requests: Sequence[EngineCoreRequest], n: int = 1
+    ) -> AsyncIterator[list[GenerationOutput]]:
+        """Runs the requests of one call; outputs carry the request's index.
+
+        Args:
+            requests: for each prompt of a batch its `n` choices. A prompt of at least one KV block is computed by its
+                first choice; the others follow once it is, and find it in the prefix cache.
 
         Raises:
             EngineDead: the core died.
@@ -137,8 +158,8 @@ class AsyncLLM:
         self._idle.clear()
         unfinished = len(requests)
         try:
-            for request in requests:
-                await self.client.add_request(request)
+            for request in self._leaders(requests, n):
+                await self._submit(request)
             while unfinished:
                 outputs = await collector.take()
                 unfinished -= sum(output.finish_reason is not None for output in outputs)
@@ -147,6 +168,30 @@ class AsyncLLM:
             leftover = [request.request_id for request in requests if self._forget(request.request_id)]
             if leftover and self._dead is None:
                 await self.client.abort_requests(leftover)
+
+    def _leaders(self, requests: Sequence[EngineCoreRequest], n: int) -> Iterator[EngineCoreRequest]:
+        """The requests to submit now; the others are left to one of these."""
+        for start in range(0, len(requests), n):
+            leader, *siblings = requests[start : start + n]
+            yield leader
+            wants_prompt = leader.sampling_params.prompt_logprobs is not None  # which come with its first output
+            if len(leader.prompt_token_ids) < self.config.block_size and not wants_prompt:
+                yield from siblings
+            elif leader.request_id in self._live:
+                self._live[leader.request_id].siblings = siblings
+
+    async def _submit(self, request: EngineCoreRequest) -> None:
+        """Sends a request to the core; one that continues an earlier run takes up its text first."""
+        live = self._live.get(request.request_id)
+        if live is None:
+            return  # the client left
+        live.num_output = len(request.resume_token_ids)
+        live.resumed_text = live.detokenizer.update(request.resume_token_ids, is_last=False)
+        if live.detokenizer.stop_reason is None:
+            await self.client.add_request(request)
+        else:
+            ended = EngineCoreOutput(request.request_id, [], FinishReason.STOP)
+            await self._process_all([ended])
 
     async def drain(self) -> None:
         """Waits until no request is live."""
@@ -213,21 +258,28 @@ class AsyncLLM:
                 self._last_heard = time.monotonic()
                 for observer in self.observers:
                     observer.on_core_outputs(outputs)
-                aborts: list[str] = []
-                for start in range(0, len(outputs.outputs), _CHUNK):
-                    for output in outputs.outputs[start : start + _CHUNK]:
-                        self._process(output, aborts)
-                    if start + _CHUNK < len(outputs.outputs):
-                        await asyncio.sleep(0)
-                if aborts:
-                    await self.client.abort_requests(aborts)
+                await self._process_all(outputs.outputs)
         except EngineDead as error:
             self._die(error)
         except Exception as error:
             logger.exception("reading the core's outputs failed")
             self._die(EngineDead(f"{type(error).__name__}: {error}"))
 
-    def _process(self, output: EngineCoreOutput, aborts: list[str]) -> None:
+    async def _process_all(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        aborts: list[str] = []
+        adds: list[EngineCoreRequest] = []
+        for start in range(0, len(outputs), _CHUNK):
+            for output in outputs[start : start + _CHUNK]:
+                self._process(output, aborts, adds)
+            if start + _CHUNK < len(outputs):
+                await asyncio.sleep(0)
+        if aborts:
+            await self.client.abort_requests(aborts)
+        for request in adds:
+            await self._submit(request)
+
+    def _process(self, output: EngineCoreOutput, aborts: list[str], adds: list[EngineCoreRequest]) -> None:
+        """Turns one output into text for its reader; collects what the core is to abort and to add."""
         live = self._live.get(output.request_id)
         if live is None:
             return  # aborted meanwhile
@@ -242,7 +294,9 @@ class AsyncLLM:
                 output.prefill_stats.queued_s,
                 output.prefill_stats.prefill_s,
             )
-        is_first = live.num_output == 0
+        is_first, live.has_output = not live.has_output, True
+        adds += live.siblings
+        live.siblings = ()
         live.num_output += len(output.new_token_ids)
         text = live.detokenizer.update(output.new_token_ids, output.finish_reason is not None)
         reason = None if output.finish_reason is None else str(output.finish_reason)
@@ -270,6 +324,9 @@ class AsyncLLM:
                 num_prompt_tokens=live.num_prompt,
                 num_cached_tokens=timings.num_cached,
                 num_output_tokens=live.num_output,
+                resumed_text=live.resumed_text if is_first else "",
+                logprobs=output.logprobs or [],
+                prompt_logprobs=output.prompt_logprobs,
             )
         )
 

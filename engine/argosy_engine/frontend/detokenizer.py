@@ -36,27 +36,31 @@ class IncrementalDetokenizer:
         )
         self._pending = ""
         self._tail = ""
+        self._num_exempt = params.min_tokens
+        """So many tokens are still to come whose text completes no stop string."""
         self.stop_reason: str | None = None
 
     def update(self, token_ids: Sequence[int], is_last: bool) -> str:
         """The text that these tokens make certain. With `is_last` nothing is held back any more."""
-        fresh = "".join(self._step(token_id) for token_id in token_ids)
-        if self._params.stop:
-            return self._match_stop(fresh, is_last)
-        return fresh
+        pieces = [self._step(token_id) for token_id in token_ids]
+        if not self._params.stop:
+            return "".join(pieces)
+        num_exempt = min(self._num_exempt, len(pieces))
+        self._num_exempt -= num_exempt
+        return self._match_stop("".join(pieces[:num_exempt]), "".join(pieces[num_exempt:]), is_last)
 
-    def _match_stop(self, fresh: str, is_last: bool) -> str:
-        """Looks for the stop string that completes first; `_tail` is released text that a match may still need."""
-        text = self._tail + self._pending + fresh
+    def _match_stop(self, exempt: str, fresh: str, is_last: bool) -> str:
+        """Looks for the stop string that completes first, in `fresh`; `_tail` is released text that a match may still
+        need."""
+        text = self._tail + self._pending + exempt
+        searched = len(text)
+        text += fresh
         released = len(self._tail)
-        match = min(
-            (
-                (text.find(stop) + len(stop), order)
-                for order, stop in enumerate(self._params.stop)
-                if stop in text
-            ),
-            default=None,
-        )
+        match = None
+        for order, stop in enumerate(self._params.stop if fresh else ()):
+            start = text.find(stop, max(searched - len(stop) + 1, 0))
+            if start >= 0:
+                match = min(match or (start + len(stop), order), (start + len(stop), order))
         if match is not None:
             end, order = match
             self.stop_reason = self._params.stop[order]

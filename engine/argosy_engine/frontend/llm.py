@@ -5,31 +5,77 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import InprocClient
-from argosy_engine.core.messages import FinishReason
+from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.errors import EngineError, InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.processor import InputProcessor, Prompt
 from argosy_engine.protocol.openai import ChatCompletionRequest
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.token_logprobs import TokenLogprobs
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token, if asked for."""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of the whole output; None without `logprobs`."""
+        return sum(entry.logprobs[0] for entry in self.logprobs) if self.logprobs else None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One finished generation."""
+    """The finished choices of one prompt."""
 
     prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stop_reason: int | str | None
-    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One per prompt token, None for the first, if asked for."""
+    num_cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """Of the first choice, as the other properties here."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.outputs[0].stop_reason
+
+
+@dataclass(slots=True)
+class _Live:
+    """A choice in the core."""
+
+    result: RequestOutput
+    output: CompletionOutput
+    detokenizer: IncrementalDetokenizer
+    siblings: list[EngineCoreRequest]
+    """Other choices of the same prompt, which wait for this one to compute it."""
 
 
 class LLM:
@@ -105,40 +151,61 @@ class LLM:
     ) -> list[RequestOutput]:
         params = params or SamplingParams()
         params.verify()
-        requests = [self.processor.core_request(prompt, params, choice=i) for i, prompt in enumerate(prompts)]
-        outputs = [RequestOutput(prompt.token_ids, "", [], "", None, 0) for prompt in prompts]
-        index_of = {request.request_id: index for index, request in enumerate(requests)}
-        detokenizers = [
-            IncrementalDetokenizer(
-                self.processor.tokenizer, request.sampling_params, request.prompt_token_ids
-            )
-            for request in requests
-        ]
-        for request in requests:
-            self.client.add_request(request)
+        results: list[RequestOutput] = []
+        live: dict[str, _Live] = {}
+        leaders: list[EngineCoreRequest] = []
+        for prompt in prompts:
+            requests = self.processor.core_requests(prompt, params)
+            result = RequestOutput(prompt.token_ids, [CompletionOutput(choice) for choice in range(params.n)])
+            if params.prompt_logprobs is not None:
+                result.prompt_logprobs = [None]
+            for request, output in zip(requests, result.outputs, strict=True):
+                detokenizer = IncrementalDetokenizer(
+                    self.processor.tokenizer, request.sampling_params, request.prompt_token_ids
+                )
+                live[request.request_id] = _Live(result, output, detokenizer, [])
+            live[requests[0].request_id].siblings = requests[1:]
+            leaders.append(requests[0])
+            results.append(result)
         try:
-            with _progress(len(requests), use_bar) as bar:
+            for request in leaders:
+                self.client.add_request(request)
+            with _progress(len(live), use_bar) as bar:
                 while self.client.has_work:
                     for out in self.client.step().outputs:
-                        index = index_of[out.request_id]
-                        if out.finish_reason is FinishReason.ERROR:
-                            raise EngineError(out.error)
-                        result, detokenizer = outputs[index], detokenizers[index]
-                        result.token_ids += out.new_token_ids
-                        result.text += detokenizer.update(out.new_token_ids, out.finish_reason is not None)
-                        if out.prefill_stats is not None:
-                            result.num_cached_tokens = out.prefill_stats.num_cached_tokens
-                        is_stopped = detokenizer.stop_reason is not None
-                        if is_stopped and out.finish_reason is None:
-                            self.client.abort_requests([out.request_id])
-                        if is_stopped or out.finish_reason is not None:
-                            result.finish_reason = "stop" if is_stopped else str(out.finish_reason)
-                            result.stop_reason = detokenizer.stop_reason if is_stopped else out.stop_reason
-                        bar.advance(len(out.new_token_ids), is_stopped or out.finish_reason is not None)
+                        if out.request_id in live:  # else a stop string has just ended it
+                            is_finished = self._process(out, live[out.request_id])
+                            bar.advance(len(out.new_token_ids), is_finished)
+                            if is_finished:
+                                del live[out.request_id]
         finally:
             # After an error or Ctrl-C nothing of this call may linger in the core.
-            self.client.abort_requests(list(index_of))
-        return outputs
+            self.client.abort_requests(list(live))
+        return results
+
+    def _process(self, out: EngineCoreOutput, live: _Live) -> bool:
+        """Books one output; whether it was the last of its choice."""
+        if out.finish_reason is FinishReason.ERROR:
+            raise EngineError(out.error)
+        for request in live.siblings:
+            self.client.add_request(request)
+        live.siblings = []
+        output, detokenizer = live.output, live.detokenizer
+        output.token_ids += out.new_token_ids
+        output.logprobs += out.logprobs or ()
+        output.text += detokenizer.update(out.new_token_ids, out.finish_reason is not None)
+        if out.prefill_stats is not None and output.index == 0:
+            live.result.num_cached_tokens = out.prefill_stats.num_cached_tokens
+        if out.prompt_logprobs is not None:
+            live.result.prompt_logprobs = [None, *out.prompt_logprobs]
+        if detokenizer.stop_reason is not None:
+            output.finish_reason, output.stop_reason = "stop", detokenizer.stop_reason
+            if out.finish_reason is None:
+                self.client.abort_requests([out.request_id])
+            return True
+        if out.finish_reason is not None:
+            output.finish_reason, output.stop_reason = str(out.finish_reason), out.stop_reason
+        return out.finish_reason is not None
 
 
 class _Bar:

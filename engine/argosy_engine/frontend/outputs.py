@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from argosy_engine.sample.token_logprobs import TokenLogprobs
+
 
 @dataclass(slots=True)
 class GenerationOutput:
@@ -18,18 +20,30 @@ class GenerationOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token of `token_ids`, if the request asked for them."""
+    resumed_text: str = ""
+    """With a choice's first output: text of the run that this one continues. Its reader has it already."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first, with a choice's first output, if the request asked for them."""
 
     def merge(self, later: GenerationOutput) -> None:
         self.text += later.text
         self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
+        self.num_prompt_tokens = later.num_prompt_tokens
         self.num_cached_tokens = later.num_cached_tokens
         self.num_output_tokens = later.num_output_tokens
+        self.resumed_text += later.resumed_text
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
 
 
 class OutputCollector:
-    """One slot per choice: when the reader lags, outputs merge instead of queueing; memory is bounded by the text."""
+    """One slot per choice: when the reader lags, outputs merge instead of queueing. A choice thus never holds more than
+    its whole output, however slow its reader."""
 
     def __init__(self) -> None:
         self._pending: dict[int, GenerationOutput] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from argosy_engine.protocol.openai import (
     unsupported,
 )
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind, prompt_view
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.params import MAX_BAD_WORDS_TOKENS, RepetitionDetectionParams, SamplingParams
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -87,7 +88,7 @@ class InputProcessor:
         self.check_token_ids(token_ids)
         return Prompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
 
-    def check_token_ids(self, token_ids: list[int], param: str = "prompt") -> None:
+    def check_token_ids(self, token_ids: Sequence[int], param: str = "prompt") -> None:
         if (token_ids and not 0 <= max(token_ids) < self.config.vocab_size) or (
             token_ids and min(token_ids) < 0
         ):
@@ -104,36 +105,74 @@ class InputProcessor:
         field = unsupported(request)
         if field is not None:
             raise InvalidRequest(f"{field} is not supported by this engine", param=field)
-        max_tokens = request.max_tokens
-        if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-            max_tokens = request.max_completion_tokens
-        elif max_tokens is None and isinstance(request, CompletionRequest):
-            max_tokens = 16
         stop = request.stop
-        stop_token_ids = tuple(request.stop_token_ids or ())
-        self.check_token_ids(list(stop_token_ids), "stop_token_ids")
         return SamplingParams.of(
+            n=request.n or 1,
             temperature=self._default("temperature", request.temperature, 1.0),
             top_p=self._default("top_p", request.top_p, 1.0),
             top_k=self._default("top_k", request.top_k, 0),
+            min_p=self._default("min_p", request.min_p, 0.0),
             seed=request.seed,
-            max_tokens=max_tokens,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=self._default("repetition_penalty", request.repetition_penalty, 1.0),
+            logit_bias=request.logit_bias or None,
+            allowed_token_ids=request.allowed_token_ids,
+            bad_words=tuple(request.bad_words or ()),
+            max_tokens=_max_tokens(request),
+            min_tokens=request.min_tokens or 0,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=tuple(request.stop_token_ids or ()),
             ignore_eos=request.ignore_eos,
+            repetition_detection=_repetition_detection(request),
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
+            **_logprobs(request),
         )
 
-    def core_request(
-        self, prompt: Prompt, params: SamplingParams, *, cache_salt: str | None = None, choice: int = 0
-    ) -> EngineCoreRequest:
-        """The message for the core, with an internal id, a bounded `max_tokens` and a seed.
+    def core_requests(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        resume: Sequence[Sequence[int]] = (),
+    ) -> list[EngineCoreRequest]:
+        """The messages for the core, one per choice, with internal ids, a bounded `max_tokens` and a seed each.
+
+        Args:
+            resume: per choice the output of an earlier run that it continues.
 
         Raises:
             PromptTooLong: prompt plus output would exceed the model's context.
-            InvalidRequest: the prompt is empty.
+            InvalidRequest: the prompt is empty, or a token id is beyond the vocabulary.
         """
+        params = self._for_core(prompt, params)
+        requests = []
+        for choice in range(params.n):
+            seed = secrets.randbits(63) if params.seed is None else (params.seed + choice) & _SEED_MASK
+            output = list(resume[choice]) if resume else []
+            self.check_token_ids(output, "resume")
+            if len(output) > (params.max_tokens or 0):
+                raise InvalidRequest("resume has more tokens than max_tokens", param="resume")
+            requests.append(
+                EngineCoreRequest(
+                    request_id=secrets.token_hex(12),
+                    prompt_token_ids=prompt.token_ids,
+                    # The prompt is the same for all choices, and so are its log probabilities.
+                    sampling_params=params.replace(
+                        n=1, seed=seed, prompt_logprobs=None if choice else params.prompt_logprobs
+                    ),
+                    arrival_time=time.time(),
+                    cache_salt=cache_salt,
+                    chunk_ends=prompt.chunk_ends,
+                    resume_token_ids=output,
+                )
+            )
+        return requests
+
+    def _for_core(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        """Parameters with every token id checked, bad words as tokens and `max_tokens` within the context."""
         count, limit = len(prompt.token_ids), self.config.max_model_len
         if not count:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -149,15 +188,31 @@ class InputProcessor:
                 f"{params.max_tokens} for the output exceed it",
                 param="max_tokens",
             )
-        seed = secrets.randbits(63) if params.seed is None else (params.seed + choice) & _SEED_MASK
-        return EngineCoreRequest(
-            request_id=secrets.token_hex(12),
-            prompt_token_ids=prompt.token_ids,
-            sampling_params=params.replace(max_tokens=params.max_tokens or room, seed=seed),
-            arrival_time=time.time(),
-            cache_salt=cache_salt,
-            chunk_ends=prompt.chunk_ends,
+        for name, token_ids in params.token_ids().items():
+            self.check_token_ids(token_ids, name)
+        return params.replace(
+            max_tokens=params.max_tokens or room,
+            bad_words=(),
+            bad_words_token_ids=self._bad_words(params.bad_words),
         )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as the tokens it has at the start of a text, and as those after a space where these differ."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare, spaced = (
+                tuple(self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False).ids)
+                for prefix in ("", " ")
+            )
+            found[bare] = None
+            if spaced[:1] != bare[:1] and len(spaced) == len(bare):
+                found[spaced] = None
+        token_ids = tuple(ids for ids in found if ids)
+        if sum(map(len, token_ids)) > MAX_BAD_WORDS_TOKENS:
+            raise InvalidRequest(
+                f"bad_words have more than {MAX_BAD_WORDS_TOKENS} tokens together", param="bad_words"
+            )
+        return token_ids
 
     def _seed(self, request: GenerationRequest) -> int:
         return chain_seed(self.config.model_name, cache_salt=request.cache_salt or "")
@@ -167,9 +222,41 @@ class InputProcessor:
 
 
 def _generation_defaults(path: Path) -> dict[str, Any]:
-    """temperature, top_p and top_k of generation_config.json, where it says to sample."""
+    """Sampling parameters of generation_config.json, where it says to sample."""
     file = path / "generation_config.json"
     config = read_json(file) if file.is_file() else {}
     if config.get("do_sample") is False:
         return {"temperature": 0.0}
-    return {name: config[name] for name in ("temperature", "top_p", "top_k") if config.get(name) is not None}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: config[name] for name in names if config.get(name) is not None}
+
+
+def _max_tokens(request: GenerationRequest) -> int | None:
+    if isinstance(request, ChatCompletionRequest):
+        return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    assert isinstance(request, CompletionRequest)
+    if request.max_tokens is None:
+        return 16
+    # Scoring a prompt: the token is made and not shown.
+    return 1 if request.is_scoring else request.max_tokens
+
+
+def _repetition_detection(request: GenerationRequest) -> RepetitionDetectionParams | None:
+    asked = request.repetition_detection
+    if asked is None:
+        return None
+    return RepetitionDetectionParams(asked.max_pattern_size, asked.min_pattern_size, asked.min_count)
+
+
+def _logprobs(request: GenerationRequest) -> dict[str, int | None]:
+    """`logprobs` and `prompt_logprobs` of SamplingParams."""
+    if isinstance(request, ChatCompletionRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return {"logprobs": logprobs, "prompt_logprobs": request.prompt_logprobs}
+    assert isinstance(request, CompletionRequest)
+    prompt = request.prompt_logprobs
+    if prompt is None and request.echo:
+        prompt = request.logprobs
+    return {"logprobs": request.logprobs, "prompt_logprobs": prompt}

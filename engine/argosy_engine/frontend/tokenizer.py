@@ -5,7 +5,9 @@ transformers is not needed for this, and importing it would cost more than the e
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +37,11 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
+        added = self.backend.get_added_tokens_decoder()
+        self._added = {id_: str(token.content) for id_, token in added.items()}
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        decoder = self.backend.decoder
+        self._decoder_steps = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
         """Tokens of a text. Thread-safe; the GIL is released while it runs."""
@@ -43,3 +50,36 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, which alone need not be UTF-8; empty for an id without a token."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if "ByteLevel" in self._decoder_steps:
+            alphabet = _byte_alphabet()
+            return bytes(alphabet[char] for char in token if char in alphabet)
+        if "ByteFallback" in self._decoder_steps and len(token) == 6 and token.startswith("<0x"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()  # SentencePiece's visible space
+
+    def token_text(self, token_id: int) -> str:
+        """The token as text; bytes that alone are no character become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte, inverted."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _types(decoder: object) -> set[str]:
+    """Names of a decoder's steps, from its JSON."""
+    if isinstance(decoder, dict):
+        return {str(decoder.get("type"))}.union(*(_types(part) for part in decoder.get("decoders", ())))
+    return set()

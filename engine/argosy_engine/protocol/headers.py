@@ -19,6 +19,9 @@ PREDICTED_TOKENS: Final = "x-argosy-predicted-tokens"
 INTERNAL_PREFIX: Final = "x-argosy-internal-"
 """Headers with this prefix travel from router to engine only; the router strips them from clients' requests."""
 
+RESUME: Final = INTERNAL_PREFIX + "resume"
+"""Request: the body's `resume` is the router's own, not a client's."""
+
 TELEMETRY_PATH: Final = "/internal/telemetry"
 TELEMETRY_CONTENT_TYPE: Final = "application/vnd.argosy.telemetry"
 """Content type of the telemetry stream. A replica that answers anything else is not one of ours."""

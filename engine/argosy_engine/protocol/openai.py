@@ -20,6 +20,9 @@ MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_TOKENS = 1 << 24
+MAX_LOGPROBS = 20
+MAX_CHOICES = 1024
+"""Choices of one call: prompts times n."""
 MAX_REQUEST_ID = 128
 
 ModelField = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
@@ -27,6 +30,7 @@ Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 
@@ -34,6 +38,14 @@ StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 class StreamOptions(Struct, kw_only=True, omit_defaults=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class RepetitionDetection(Struct, kw_only=True, omit_defaults=True):
+    """vLLM's: the generation ends when one pattern of tokens makes up its end, `min_count` times in a row."""
+
+    max_pattern_size: Annotated[int, Meta(ge=0, le=1024)] = 0
+    min_pattern_size: Annotated[int, Meta(ge=0, le=1024)] = 0
+    min_count: Annotated[int, Meta(ge=0, le=1024)] = 0
 
 
 class ChatMessage(Struct, kw_only=True, omit_defaults=True):
@@ -74,18 +86,28 @@ class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
     session_id: Annotated[str, Meta(max_length=512)] | None = None
     """The same, by the name agents' frameworks use."""
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
-    # Decoded only to be refused where their value would change the answer (see `unsupported`).
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
     min_p: Probability | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)] | None
+    ) = None
+    bad_words: (
+        Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=128)] | None
+    ) = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 20)] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    prompt_logprobs: LogprobCount | None = None
+    return_tokens_as_token_ids: bool = False
+    """vLLM's: in `logprobs`, tokens are written `token_id:ID`, so that those without text can be told apart."""
+    resume: Annotated[list[TokenIds], Meta(max_length=MAX_CHOICES)] | None = None
+    """Per choice the token ids an earlier run of this request has already given out; the answer continues behind them.
+    Of the router only: refused without its internal header."""
+    # Decoded only to be refused where their value would change the answer (see `unsupported`).
     structured_outputs: Any = None
     response_format: dict[str, Any] | None = None
-    prompt_logprobs: int | None = None
     use_beam_search: bool = False
 
 
@@ -101,7 +123,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: LogprobCount | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
@@ -115,7 +137,14 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     echo: bool = False
     suffix: str | None = None
     best_of: int | None = None
-    logprobs: int | None = None
+    logprobs: LogprobCount | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    """0 only with `echo`: the prompt is scored and nothing follows it."""
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the prompt is to be given back without a continuation."""
+        return self.echo and self.max_tokens == 0
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts of the batch, each a text or token ids.
@@ -136,20 +165,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "min_p": (None, 0, 0.0),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
     "structured_outputs": (None,),
     "response_format": (None, {"type": "text"}),
-    "prompt_logprobs": (None,),
     "use_beam_search": (False,),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "suffix": (None, ""),
     "best_of": (None, 1),
 }
@@ -181,8 +199,8 @@ def decode_request(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | C
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        raise BadRequest(message, param=path.rstrip("`").lstrip(".") or None) from None
+        message, _, path = str(error).partition(" - at ")
+        raise BadRequest(message, param=path.partition("$.")[2].rstrip("`") or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"request body is not valid JSON: {str(error)[:200]}") from None
     except RecursionError:
@@ -230,12 +248,49 @@ class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
 
 
+class TopLogprob(Struct, frozen=True, kw_only=True):
+    """One token a position could have had. `bytes` are the token's own, also where it is a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True, kw_only=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, frozen=True, kw_only=True):
+    """Parallel lists, one entry per token; `None` for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(Struct, frozen=True, kw_only=True):
+    """vLLM's entry of `prompt_logprobs`, by token id."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class ChatChoice(Struct, frozen=True, kw_only=True):
     index: int
     message: ResponseMessage
     finish_reason: str | None
     stop_reason: int | str | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     token_ids: list[int] | None = None
 
 
@@ -244,7 +299,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
     delta: Delta
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     token_ids: list[int] | None = None
 
 
@@ -253,8 +308,10 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -266,6 +323,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     usage: Usage
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
@@ -289,7 +347,6 @@ class Completion(Struct, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):

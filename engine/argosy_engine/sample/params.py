@@ -123,8 +123,8 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
         try:
             params = msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
-            message, _, path = str(error).partition(" - at `$")
-            raise InvalidRequest(message, param=path.rstrip("`").lstrip(".") or None) from None
+            message, _, path = str(error).partition(" - at ")
+            raise InvalidRequest(message, param=path.partition("$.")[2].rstrip("`") or None) from None
         params.verify()
         return params
 

@@ -1,0 +1,119 @@
+"""Log probabilities in the shapes of OpenAI's two endpoints, and vLLM's `prompt_logprobs`."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.protocol.openai import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from argosy_engine.sample.token_logprobs import TokenLogprobs
+
+_FLOOR = -9999.0
+"""Stands for minus infinity, which JSON does not have; vLLM's value."""
+
+
+class TextOffsets:
+    """Where the tokens of one choice begin in its text, in characters. A token that is a part of a character begins
+    where the character does."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def advance(self, token_id: int) -> int:
+        """The offset of the next token."""
+        offset = self._offset
+        if token_id not in self._skipped:
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return offset
+
+
+class LogprobsFormat:
+    """
+    Args:
+        as_token_ids: write tokens as `token_id:ID` (vLLM's `return_tokens_as_token_ids`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, as_token_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_token_ids = as_token_ids
+
+    def chat(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(
+                    token=self._name(entry.token_ids[0]),
+                    logprob=_finite(entry.logprobs[0]),
+                    bytes=list(self._tokenizer.token_bytes(entry.token_ids[0])),
+                    top_logprobs=[
+                        TopLogprob(
+                            token=self._name(token_id),
+                            logprob=_finite(logprob),
+                            bytes=list(self._tokenizer.token_bytes(token_id)),
+                        )
+                        for token_id, logprob in zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)
+                    ],
+                )
+                for entry in entries
+            ]
+        )
+
+    def completion(
+        self, entries: Sequence[TokenLogprobs], offsets: TextOffsets, first_token_id: int | None = None
+    ) -> CompletionLogprobs:
+        """
+        Args:
+            first_token_id: a first token without log probabilities: that of an echoed prompt.
+        """
+        result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        if first_token_id is not None:
+            result.tokens.append(self._name(first_token_id))
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+            result.text_offset.append(offsets.advance(first_token_id))
+        for entry in entries:
+            result.tokens.append(self._name(entry.token_ids[0]))
+            result.token_logprobs.append(_finite(entry.logprobs[0]))
+            # Backwards, so that of tokens with one name (parts of characters, say) the likeliest stays.
+            pairs = list(zip(entry.token_ids, entry.logprobs, strict=True))
+            is_among_best = entry.token_ids[0] in entry.token_ids[1:]
+            shown = pairs[1:] if is_among_best else [*pairs[1:], pairs[0]]
+            best = {self._name(token_id): _finite(logprob) for token_id, logprob in reversed(shown)}
+            result.top_logprobs.append(dict(reversed(best.items())))
+            result.text_offset.append(offsets.advance(entry.token_ids[0]))
+        return result
+
+    def prompt(self, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
+        """One entry per prompt token, `None` for the first."""
+        result: PromptLogprobs = [None]
+        for entry in entries:
+            ranks = [entry.rank, *range(1, len(entry.token_ids))]
+            alternatives: dict[str, PromptLogprob] = {}
+            for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+                alternatives.setdefault(
+                    str(token_id),
+                    PromptLogprob(
+                        logprob=_finite(logprob),
+                        rank=rank,
+                        decoded_token=self._tokenizer.token_text(token_id),
+                    ),
+                )
+            result.append(alternatives)
+        return result
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_token_ids else self._tokenizer.token_text(token_id)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _FLOOR)
