@@ -71,7 +71,7 @@ class InprocClient:
 
     @property
     def has_work(self) -> bool:
-        return self.core.has_work
+        return self.core.has_work or self.core.structured.is_waiting
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.core.add_request(request)
@@ -80,6 +80,8 @@ class InprocClient:
         self.core.abort_requests(request_ids)
 
     def step(self) -> EngineCoreOutputs:
+        if not self.core.has_work:
+            self.core.structured.wait()
         return self.core.step()
 
     def call_utility(self, method: str, *args: Any) -> Any:

@@ -22,12 +22,13 @@ from argosy_engine.core.messages import (
     UtilityCall,
     UtilityOutput,
 )
-from argosy_engine.core.request import Request
+from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.core.sleep import SleepState
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor
-from argosy_engine.worker.step import SchedulerOutput
+from argosy_engine.structured.manager import StructuredOutputManager
+from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger("argosy.core")
 
@@ -75,6 +76,9 @@ class EngineCore:
             long_prefill_token_threshold=args.long_prefill_token_threshold,
             policy=args.scheduling_policy,
         )
+        self.structured = StructuredOutputManager.for_model(
+            info.model_path, info.config.vocab_size, info.config.eos_token_ids
+        )
         self.last_step: SchedulerOutput | None = None
         """For the dump of a core that dies."""
         self._prefill_rate = 0.0
@@ -95,15 +99,25 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.structured.has_compiled
 
     def add_request(self, message: EngineCoreRequest) -> None:
         self.sleep_state.check_awake()
-        self.scheduler.add(Request(message, self.kv.block_size, self.kv.enable_prefix_caching))
+        request = Request(message, self.kv.block_size, self.kv.enable_prefix_caching)
+        if message.grammar is None:
+            self.scheduler.add(request)
+            return
+        # Blocked first: the grammar may be there before the next line.
+        request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        self.scheduler.add(request)
+        # An output that matches its grammar can only end: ignore_eos would leave nothing to say.
+        request.stop_ids |= self.scheduler.eos_token_ids
+        self.structured.add(request.request_id, message.grammar, message.resume_token_ids)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         try:
             self.scheduler.abort(request_ids)
+            self._forget_finished()
         except Exception:
             self._heal("aborting requests")
 
@@ -111,7 +125,10 @@ class EngineCore:
         """Schedules, computes and books one step. One whose bookkeeping fails is empty; the next one starts afresh."""
         self._is_checked = False
         try:
+            self._admit_compiled()
             step = self.scheduler.schedule()
+            if self.structured:
+                step.grammar = self._grammar_bitmask(step)
         except Exception:
             self._heal("scheduling")
             return self.idle_outputs()
@@ -120,7 +137,10 @@ class EngineCore:
         result = self.executor.execute(step)
         self._measure(step, time.perf_counter() - started)
         try:
+            if self.structured:
+                self._follow_grammars(result)
             outputs = self.scheduler.update(step, result)
+            self._forget_finished()
         except Exception:
             self._heal("booking a step")
             return self.idle_outputs()
@@ -130,6 +150,36 @@ class EngineCore:
             stats=self.stats(step.total_num_scheduled_tokens),
             residency=self.kv.residency.take_delta(),
         )
+
+    def _admit_compiled(self) -> None:
+        """Requests whose grammar has become known may run, or end."""
+        for compiled in self.structured.take_compiled():
+            if compiled.error is None:
+                self.scheduler.unblock(compiled.request_id)
+            else:
+                self.scheduler.fail(compiled.request_id, compiled.error)
+
+    def _grammar_bitmask(self, step: SchedulerOutput) -> GrammarBitmask | None:
+        """What the requests with a grammar that sample in this step may say next."""
+        requests = self.scheduler.requests
+        request_ids = [
+            request_id
+            for request_id in self.structured.request_ids
+            if request_id in step.num_scheduled_tokens
+            and requests[request_id].num_computed_tokens >= requests[request_id].num_tokens
+        ]
+        return GrammarBitmask(request_ids, self.structured.bitmask(request_ids)) if request_ids else None
+
+    def _follow_grammars(self, result: ModelRunnerOutput) -> None:
+        """Tells the grammars what was sampled. A token that does not fit costs its request only."""
+        for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
+            error = self.structured.accept(request_id, token_ids)
+            if error is not None:
+                self.scheduler.fail(request_id, error)
+
+    def _forget_finished(self) -> None:
+        requests = self.scheduler.requests
+        self.structured.forget([i for i in self.structured.request_ids if i not in requests])
 
     def stats(self, iteration_tokens: int = 0) -> SchedulerStats:
         """Load now, and the counters since the last call."""
@@ -169,6 +219,10 @@ class EngineCore:
         error = "the engine could not keep track of this request" if self._was_healed else None
         self._was_healed = True
         self.scheduler.rebuild(error)
+        self._forget_finished()
+        for request_id in self.structured.request_ids:
+            request = self.scheduler.requests[request_id]
+            self.structured.replay(request_id, request.all_token_ids[request.num_prompt_tokens :])
 
     def call_utility(self, call: UtilityCall) -> UtilityOutput:
         """Runs a named utility; failures are answers, not crashes."""
@@ -186,6 +240,7 @@ class EngineCore:
             return UtilityOutput(call.call_id, f"{type(error).__name__}: {error}")
 
     def shutdown(self) -> None:
+        self.structured.close()
         self.executor.shutdown()
 
     def _check(self) -> bool:

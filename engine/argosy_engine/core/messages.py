@@ -14,6 +14,7 @@ from msgspec import Struct
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_engine.structured.manager import GrammarRequest
 
 
 class RequestType:
@@ -21,6 +22,8 @@ class RequestType:
     ABORT = b"\x01"
     UTILITY = b"\x03"
     HANDSHAKE = b"\x06"
+    WAKE = b"\x07"
+    """From the core's own threads: there is something to do for an idle core."""
 
 
 class FinishReason(IntEnum):
@@ -52,6 +55,8 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     priority: int = 0
     resume_token_ids: list[int] = []
     """Output of an earlier run of this request, which this one continues: it counts as output, and is not repeated."""
+    grammar: GrammarRequest | None = None
+    """What the output must look like."""
 
 
 class UtilityCall(Struct, array_like=True, gc=False):

@@ -100,6 +100,7 @@ class CoreProcess:
             logger.exception("the engine core could not start")
             self._tell(Failed(f"{type(error).__name__}: {error}", False))
             return 1
+        self.core.structured.wake = lambda: self._inputs.put((RequestType.WAKE, b""))
         config = self.core.config
         phases = (("import torch" if "torch" in sys.modules else "imports", imported), *config.startup_phases)
         # What lives now lives on: keep it out of every later garbage collection.
@@ -169,7 +170,7 @@ class CoreProcess:
                 self._outputs.put(
                     EngineCoreOutputs(utility=result, residency=self.core.kv.residency.take_delta())
                 )
-            else:
+            elif kind != RequestType.WAKE:
                 logger.error("unknown request type %r", kind)
         except msgspec.DecodeError as error:
             logger.error("dropped a malformed message of kind %r: %s", kind, error)

@@ -62,6 +62,11 @@ class GrammarState:
         return self._phase
 
     @property
+    def num_tokens(self) -> int:
+        """Accepted so far."""
+        return len(self._trail)
+
+    @property
     def is_terminated(self) -> bool:
         """Whether the end of the output was accepted."""
         return self._phase is Phase.CONTENT and self._matcher.is_terminated()
@@ -123,7 +128,7 @@ class GrammarState:
             bitmask[row] = -1
             for token_id in self._eos_token_ids:
                 _set_bit(bitmask[row], token_id, False)
-        elif self._thoughts:
+        elif self._thoughts or self._matcher.is_terminated():
             bitmask[row] = 0
         else:
             bitmask[row] = -1

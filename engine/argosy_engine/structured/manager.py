@@ -7,6 +7,7 @@ nothing of scheduling: the core asks it for masks and tells it what was sampled.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -60,10 +61,11 @@ class StructuredOutputManager:
         self.wake = wake
         self._num_words = -(-vocab_size // 32)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._waiting: dict[str, GrammarRequest] = {}
+        self._waiting: dict[str, tuple[GrammarRequest, Sequence[int]]] = {}
         self._states: dict[str, GrammarState] = {}
         self._done: deque[tuple[str, CompiledGrammar | str]] = deque()
         """From compile threads; append and popleft are atomic."""
+        self._compiled = threading.Event()
         self._bitmask = np.empty((0, self._num_words), np.int32)
 
     @classmethod
@@ -90,38 +92,53 @@ class StructuredOutputManager:
         """Whether a request has a grammar."""
         return bool(self._states)
 
-    def add(self, request_id: str, request: GrammarRequest) -> bool:
-        """Whether the grammar is there at once; else `take_compiled` will have it."""
-        self._waiting[request_id] = request
+    @property
+    def request_ids(self) -> list[str]:
+        """Requests that have a grammar or wait for it."""
+        return [*self._states, *self._waiting]
+
+    def add(self, request_id: str, request: GrammarRequest, output: Sequence[int] = ()) -> None:
+        """Asks for a request's grammar; `take_compiled` will have it, or why there is none.
+
+        Args:
+            output: tokens of an earlier run, which the grammar is to follow first.
+        """
+        self._waiting[request_id] = request, output
         grammar = self.compiler.submit(request.spec, lambda result: self._finished(request_id, result))
-        if grammar is None:
-            return False
-        self._start(request_id, grammar)
-        return True
+        if grammar is not None:
+            self._finished(request_id, grammar)
 
     def take_compiled(self) -> list[Compiled]:
         """The requests whose wait has ended since the last call."""
+        self._compiled.clear()
         compiled = []
         while self._done:
             request_id, result = self._done.popleft()
             if request_id not in self._waiting:
                 continue  # aborted meanwhile
-            if isinstance(result, str):
-                del self._waiting[request_id]
-                compiled.append(Compiled(request_id, result))
-            else:
-                self._start(request_id, result)
-                compiled.append(Compiled(request_id, None))
+            request, output = self._waiting.pop(request_id)
+            error = result if isinstance(result, str) else None
+            if not isinstance(result, str):
+                self._states[request_id] = GrammarState(result, request.reasoning, self._eos_token_ids)
+                error = self.accept(request_id, output)
+            compiled.append(Compiled(request_id, error))
         return compiled
+
+    def wait(self) -> None:
+        """Blocks until `take_compiled` has something new; only while `is_waiting`."""
+        self._compiled.wait()
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
             self._states.pop(request_id, None)
 
-    def constrained(self) -> list[str]:
-        """Requests that have a grammar."""
-        return list(self._states)
+    def replay(self, request_id: str, output: Sequence[int]) -> None:
+        """Brings a request's grammar to the end of these tokens, whatever it has followed so far."""
+        state = self._states.get(request_id)
+        if state is not None:
+            state.rollback(state.num_tokens)
+            self.accept(request_id, output)
 
     def bitmask(self, request_ids: Sequence[str]) -> bytes:
         """int32 [len(request_ids), ceil(vocab_size / 32)] in C order: what each may say next."""
@@ -148,8 +165,5 @@ class StructuredOutputManager:
 
     def _finished(self, request_id: str, result: CompiledGrammar | str) -> None:
         self._done.append((request_id, result))
+        self._compiled.set()
         self.wake()
-
-    def _start(self, request_id: str, grammar: CompiledGrammar) -> None:
-        request = self._waiting.pop(request_id)
-        self._states[request_id] = GrammarState(grammar, request.reasoning, self._eos_token_ids)

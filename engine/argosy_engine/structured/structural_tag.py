@@ -12,8 +12,8 @@ from typing import Any
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.structured.json_schema import normalized_schema
 
-MAX_WHITESPACE = 64
-"""White space in a row between the parts of a JSON value. Enough to indent sixteen levels; without a bound, a model
+MAX_WHITESPACE = 32
+"""White space in a row between the parts of a JSON value. Enough to indent eight levels; without a bound, a model
 that has lost the thread writes newlines until `max_tokens`."""
 MAX_DEPTH = 64
 MAX_TAG_BYTES = 512 * 1024

@@ -15,6 +15,7 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.sample.logprobs import score_prompt
+from argosy_engine.sample.sampler import GrammarMask
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 
@@ -74,9 +75,10 @@ class ModelRunner:
         if is_sampled.any():
             last_rows = np.cumsum(query_lens)[is_sampled] - 1
             logits = self.model.logits(hidden[torch.from_numpy(last_rows).to(self.device)])
-            sampled = self.batch.sampler.sample(logits, slots[is_sampled], seq_lens[is_sampled])
-            tokens = sampled.token_ids.tolist()
             rows = np.flatnonzero(is_sampled).tolist()
+            grammar = _grammar_mask(step, [request_ids[row] for row in rows])
+            sampled = self.batch.sampler.sample(logits, slots[is_sampled], seq_lens[is_sampled], grammar)
+            tokens = sampled.token_ids.tolist()
             for row, token in zip(rows, tokens, strict=True):
                 output.sampled_token_ids[row] = [token]
             for row, logprobs in zip(rows, sampled.logprobs or (), strict=False):
@@ -150,6 +152,15 @@ class ModelRunner:
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def _grammar_mask(step: SchedulerOutput, sampled_ids: list[str]) -> GrammarMask | None:
+    """The step's grammar mask by rows of the logits, whose requests are `sampled_ids`."""
+    if step.grammar is None:
+        return None
+    row_of = {request_id: row for row, request_id in enumerate(sampled_ids)}
+    rows = np.array([row_of[request_id] for request_id in step.grammar.request_ids], np.int64)
+    return GrammarMask(rows, np.frombuffer(step.grammar.bitmask, np.int32).reshape(len(rows), -1).copy())
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

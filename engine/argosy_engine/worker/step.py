@@ -25,6 +25,14 @@ class NewRequest(Struct, array_like=True, gc=False):
     """How many of the last `token_ids` are output."""
 
 
+class GrammarBitmask(Struct, array_like=True, gc=False):
+    """What grammars allow next; only requests that have one and sample in this step."""
+
+    request_ids: list[str]
+    bitmask: bytes
+    """int32 [len(request_ids), ceil(vocab_size / 32)], token t allowed if bit t % 32 of word t // 32 is set"""
+
+
 class SchedulerOutput(Struct, array_like=True, gc=False):
     new_requests: list[NewRequest]
     new_block_ids: dict[str, list[int]]
@@ -36,6 +44,7 @@ class SchedulerOutput(Struct, array_like=True, gc=False):
     """Requests whose slots the worker frees before this step: finished, aborted or preempted."""
     scheduled_spec_token_ids: dict[str, list[int]]
     """Request id -> drafts that its scheduled tokens end with."""
+    grammar: GrammarBitmask | None = None
 
 
 class ModelRunnerOutput(Struct, array_like=True, gc=False):
