@@ -168,6 +168,8 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     dtype: str
     max_model_len: int
     vocab_size: int
+    embedding_size: int
+    """elements of a vector that pooling gives"""
     block_size: int
     num_gpu_blocks: int
     max_num_seqs: int

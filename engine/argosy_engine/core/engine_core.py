@@ -54,6 +54,7 @@ class EngineCore:
             dtype=info.dtype,
             max_model_len=info.memory.max_model_len,
             vocab_size=info.config.vocab_size,
+            embedding_size=info.config.pooled_size,
             block_size=args.block_size,
             num_gpu_blocks=info.memory.num_blocks,
             max_num_seqs=args.max_num_seqs,

@@ -49,9 +49,11 @@ class KVCacheManager:
         """Blocks of the longest cached prefix.
 
         At most `num_tokens - 1` tokens count as computed, because the last token must run to give logits. A request
-        that wants its prompt's log probabilities computes all of it.
+        that wants its prompt's log probabilities, or a mean over it, computes all of it.
         """
         wants_prompt = request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens
+        if request.pooling_params is not None:
+            wants_prompt = request.pooling_params.needs_every_token
         if not self.enable_prefix_caching or wants_prompt:
             return []
         request.hash_full_blocks()

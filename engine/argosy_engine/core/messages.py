@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.pooling_params import PoolingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.structured.manager import GrammarRequest
 
@@ -55,6 +56,8 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     priority: int = 0
     resume_token_ids: list[int] = []
     """Output of an earlier run of this request, which this one continues: it counts as output, and is not repeated."""
+    pooling_params: PoolingParams | None = None
+    """Asks for a vector made of the prompt. The one token of output that comes with it means nothing."""
     grammar: GrammarRequest | None = None
     """What the output must look like."""
 
@@ -92,6 +95,7 @@ class EngineCoreOutput(Struct, array_like=True, omit_defaults=True, gc=False):
     """One per new token, for requests that asked."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of all prompt tokens but the first; sent with the first output."""
+    pooling_output: list[float] | None = None
 
 
 class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):

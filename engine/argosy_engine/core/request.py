@@ -53,6 +53,7 @@ class Request:
         "num_tied_chunks",
         "num_tokens",
         "num_tokens_with_spec",
+        "pooling_params",
         "priority",
         "prompt_logprobs",
         "queue_key",
@@ -69,6 +70,7 @@ class Request:
     def __init__(self, message: EngineCoreRequest, block_size: int, hash_blocks: bool) -> None:
         self.request_id = message.request_id
         self.sampling_params: SamplingParams = message.sampling_params
+        self.pooling_params = message.pooling_params
         self.all_token_ids: list[int] = message.prompt_token_ids + message.resume_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_tokens = len(self.all_token_ids)

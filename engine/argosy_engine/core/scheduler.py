@@ -241,6 +241,7 @@ class Scheduler:
                     request.num_computed_tokens,
                     request.sampling_params,
                     request.num_output_tokens,
+                    pooling_params=request.pooling_params,
                 )
             )
             self._advance(request, num_new)
@@ -320,6 +321,8 @@ class Scheduler:
                 outputs.append(EngineCoreOutput(request_id, token_ids))
                 continue
             outputs.append(self._book(request, token_ids, result.logprobs.get(request_id)))
+            if result.pooler_output:
+                outputs[-1].pooling_output = result.pooler_output.get(request_id)
             if request.finish_reason is not None:
                 has_stopped = True
                 self._finish(request, request.finish_reason)

@@ -15,9 +15,11 @@ from argosy_engine.core.client import InprocClient
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.errors import EngineError, InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
 from argosy_engine.frontend.processor import InputProcessor, Prompt
 from argosy_engine.protocol.openai import ChatCompletionRequest
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.pooling_params import PoolingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 
@@ -135,6 +137,33 @@ class LLM:
                 raise InvalidRequest(str(error), param="messages") from None
             prompts.append(self.processor.chat_prompt(request))
         return self._run(prompts, sampling_params, use_tqdm)
+
+    def encode(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Makes one vector of each prompt, batched, in the order given.
+
+        Raises:
+            InvalidRequest: a prompt is empty or too long, or the model has fewer dimensions than asked for.
+        """
+        made = [self._prompt(prompt) for prompt in _as_list(prompts)]
+        params = pooling_params or PoolingParams()
+        with _progress(len(made), use_tqdm) as bar:
+            return encode(self.client, self.processor, made, params, lambda tokens: bar.advance(tokens, True))
+
+    def embed(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """`encode` by the name vLLM has for vectors of whole prompts: `.outputs.embedding` of each result."""
+        return self.encode(prompts, pooling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         self.client.close()

@@ -49,6 +49,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     sliding_windows: tuple[Size | None, ...]
     """per layer: a token attends to that many tokens, itself included; None: to all before it"""
 
+    @property
+    def pooled_size(self) -> int:
+        """Elements of the model's last hidden state."""
+        return self.hidden_size
+
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
         """The family's reading of config.json: every field but `architecture`, `dtype` and `eos_token_ids`.

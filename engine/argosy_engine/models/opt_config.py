@@ -18,6 +18,10 @@ class OPTConfig(ModelConfig, frozen=True, kw_only=True):
     has_final_norm: bool
     has_bias: bool
 
+    @property
+    def pooled_size(self) -> int:
+        return self.embedding_size
+
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
         if not raw.get("layer_norm_elementwise_affine", True):

@@ -17,6 +17,7 @@ from argosy_engine.models.registry import CausalLM
 from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import GrammarMask
 from argosy_engine.worker.input_batch import InputBatch
+from argosy_engine.worker.pooler import Pooler
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 
 
@@ -34,6 +35,7 @@ class ModelRunner:
         device: torch.device,
     ) -> None:
         self.model = model
+        self.pooler = Pooler(model)
         self.device = device
         self.block_size = block_size
         shape = (
@@ -70,6 +72,7 @@ class ModelRunner:
         # Only rows that reach the end of their known tokens give a next token.
         is_sampled = seq_lens >= self.batch.num_tokens[slots]
         output = ModelRunnerOutput(request_ids, [[] for _ in request_ids], {}, {})
+        output.pooler_output = self.pooler.pool(request_ids, hidden, query_lens, is_sampled)
         if (self.batch.num_prompt_logprobs[slots] >= 0).any():
             self._score_prompts(output, hidden, slots, query_lens, computed)
         if is_sampled.any():
@@ -92,10 +95,13 @@ class ModelRunner:
         """Books the scheduler's diff into the input batch."""
         for request_id in step.finished_request_ids:
             self.batch.remove(request_id)
+            self.pooler.remove(request_id)
         for request_id, block_ids in step.new_block_ids.items():
             self.batch.append_blocks(self.batch.slot_of[request_id], block_ids)
         for request in step.new_requests:
             self.batch.add(request)
+            if request.pooling_params is not None:
+                self.pooler.add(request.request_id, request.pooling_params)
 
     def _inputs(
         self, slots: np.ndarray, query_lens: np.ndarray, computed: np.ndarray, seq_lens: np.ndarray

@@ -9,6 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.pooling_params import PoolingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 
@@ -23,6 +24,7 @@ class NewRequest(Struct, array_like=True, gc=False):
     sampling_params: SamplingParams
     num_output_tokens: int = 0
     """How many of the last `token_ids` are output."""
+    pooling_params: PoolingParams | None = None
 
 
 class GrammarBitmask(Struct, array_like=True, gc=False):
@@ -58,3 +60,5 @@ class ModelRunnerOutput(Struct, array_like=True, gc=False):
     prompt token."""
     draft_token_ids: dict[str, list[int]] = {}
     """Guesses at the tokens that follow, for the next step to verify."""
+    pooler_output: dict[str, list[float]] = {}
+    """Vectors of the prompts that ended in this step, for requests that asked for one."""

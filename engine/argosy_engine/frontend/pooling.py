@@ -1,0 +1,84 @@
+"""Embeddings offline: prompts in, one vector each out. `LLM.encode` and `LLM.embed` are built on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from argosy_engine.core.client import SyncClient
+from argosy_engine.core.messages import EngineCoreRequest, FinishReason
+from argosy_engine.errors import EngineError
+from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.pooling_params import PoolingParams
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    data: list[float] = field(default_factory=list)
+    """The vector; float32."""
+
+    @property
+    def embedding(self) -> list[float]:
+        return self.data
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """One finished prompt. vLLM's names."""
+
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    num_cached_tokens: int = 0
+
+
+def pooling_request(processor: InputProcessor, prompt: Prompt, params: PoolingParams) -> EngineCoreRequest:
+    """The message for the core.
+
+    To the scheduler it is a prompt with one token of output, which nobody reads.
+
+    Raises:
+        InvalidRequest: the prompt is empty or too long, or the model has fewer dimensions.
+    """
+    params.verify(processor.config.embedding_size)
+    one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    (request,) = processor.core_requests(prompt, one_token)
+    request.pooling_params = params
+    return request
+
+
+def encode(
+    client: SyncClient,
+    processor: InputProcessor,
+    prompts: Sequence[Prompt],
+    params: PoolingParams,
+    on_done: Callable[[int], None],
+) -> list[PoolingRequestOutput]:
+    """Vectors of the prompts, batched, in the order given.
+
+    Args:
+        on_done: called with a prompt's token count when its vector is there.
+
+    Raises:
+        InvalidRequest: see `pooling_request`; nothing has run then.
+        EngineError: the core could not run a prompt.
+    """
+    requests = [pooling_request(processor, prompt, params) for prompt in prompts]
+    results = [PoolingRequestOutput(prompt.token_ids, PoolingOutput()) for prompt in prompts]
+    live = {request.request_id: result for request, result in zip(requests, results, strict=True)}
+    try:
+        for request in requests:
+            client.add_request(request)
+        while live:
+            for out in client.step().outputs:
+                result = live.pop(out.request_id)
+                if out.finish_reason is FinishReason.ERROR or out.pooling_output is None:
+                    raise EngineError(out.error or "the engine could not run this prompt")
+                result.outputs.data = out.pooling_output
+                if out.prefill_stats is not None:
+                    result.num_cached_tokens = out.prefill_stats.num_cached_tokens
+                on_done(len(result.prompt_token_ids))
+    finally:
+        # After an error or Ctrl-C nothing of this call may linger in the core.
+        client.abort_requests(list(live))
+    return results

@@ -1,0 +1,74 @@
+"""Pooler: turns the hidden states of a prompt into one vector, for requests that ask for that instead of tokens.
+
+A prompt may be computed in chunks, so the sum of its states is kept between steps, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from argosy_engine.models.registry import CausalLM
+from argosy_engine.sample.pooling_params import PoolingParams
+
+
+class Pooler:
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+        self._params: dict[str, PoolingParams] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, request_id: str, params: PoolingParams) -> None:
+        self._params[request_id] = params
+
+    def remove(self, request_id: str) -> None:
+        """Forgets a request; unknown ids are fine."""
+        self._params.pop(request_id, None)
+        self._sums.pop(request_id, None)
+
+    def pool(
+        self,
+        request_ids: Sequence[str],
+        hidden: torch.Tensor,
+        query_lens: np.ndarray,
+        is_complete: np.ndarray,
+    ) -> dict[str, list[float]]:
+        """Vectors of the requests whose prompts end in this step.
+
+        Args:
+            hidden: states of the step's tokens [T, hidden_size], before the final norm.
+            query_lens: tokens of each request in the step.
+            is_complete: whether a request's last token is among them.
+        """
+        vectors: dict[str, list[float]] = {}
+        if not self._params:
+            return vectors
+        ends = np.cumsum(query_lens)
+        for row, request_id in enumerate(request_ids):
+            params = self._params.get(request_id)
+            if params is None:
+                continue
+            end = int(ends[row])
+            if params.pooling_type == "mean":
+                self._add_to_sum(request_id, hidden[end - int(query_lens[row]) : end])
+            if is_complete[row]:
+                vectors[request_id] = self._finish(request_id, params, hidden[end - 1 : end])
+        return vectors
+
+    def _add_to_sum(self, request_id: str, hidden: torch.Tensor) -> None:
+        states = self._model.last_hidden_state(hidden).float()
+        count_and_sum = torch.cat((states.new_tensor([len(states)]), states.sum(dim=0)))
+        earlier = self._sums.get(request_id)
+        self._sums[request_id] = count_and_sum if earlier is None else earlier + count_and_sum
+
+    def _finish(self, request_id: str, params: PoolingParams, last: torch.Tensor) -> list[float]:
+        if params.pooling_type == "mean":
+            count_and_sum = self._sums.pop(request_id)
+            vector = count_and_sum[1:] / count_and_sum[0]
+        else:
+            vector = self._model.last_hidden_state(last)[0].float()
+        vector = vector[: params.dimensions]
+        return (F.normalize(vector, dim=0) if params.normalize else vector).tolist()
