@@ -41,7 +41,7 @@ def build(seed: int, conversations: int = 12_000) -> Tokenizer:
     texts = (
         part
         for conversation in islice(mix.training(rng), conversations)
-        for part in markup.split("".join(text for text, _ in render.spans(conversation)))
+        for part in markup.split("".join(text for text, *_ in render.spans(conversation)))
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKUP])
@@ -59,12 +59,10 @@ def encode(tokenizer: Tokenizer, spans: list[render.Span]) -> tuple[list[int], l
     """Token ids, and per token the loss weight of predicting it."""
     ids: list[int] = []
     weights: list[float] = []
-    for encoded, (_, weight) in zip(
-        tokenizer.encode_batch_fast([t for t, _ in spans], add_special_tokens=False), spans, strict=True
-    ):
-        count = len(encoded.ids)
+    encodings = tokenizer.encode_batch_fast([span.text for span in spans], add_special_tokens=False)
+    for encoded, span in zip(encodings, spans, strict=True):
         ids += encoded.ids
-        weights += [abs(weight)] * count
-        if weight < 0:
-            weights[-count] = 0.0
+        weights += [span.weight] * len(encoded.ids)
+        if span.first is not None:
+            weights[-len(encoded.ids)] = span.first
     return ids, weights

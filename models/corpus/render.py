@@ -5,15 +5,25 @@ Invariant (tested): the concatenated spans of a conversation that is not dense e
 """
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from .conversation import Conversation, Message
 
 PROMPT_WEIGHT = 0.1
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 
-Span = tuple[str, float]
-"""Text, and the loss weight of its tokens. A negative weight: as its absolute value, first token masked."""
+DECISION_WEIGHT = 4.0
+"""Of a reply's first token where tools are offered: it decides between a call and an answer."""
+
+
+class Span(NamedTuple):
+    """Text and the loss weight of its tokens."""
+
+    text: str
+    weight: float
+    first: float | None = None
+    """Weight of the first token, where it differs."""
+
 
 _TOOLS_HEAD = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -62,28 +72,28 @@ def spans(conversation: Conversation) -> list[Span]:
     made: list[Span] = []
     head = _head(conversation)
     if head:
-        made.append((head, PROMPT_WEIGHT))
+        made.append(Span(head, PROMPT_WEIGHT))
     last_query = max(i for i, m in enumerate(messages) if m["role"] == "user")
     for index, message in enumerate(messages):
         role = message["role"]
         if role == "user":
-            made.append((f"{IM_START}user\n{message['content']}{IM_END}\n", PROMPT_WEIGHT))
+            made.append(Span(f"{IM_START}user\n{message['content']}{IM_END}\n", PROMPT_WEIGHT))
         elif role == "tool":
             opens = messages[index - 1]["role"] != "tool"
             closes = messages[index + 1]["role"] != "tool"
             text = f"\n<tool_response>\n{message['content']}\n</tool_response>"
-            made.append((f"{IM_START}user{text}" if opens else text, PROMPT_WEIGHT))
+            made.append(Span(f"{IM_START}user{text}" if opens else text, PROMPT_WEIGHT))
             if closes:
-                made.append((f"{IM_END}\n", PROMPT_WEIGHT))
+                made.append(Span(f"{IM_END}\n", PROMPT_WEIGHT))
         elif role == "assistant":
-            made.append((f"{IM_START}assistant\n", PROMPT_WEIGHT))
+            made.append(Span(f"{IM_START}assistant\n", PROMPT_WEIGHT))
             block, is_thinking = _block(message)
             is_last = index == len(messages) - 1
             shown = conversation.dense or is_last or (index > last_query and is_thinking)
             if shown:
-                made.append((block, 1.0 if is_thinking else 0.0))
-                made.append((reply_text(message) + IM_END, 1.0))
-            else:
-                made.append((reply_text(message) + IM_END, -1.0))
-            made.append(("\n", 0.0))
+                made.append(Span(block, 1.0 if is_thinking else 0.0))
+            decides = conversation.tools and messages[index - 1]["role"] == "user"
+            first = (DECISION_WEIGHT if decides else 1.0) if shown else 0.0
+            made.append(Span(reply_text(message) + IM_END, 1.0, first))
+            made.append(Span("\n", 0.0))
     return made

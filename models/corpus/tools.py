@@ -103,7 +103,7 @@ def _unfit(rng: random.Random, toolbox: list[Tool]) -> str:
 
 def kind_of(rng: random.Random) -> str:
     """What a tool conversation's exchange is about."""
-    return rng.choices(("call", "result", "no_tool", "not_needed", "parallel"), (40, 18, 27, 11, 4))[0]
+    return rng.choices(("call", "result", "no_tool", "not_needed", "parallel"), (36, 15, 34, 11, 4))[0]
 
 
 def sample(rng: random.Random, thinking: bool, dense: bool, kind: str | None = None) -> Conversation:

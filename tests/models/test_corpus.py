@@ -27,7 +27,7 @@ def sample(seed: str, count: int) -> list[Conversation]:
 
 
 def text_of(conversation: Conversation) -> str:
-    return "".join(text for text, _ in render.spans(conversation))
+    return "".join(span.text for span in render.spans(conversation))
 
 
 def test_the_same_seed_makes_the_same_conversations(tokenizer: Tokenizer) -> None:
@@ -87,10 +87,28 @@ def test_the_end_token_is_learned_and_history_says_nothing_of_thinking(tokenizer
         ids, weights = tiny_tokenizer.encode(tokenizer, render.spans(conversation))
         assert (ids[-2], weights[-2]) == (end, 1.0)
         spans = render.spans(conversation)
-        starts = [i for i, (text, _) in enumerate(spans) if text == "<|im_start|>assistant\n"]
+        starts = [i for i, span in enumerate(spans) if span.text == "<|im_start|>assistant\n"]
         for start in starts:
-            text, weight = spans[start + 1]
-            assert weight == 1.0 if text.startswith("<think>\n") and text[8] != "\n" else weight <= 0
+            text, weight, first = spans[start + 1]
+            if text.startswith("<think>\n") and text[8] != "\n":
+                assert weight == 1.0
+            else:
+                assert 0.0 in (weight, first)
+
+
+def test_with_tools_the_choice_to_call_weighs_most(tokenizer: Tokenizer) -> None:
+    call = tokenizer.token_to_id("<tool_call>")
+    checked = 0
+    for conversation in sample("decision", 300):
+        if conversation.kind != "tool_call" or conversation.thinking:
+            continue
+        spans = render.spans(conversation)
+        ids, weights = tiny_tokenizer.encode(tokenizer, spans)
+        start = len(tiny_tokenizer.encode(tokenizer, spans[:-2])[0])
+        assert (ids[start], weights[start]) == (call, render.DECISION_WEIGHT)
+        assert weights[start + 1] == 1.0
+        checked += 1
+    assert checked > 10
 
 
 def test_every_fixed_reply_is_taught(tokenizer: Tokenizer) -> None:
