@@ -135,10 +135,12 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
     activation_bytes: int
     """peak of the largest step; measured on CUDA, estimated on a CPU and before a load"""
     block_bytes: int
-    """one KV block over all layers"""
+    """one KV block over the layers that share it (all, if they are of one kind)"""
     block_size: int
     num_blocks: int
     """including the null block"""
+    request_blocks: int
+    """that one request of full length holds at most"""
     max_model_len: int
     limited_by: Literal["memory", "--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--max-num-seqs"]
     """what the number of blocks follows from; --max-num-seqs: more could never be used"""
@@ -149,7 +151,9 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_cache_tokens(self) -> int:
-        return (self.num_blocks - 1) * self.block_size
+        """Tokens of requests of full length; where windows slide, more of them fit than blocks have room for."""
+        full_length = -(-self.max_model_len // self.block_size) * self.block_size
+        return (self.num_blocks - 1) * full_length // self.request_blocks
 
     @property
     def max_concurrency(self) -> float:

@@ -15,8 +15,9 @@ from argosy_engine.core.request import Request
 from argosy_engine.models.config import load_model_config
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.worker.info import WorkerInfo
+from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, group_layers
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
-from argosy_engine.worker.worker import WorkerInfo
 from scheduler_fakes import FakeWorker, next_token
 
 BLOCK = 4
@@ -36,9 +37,11 @@ class FakeExecutor:
             dtype="float32",
             memory=MemoryBudget(
                 device="cpu", total_bytes=1, available_bytes=1, utilization=0.5, weights_bytes=0,
-                activation_bytes=0, block_bytes=1, block_size=BLOCK, num_blocks=64, max_model_len=64,
+                activation_bytes=0, block_bytes=1, block_size=BLOCK, num_blocks=64,
+                request_blocks=16, max_model_len=64,
                 limited_by="memory",
             ),
+            kv_cache_groups=group_layers([FullAttentionSpec(1)]),
             phases=(),
         )  # fmt: skip
 
@@ -80,11 +83,11 @@ def run(core: EngineCore, received: dict[str, list[int]]) -> list[EngineCoreOutp
 
 
 def lose_a_block(core: EngineCore) -> None:
-    core.scheduler.running[0].block_ids.pop()
+    core.scheduler.running[0].block_ids[0].pop()
 
 
 def lose_a_reference(core: EngineCore) -> None:
-    core.kv.pool.blocks[core.scheduler.running[0].block_ids[-1]].ref_count = 0
+    core.kv.pool.blocks[core.scheduler.running[0].block_ids[0][-1]].ref_count = 0
 
 
 @pytest.mark.parametrize("damage", [lose_a_block, lose_a_reference])

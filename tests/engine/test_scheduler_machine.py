@@ -11,11 +11,23 @@ from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, Fin
 from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.worker.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
 from scheduler_fakes import FakeWorker, next_token
 
 BLOCK = 4
 MAX_MODEL_LEN = 40
 EOS = 0
+KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "full": (FullAttentionSpec(0),),
+    "sliding": (SlidingWindowSpec(0, 6),),
+    "hybrid": (FullAttentionSpec(0), SlidingWindowSpec(0, 5), SlidingWindowSpec(0, 13)),
+    "recurrent": (FullAttentionSpec(0), RecurrentStateSpec(0)),
+}
 
 
 def expected_output(prompt: list[int], max_tokens: int, capacity: int) -> tuple[list[int], FinishReason]:
@@ -33,6 +45,7 @@ def expected_output(prompt: list[int], max_tokens: int, capacity: int) -> tuple[
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
+        kind=st.sampled_from(["full", *KINDS]),
         num_blocks=st.integers(3, 24),
         budget=st.integers(1, 24),
         max_num_seqs=st.integers(1, 6),
@@ -44,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(
         self,
+        kind: str,
         num_blocks: int,
         budget: int,
         max_num_seqs: int,
@@ -55,8 +69,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         self.budget, self.max_num_seqs = budget, max_num_seqs
         self.capacity = (num_blocks - 1) * BLOCK
+        specs = KINDS[kind]
+        if kind != "full":  # room for any request alone, so that what it gets is easily told
+            num_blocks += len(specs) * MAX_MODEL_LEN // BLOCK
+            self.capacity = MAX_MODEL_LEN
+        if kind == "recurrent":
+            num_drafts = 0  # a state cannot be taken back
         self.scheduler = Scheduler(
-            KVCacheManager(num_blocks, BLOCK, caching, watermark),
+            KVCacheManager(num_blocks, BLOCK, caching, watermark, specs, budget),
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
@@ -64,7 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             policy=policy,  # type: ignore[arg-type]
         )
-        self.worker = FakeWorker(BLOCK, num_drafts)
+        self.worker = FakeWorker(BLOCK, num_drafts, specs)
         self.expected: dict[str, tuple[list[int], FinishReason]] = {}
         self.received: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}

@@ -7,10 +7,17 @@ shared wrongly, reused too early or registered before it was computed does not g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+from argosy_engine.worker.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
+from argosy_engine.worker.step import BlockIds, ModelRunnerOutput, SchedulerOutput
 
 VOCAB = 7
 
@@ -27,7 +34,7 @@ def next_token(prefix: tuple[int, ...]) -> int:
 @dataclass
 class Row:
     tokens: list[int]
-    blocks: list[int]
+    blocks: BlockIds
     num_computed: int
 
 
@@ -37,20 +44,27 @@ class FakeWorker:
         num_drafts: drafts proposed after each sampled token; every third of them is wrong.
     """
 
-    def __init__(self, block_size: int, num_drafts: int = 0) -> None:
+    def __init__(
+        self, block_size: int, num_drafts: int = 0, specs: Sequence[KVCacheSpec] = (FullAttentionSpec(0),)
+    ) -> None:
+        self.specs = specs
         self.block_size = block_size
         self.num_drafts = num_drafts
         self.rows: dict[str, Row] = {}
-        self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.cache: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        """(block, offset) -> group and prefix"""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in step.finished_request_ids:
             self.rows.pop(request_id, None)
         for request_id, block_ids in step.new_block_ids.items():
-            self.rows[request_id].blocks += block_ids
+            for held, added in zip(self.rows[request_id].blocks, block_ids, strict=True):
+                held += added
         for new in step.new_requests:
             assert new.request_id not in self.rows, "scheduled anew without being released"
-            self.rows[new.request_id] = Row(list(new.token_ids), list(new.block_ids), new.num_computed_tokens)
+            self.rows[new.request_id] = Row(
+                list(new.token_ids), [list(ids) for ids in new.block_ids], new.num_computed_tokens
+            )
         for request_id, count in step.num_scheduled_tokens.items():
             self._write(request_id, count, step.scheduled_spec_token_ids.get(request_id, []))
         output = ModelRunnerOutput(list(step.num_scheduled_tokens), [])
@@ -59,8 +73,11 @@ class FakeWorker:
             output.sampled_token_ids.append(self._read_and_sample(request_id, count, drafts, output))
         return output
 
-    def _slot(self, row: Row, position: int) -> tuple[int, int]:
-        block_id = row.blocks[position // self.block_size]
+    def _slot(self, row: Row, group: int, position: int) -> tuple[int, int]:
+        if isinstance(self.specs[group], RecurrentStateSpec):
+            (block_id,) = row.blocks[group]
+            return block_id, 0
+        block_id = row.blocks[group][position // self.block_size]
         assert block_id != 0, "the null block is nobody's"
         return block_id, position % self.block_size
 
@@ -68,8 +85,24 @@ class FakeWorker:
         row = self.rows[request_id]
         known = row.tokens + drafts
         assert row.num_computed + count <= len(known)
-        for position in range(row.num_computed, row.num_computed + count):
-            self.cache[self._slot(row, position)] = tuple(known[: position + 1])
+        for group, spec in enumerate(self.specs):
+            if isinstance(spec, RecurrentStateSpec) and row.num_computed:
+                state = self.cache[self._slot(row, group, 0)]
+                assert state == (group, tuple(known[: row.num_computed])), f"{request_id} has state {state}"
+            for position in range(row.num_computed, row.num_computed + count):
+                self.cache[self._slot(row, group, position)] = (group, tuple(known[: position + 1]))
+
+    def _read(self, row: Row, end: int, known: list[int]) -> None:
+        """Every token from `num_computed` up to `end` reads what its layers keep of those before it."""
+        for group, spec in enumerate(self.specs):
+            first = 0
+            if isinstance(spec, SlidingWindowSpec):
+                first = max(row.num_computed - spec.window + 1, 0)
+            elif isinstance(spec, RecurrentStateSpec):
+                first = end - 1
+            for position in range(first, end):
+                read = self.cache[self._slot(row, group, position)]
+                assert read == (group, tuple(known[: position + 1])), f"read {read} at {position}"
 
     def _read_and_sample(
         self, request_id: str, count: int, drafts: list[int], output: ModelRunnerOutput
@@ -77,9 +110,7 @@ class FakeWorker:
         row = self.rows[request_id]
         end = row.num_computed + count
         known = row.tokens + drafts
-        for position in range(end):
-            read = self.cache[self._slot(row, position)]
-            assert read == tuple(known[: position + 1]), f"{request_id} read {read} at {position}"
+        self._read(row, end, known)
         if end < len(row.tokens):
             row.num_computed = end
             return []

@@ -26,5 +26,10 @@ class AttentionMetadata:
     block_tables: torch.Tensor
     decode_seq_lens: torch.Tensor
     """int64 [num_decodes]"""
+    layers: tuple[AttentionMetadata, ...] = ()
+    """of each layer, where they belong to several KV cache groups; these differ in slots and block tables only"""
     native_step: NativeStep | None = None
     """the same for the CPU kernels, once the first layer that uses them has made it"""
+
+    def of_layer(self, index: int) -> AttentionMetadata:
+        return self.layers[index] if self.layers else self

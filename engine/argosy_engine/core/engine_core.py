@@ -65,7 +65,12 @@ class EngineCore:
             memory=info.memory,
         )
         self.kv = KVCacheManager(
-            info.memory.num_blocks, args.block_size, args.enable_prefix_caching, args.watermark
+            info.memory.num_blocks,
+            args.block_size,
+            args.enable_prefix_caching,
+            args.watermark,
+            [group.spec for group in info.kv_cache_groups],
+            args.max_num_batched_tokens,
         )
         self.scheduler = Scheduler(
             self.kv,

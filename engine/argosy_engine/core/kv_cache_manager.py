@@ -1,7 +1,8 @@
 """KVCacheManager: gives requests the blocks their tokens need, and finds prefixes that are already computed.
 
-Owns the block pool and the residency tracker. Knows requests and blocks, not steps or budgets.
-Invariant: a running request holds exactly the blocks of its computed and scheduled tokens, prefix first.
+Owns the block pool, the groups that draw on it and the residency tracker. Knows requests and blocks, not steps or
+budgets. Invariant: a running request holds, per group, exactly the blocks that its computed and scheduled tokens fill
+and its next ones read.
 
 A block is registered in the prefix cache as soon as the step that fills it is scheduled: steps run in order, and
 within a step a layer writes all keys and values before it reads any, so even a request admitted to the same step may
@@ -10,11 +11,14 @@ share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from argosy_engine.core.block_pool import BlockPool
+from argosy_engine.core.kv_cache_groups import NULL_BLOCK, make_groups
 from argosy_engine.core.request import Request
 from argosy_engine.core.residency import ResidencyTracker
+from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from argosy_engine.worker.step import BlockIds
 
 
 class KVCacheManager:
@@ -23,13 +27,22 @@ class KVCacheManager:
         num_blocks: of the pool, including the null block.
         watermark: share of the pool that admission leaves free while other requests run, so that a nearly full
             cache does not admit what it would have to preempt a few steps later.
+        specs: one per group (`worker.kv_cache_interface`).
+        max_num_batched_tokens: bounds what a sliding window holds during a prefill.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool, watermark: float = 0.0
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        watermark: float = 0.0,
+        specs: Sequence[KVCacheSpec] = (FullAttentionSpec(0),),
+        max_num_batched_tokens: int = 1 << 20,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.groups = make_groups(specs, block_size, max_num_batched_tokens)
         self.residency = ResidencyTracker()
         self.pool = BlockPool(num_blocks, on_evict=self.residency.evict)
         self.num_watermark_blocks = int(watermark * num_blocks)
@@ -41,12 +54,12 @@ class KVCacheManager:
         return self.pool.usage
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that fit into the cache."""
-        return (len(self.pool.blocks) - 1) * self.block_size
+    def num_blocks(self) -> int:
+        """Blocks that requests can hold."""
+        return len(self.pool.blocks) - 1
 
-    def find_cached_prefix(self, request: Request) -> list[int]:
-        """Blocks of the longest cached prefix.
+    def find_cached_prefix(self, request: Request) -> BlockIds:
+        """Per group the blocks of the longest cached prefix that all groups share; lists of equal length.
 
         At most `num_tokens - 1` tokens count as computed, because the last token must run to give logits. A request
         that wants its prompt's log probabilities, or a mean over it, computes all of it.
@@ -55,13 +68,21 @@ class KVCacheManager:
         if request.pooling_params is not None:
             wants_prompt = request.pooling_params.needs_every_token
         if not self.enable_prefix_caching or wants_prompt:
-            return []
+            return [[] for _ in self.groups]
         request.hash_full_blocks()
-        max_blocks = (request.num_tokens - 1) // self.block_size
-        return self.pool.lookup(request.block_hashes[:max_blocks])
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+        while True:
+            # A group may cut the hit of those before it; the hits agree once a round cuts nothing.
+            longest, hits = len(hashes), []
+            for group in self.groups:
+                hit = group.find_hit(self.pool, hashes)
+                hits.append(hit)
+                hashes = hashes[: len(hit)]
+            if len(hashes) == longest or len(hits) == 1:
+                return hits
 
     def admit(
-        self, request: Request, cached_block_ids: list[int], num_new_tokens: int, *, leave_room: bool
+        self, request: Request, cached_block_ids: BlockIds, num_new_tokens: int, *, leave_room: bool
     ) -> bool:
         """Gives a waiting request its cached blocks and blocks for `num_new_tokens` more tokens.
 
@@ -71,34 +92,52 @@ class KVCacheManager:
         Args:
             leave_room: whether the watermark applies.
         """
-        num_cached = len(cached_block_ids)
-        room = self.pool.num_free_blocks - self.pool.num_free_among(cached_block_ids)
-        if leave_room:
-            room -= self.num_watermark_blocks
-        if self._blocks_for(request.num_tokens) - num_cached > room:
+        room = self.pool.num_free_blocks - (self.num_watermark_blocks if leave_room else 0)
+        num_wanted = 0
+        for group, cached in zip(self.groups, cached_block_ids, strict=True):
+            held = [block_id for block_id in cached if block_id != NULL_BLOCK]
+            room -= self.pool.num_free_among(held)
+            num_wanted += max(group.peak_blocks(request.num_tokens) - len(held), 0)
+        if num_wanted > room:
             return False
-        self.pool.share(cached_block_ids)
-        num_needed = self._blocks_for(num_cached * self.block_size + num_new_tokens) - num_cached
-        request.block_ids = cached_block_ids + self.pool.allocate(num_needed)
-        request.num_allocated_tokens = len(request.block_ids) * self.block_size
+        num_cached = len(cached_block_ids[0])
+        num_tokens = num_cached * self.block_size + num_new_tokens
+        for cached in cached_block_ids:  # all of them, before something is allocated over one
+            self.pool.share([block_id for block_id in cached if block_id != NULL_BLOCK])
+        request.block_ids = [
+            cached + self.pool.allocate(group.num_blocks(num_tokens) - len(cached))
+            for group, cached in zip(self.groups, cached_block_ids, strict=True)
+        ]
+        request.num_allocated_tokens = self._round_up(num_tokens)
         request.num_cached_blocks = num_cached
         if self.enable_prefix_caching:
             self.num_queried_tokens += request.num_tokens
             self.num_hit_tokens += num_cached * self.block_size
             self._tie_chunks(request)
-            self._register(request, num_cached * self.block_size + num_new_tokens)
+            self._register(request, num_tokens)
         return True
 
-    def grow(self, request: Request, num_new_tokens: int) -> list[int] | None:
-        """Blocks for `num_new_tokens` beyond the computed ones; the new ids, or None when there is no room."""
+    def grow(self, request: Request, num_new_tokens: int) -> BlockIds | None:
+        """Blocks for `num_new_tokens` beyond the computed ones.
+
+        Returns per group the new ids, nothing when the blocks held suffice, or None when there is no room.
+        """
         num_tokens = request.num_computed_tokens + num_new_tokens
-        num_needed = self._blocks_for(num_tokens) - len(request.block_ids)
-        if num_needed > self.pool.num_free_blocks:
+        if num_tokens <= request.num_allocated_tokens:
+            self._register(request, num_tokens)
+            return []
+        num_needed = []
+        for index, group in enumerate(self.groups):
+            num_skipped = group.num_skipped(request.num_computed_tokens)
+            if num_skipped:
+                self._skip(request, index, num_skipped)
+            num_needed.append(group.num_blocks(num_tokens) - len(request.block_ids[index]))
+        if sum(num_needed) > self.pool.num_free_blocks:
             return None
-        new_ids = self.pool.allocate(num_needed) if num_needed > 0 else []
-        if new_ids:
-            request.block_ids.extend(new_ids)
-            request.num_allocated_tokens = len(request.block_ids) * self.block_size
+        new_ids = [self.pool.allocate(count) for count in num_needed]
+        for block_ids, added in zip(request.block_ids, new_ids, strict=True):
+            block_ids += added
+        request.num_allocated_tokens = self._round_up(num_tokens)
         self._register(request, num_tokens)
         return new_ids
 
@@ -111,9 +150,10 @@ class KVCacheManager:
         """
         self._register(request, num_computed_tokens)
         num_valid = num_computed_tokens // self.block_size
-        if num_valid < request.num_cached_blocks:
-            self.pool.unregister(request.block_ids[num_valid : request.num_cached_blocks])
-        self.pool.free(request.block_ids)
+        for block_ids in request.block_ids:
+            if num_valid < request.num_cached_blocks:
+                self.pool.unregister(block_ids[num_valid : request.num_cached_blocks])
+            self.pool.free([block_id for block_id in block_ids if block_id != NULL_BLOCK])
         self.forget(request)
 
     def forget(self, request: Request) -> None:
@@ -137,12 +177,27 @@ class KVCacheManager:
     def check(self, requests: Iterable[Request]) -> None:
         """Asserts the pool's invariants and that these are the requests that hold its blocks."""
         self.pool.check()
-        held = sum(len(request.block_ids) for request in requests)
+        held = sum(
+            block_id != NULL_BLOCK
+            for request in requests
+            for block_ids in request.block_ids
+            for block_id in block_ids
+        )
         referenced = sum(block.ref_count for block in self.pool.blocks[1:])
         assert held == referenced, f"requests hold {held} blocks, the pool counts {referenced}"
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def _round_up(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size) * self.block_size
+
+    def _skip(self, request: Request, index: int, num_skipped: int) -> None:
+        """Gives back the leading blocks of a group that are no longer read, from the last one still held."""
+        self._register(request, request.num_computed_tokens)
+        block_ids = request.block_ids[index]
+        position = num_skipped - 1
+        while position >= 0 and block_ids[position] != NULL_BLOCK:
+            self.pool.free([block_ids[position]])
+            block_ids[position] = NULL_BLOCK
+            position -= 1
 
     def _register(self, request: Request, num_tokens: int) -> None:
         """Registers the full blocks among the first `num_tokens`, so that later requests can share them."""
@@ -150,14 +205,21 @@ class KVCacheManager:
             return
         request.hash_full_blocks()
         num_full = min(num_tokens // self.block_size, len(request.block_hashes))
-        for index in range(request.num_cached_blocks, num_full):
-            self.pool.register(request.block_ids[index], request.block_hashes[index])
-        request.num_cached_blocks = max(num_full, request.num_cached_blocks)
+        first = request.num_cached_blocks
+        if num_full <= first:
+            return
+        for group, block_ids in zip(self.groups, request.block_ids, strict=True):
+            if not group.is_shareable:
+                continue
+            for index in range(first, num_full):
+                if block_ids[index] != NULL_BLOCK:
+                    self.pool.register(block_ids[index], group.key(request.block_hashes[index]))
+        request.num_cached_blocks = num_full
         self._tie_chunks(request)
 
     def _tie_chunks(self, request: Request) -> None:
-        """Ties the chunk ends that lie in registered blocks. Where an equal block of another request is the
-        registered one, the chunk is tied to that one: it is what a later hit would find."""
+        """Ties the chunk ends that lie in registered blocks of the first group. Where an equal block of another
+        request is the registered one, the chunk is tied to that one: it is what a later hit would find."""
         ends = request.chunk_ends
         index = request.num_tied_chunks
         while index < len(ends):

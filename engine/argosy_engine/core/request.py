@@ -10,6 +10,7 @@ from enum import IntEnum
 from argosy_engine.core.messages import ChunkEnd, EngineCoreRequest, FinishReason
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_engine.worker.step import BlockIds
 
 
 class RequestStatus(IntEnum):
@@ -106,7 +107,8 @@ class Request:
         self.num_preemptions = 0
         self.queued_at = time.monotonic()
         self.first_scheduled_at = 0.0
-        self.block_ids: list[int] = []
+        self.block_ids: BlockIds = []
+        """Per KV cache group; empty while the request holds no blocks."""
         self.num_allocated_tokens = 0
         """Tokens that the blocks held now have room for."""
         self.num_cached_blocks = 0

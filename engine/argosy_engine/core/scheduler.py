@@ -23,7 +23,7 @@ from argosy_engine.core.messages import EngineCoreOutput, FinishReason, PrefillS
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.request_queue import RequestQueue
 from argosy_engine.sample.token_logprobs import TokenLogprobs
-from argosy_engine.worker.step import ModelRunnerOutput, NewRequest, SchedulerOutput
+from argosy_engine.worker.step import BlockIds, ModelRunnerOutput, NewRequest, SchedulerOutput
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -146,7 +146,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         scheduled: dict[str, int] = {}
-        new_block_ids: dict[str, list[int]] = {}
+        new_block_ids: dict[str, BlockIds] = {}
         drafts: dict[str, list[int]] = {}
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(scheduled, new_block_ids, drafts)
@@ -161,7 +161,7 @@ class Scheduler:
     def _schedule_running(
         self,
         scheduled: dict[str, int],
-        new_block_ids: dict[str, list[int]],
+        new_block_ids: dict[str, BlockIds],
         drafts: dict[str, list[int]],
     ) -> int:
         """Plans the running requests; the budget that is left."""
@@ -186,7 +186,7 @@ class Scheduler:
         request: Request,
         budget: int,
         scheduled: dict[str, int],
-        new_block_ids: dict[str, list[int]],
+        new_block_ids: dict[str, BlockIds],
         drafts: dict[str, list[int]],
     ) -> int:
         """Gives a running request its tokens and blocks, preempting others if need be; the budget that is left."""
@@ -227,7 +227,7 @@ class Scheduler:
                 self.fail(
                     request.request_id,
                     f"the request's {request.num_tokens} tokens do not fit into the KV cache of "
-                    f"{self.kv.num_tokens} tokens",
+                    f"{self.kv.num_blocks} blocks of {self.kv.block_size} tokens",
                 )
                 continue
             self.waiting.remove(request)
@@ -237,7 +237,7 @@ class Scheduler:
                 NewRequest(
                     request.request_id,
                     list(request.all_token_ids),
-                    list(request.block_ids),
+                    [list(block_ids) for block_ids in request.block_ids],
                     request.num_computed_tokens,
                     request.sampling_params,
                     request.num_output_tokens,
@@ -259,7 +259,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int) -> int | None:
         """Gives the request blocks; the tokens it may compute in this step, or None when it must wait."""
         cached_block_ids = self.kv.find_cached_prefix(request)
-        num_cached = len(cached_block_ids) * self.kv.block_size
+        num_cached = len(cached_block_ids[0]) * self.kv.block_size
         num_wanted = request.num_tokens - num_cached
         num_new = self._limit(num_wanted, budget)
         if num_new < num_wanted and not self.enable_chunked_prefill and self.running:

@@ -6,7 +6,7 @@ Projections are fused (q, k, v; gate, up), so a layer costs four matrix products
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -158,20 +158,20 @@ class Decoder:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
         """Hidden states [T, hidden_size] of token_ids [T] at positions [T].
 
-        kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
+        kv_cache: of each layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
         """
         x = F.embedding(token_ids, self.embedding)
         residual: torch.Tensor | None = None
         native = self.layers[0].native
-        is_native = native is not None and native.serves(kv_cache)
+        is_native = native is not None and native.serves(kv_cache[0])
         rotary = None if is_native else self.rotary.select(positions)
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, rotary, kv_cache[index], meta)
+            x, residual = layer(x, residual, rotary, kv_cache[index], meta.of_layer(index))
         return x if residual is None else residual.add_(x)
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ query_pre_attn_scalar; Gemma 3 turns local and global layers by different RoPE b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -124,13 +126,14 @@ class Gemma:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
         hidden = F.embedding(token_ids, self.embedding) * self.embedding_scale
         everywhere, nearby = self.rotary_global.select(positions), self.rotary_local.select(positions)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, nearby if layer.is_local else everywhere, kv_cache[index], meta)
+            rotary = nearby if layer.is_local else everywhere
+            hidden = layer(hidden, rotary, kv_cache[index], meta.of_layer(index))
         return hidden
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:

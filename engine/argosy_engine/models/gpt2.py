@@ -5,6 +5,8 @@ The checkpoint's projections are Conv1D: [in, out], the transpose of a linear la
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -62,12 +64,12 @@ class GPT2:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
         hidden = F.embedding(token_ids, self.embedding) + F.embedding(positions, self.positions)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, kv_cache[index], meta)
+            hidden = layer(hidden, kv_cache[index], meta.of_layer(index))
         return hidden
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:

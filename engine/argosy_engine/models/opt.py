@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -74,7 +76,7 @@ class OPT:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
         hidden = F.embedding(token_ids, self.embedding)
@@ -82,7 +84,7 @@ class OPT:
             hidden = self.project_in(hidden)
         hidden = hidden + F.embedding(positions + _POSITION_OFFSET, self.positions)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, kv_cache[index], meta)
+            hidden = layer(hidden, kv_cache[index], meta.of_layer(index))
         return hidden
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -36,12 +36,12 @@ class CausalLM(Protocol):
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
         """Hidden states [T, hidden_size] of token_ids [T] at positions [T], before the final norm.
 
-        kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
+        kv_cache: of each layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
         """
         ...
 

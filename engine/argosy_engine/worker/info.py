@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from argosy_engine.config import MemoryBudget
 from argosy_engine.models.config import ModelConfig
+from argosy_engine.worker.kv_cache_interface import KVCacheGroup
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):
@@ -17,4 +18,5 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     memory: MemoryBudget
+    kv_cache_groups: tuple[KVCacheGroup, ...]
     phases: tuple[tuple[str, float], ...]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from argosy_engine.sample.sampler import Sampler
-from argosy_engine.worker.step import NewRequest
+from argosy_engine.worker.step import BlockIds, NewRequest
 
 
 class InputBatch:
@@ -18,6 +18,7 @@ class InputBatch:
     Args:
         max_num_seqs: number of slots.
         max_blocks: blocks per request at full length.
+        num_groups: KV cache groups, each with a block table.
         eos_token_ids: for the sampler, which lives by the same slots.
     """
 
@@ -26,13 +27,14 @@ class InputBatch:
         max_num_seqs: int,
         max_model_len: int,
         max_blocks: int,
+        num_groups: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
     ) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
-        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
@@ -48,7 +50,7 @@ class InputBatch:
         self.token_ids[slot, :count] = request.token_ids
         self.num_tokens[slot] = count
         self.num_computed[slot] = request.num_computed_tokens
-        self.num_blocks[slot] = 0
+        self.num_blocks[:, slot] = 0
         self.append_blocks(slot, request.block_ids)
         params, num_prompt = request.sampling_params, count - request.num_output_tokens
         self.num_prompt[slot] = num_prompt
@@ -56,10 +58,11 @@ class InputBatch:
         self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt else -1
         self.sampler.add(slot, params, request.token_ids, num_prompt)
 
-    def append_blocks(self, slot: int, block_ids: list[int]) -> None:
-        start = self.num_blocks[slot]
-        self.block_tables[slot, start : start + len(block_ids)] = block_ids
-        self.num_blocks[slot] = start + len(block_ids)
+    def append_blocks(self, slot: int, block_ids: BlockIds) -> None:
+        for group, added in enumerate(block_ids):
+            start = self.num_blocks[group, slot]
+            self.block_tables[group, slot, start : start + len(added)] = added
+            self.num_blocks[group, slot] = start + len(added)
 
     def remove(self, request_id: str) -> None:
         """Frees the slot; unknown ids are fine: the request was never scheduled."""

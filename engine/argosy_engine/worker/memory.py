@@ -6,12 +6,14 @@ share of what the weights leave free, and the pages of the cache are committed o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.models.config import ModelConfig
 from argosy_engine.worker.device import DeviceMemory
+from argosy_engine.worker.kv_cache_interface import KVCacheGroup, block_bytes, kv_cache_groups, peak_blocks
 
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 """cpu: a laptop runs two replicas and a browser beside them."""
@@ -24,8 +26,8 @@ _GIB = 1 << 30
 
 
 def kv_block_bytes(config: ModelConfig, itemsize: int, block_size: int) -> int:
-    """Keys and values of one block over all layers."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize * block_size
+    """Keys and values of one block over the layers of a KV cache group."""
+    return block_bytes(kv_cache_groups(config, itemsize, block_size))
 
 
 def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int) -> int:
@@ -83,7 +85,8 @@ def plan_memory(
         DoesNotFit: not even one request of full length fits; the message says which length would.
     """
     utilization = args.gpu_memory_utilization or DEFAULT_UTILIZATION[memory.device]
-    block_bytes = kv_block_bytes(config, itemsize, args.block_size)
+    groups = kv_cache_groups(config, itemsize, args.block_size)
+    block_size, bytes_per_block = args.block_size, block_bytes(groups)
     wanted_len = wanted_model_len(args, config)
     if memory.device == "cuda":
         in_use = memory.total_bytes - memory.available_bytes
@@ -95,22 +98,31 @@ def plan_memory(
     limited_by = "memory"
     if args.kv_cache_memory_bytes is not None:
         budget, limited_by = args.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
-    num_blocks = max(budget, 0) // block_bytes
+    num_blocks = max(budget, 0) // bytes_per_block
     if args.num_gpu_blocks_override is not None:
         num_blocks, limited_by = args.num_gpu_blocks_override, "--num-gpu-blocks-override"
     else:
-        useful = args.max_num_seqs * _blocks(wanted_len, args.block_size) + 1
+        useful = args.max_num_seqs * request_blocks(groups, wanted_len, args) + 1
         if num_blocks > useful:
             num_blocks, limited_by = useful, "--max-num-seqs"
 
-    fits = max((num_blocks - 1) * args.block_size, 0)
+    fits = _longest_that_fits(groups, num_blocks, args, wanted_len)
     max_model_len = wanted_len
     if args.max_model_len == "auto" and fits >= 16:
         max_model_len = min(wanted_len, fits)
     # An override is the tester's business: requests that are too long for it fail one by one.
     if fits < max_model_len and args.num_gpu_blocks_override is None:
         raise DoesNotFit(
-            _does_not_fit(args, memory, utilization, budget, block_bytes, max_model_len, fits, weights_bytes)
+            _does_not_fit(
+                args,
+                memory,
+                utilization,
+                budget,
+                (request_blocks(groups, max_model_len, args) + 1) * bytes_per_block,
+                max_model_len,
+                fits,
+                weights_bytes,
+            )
         )
     args.check_model_len(max_model_len)
     return MemoryBudget(
@@ -120,9 +132,10 @@ def plan_memory(
         utilization=utilization,
         weights_bytes=weights_bytes,
         activation_bytes=activation_bytes,
-        block_bytes=block_bytes,
-        block_size=args.block_size,
+        block_bytes=bytes_per_block,
+        block_size=block_size,
         num_blocks=num_blocks,
+        request_blocks=request_blocks(groups, max_model_len, args),
         max_model_len=max_model_len,
         limited_by=limited_by,  # type: ignore[arg-type]
     )
@@ -143,8 +156,23 @@ def wanted_model_len(args: EngineArgs, config: ModelConfig) -> int:
     return args.max_model_len
 
 
-def _blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
+def request_blocks(groups: Sequence[KVCacheGroup], num_tokens: int, args: EngineArgs) -> int:
+    """Most blocks that one request of that length holds, over all groups."""
+    return sum(
+        peak_blocks(group.spec, num_tokens, args.block_size, args.max_num_batched_tokens) for group in groups
+    )
+
+
+def _longest_that_fits(
+    groups: Sequence[KVCacheGroup], num_blocks: int, args: EngineArgs, wanted_len: int
+) -> int:
+    """Tokens of the longest request for which the blocks suffice, found in whole blocks."""
+    at_most = max(-(-wanted_len // args.block_size), num_blocks)
+    return args.block_size * bisect_right(
+        range(1, at_most + 1),
+        num_blocks - 1,
+        key=lambda count: request_blocks(groups, count * args.block_size, args),
+    )
 
 
 def _does_not_fit(
@@ -152,12 +180,11 @@ def _does_not_fit(
     memory: DeviceMemory,
     utilization: float,
     budget: int,
-    block_bytes: int,
+    need: int,
     max_model_len: int,
     fits: int,
     weights_bytes: int,
 ) -> str:
-    need = (_blocks(max_model_len, args.block_size) + 1) * block_bytes
     have = f"{max(budget, 0) / _MIB:.1f} MiB"
     if args.kv_cache_memory_bytes is None:
         have += (

@@ -7,6 +7,7 @@ attention backend handles them together.
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import GrammarMask
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.pooler import Pooler
+from argosy_engine.worker.kv_cache_interface import kv_cache_groups
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 
 
@@ -38,17 +40,36 @@ class ModelRunner:
         self.pooler = Pooler(model)
         self.device = device
         self.block_size = block_size
-        shape = (
-            config.num_hidden_layers,
-            2,
-            num_blocks,
-            block_size,
-            config.num_key_value_heads,
-            config.head_dim,
+        self.groups = kv_cache_groups(config, dtype.itemsize, block_size)
+        # The i-th layer of every group has the i-th of these: a block belongs to one group at a time.
+        storage = _allocate(
+            (
+                max(len(group.layers) for group in self.groups),
+                2,
+                num_blocks,
+                block_size,
+                config.num_key_value_heads,
+                config.head_dim,
+            ),
+            dtype,
+            device,
         )
-        self.kv_cache = _allocate(shape, dtype, device)
+        place_of = {
+            layer: (group, index)
+            for group, members in enumerate(self.groups)
+            for index, layer in enumerate(members.layers)
+        }
+        places = [place_of[layer] for layer in range(config.num_hidden_layers)]
+        self.kv_cache = [storage[index] for _, index in places]
+        """of each layer, [2, num_blocks, block_size, num_kv_heads, head_dim]"""
+        self._group_of_layer = [group for group, _ in places]
         self.batch = InputBatch(
-            max_num_seqs, max_model_len, -(-max_model_len // block_size) + 1, config.eos_token_ids, device
+            max_num_seqs,
+            max_model_len,
+            -(-max_model_len // block_size) + 1,
+            len(self.groups),
+            config.eos_token_ids,
+            device,
         )
         self.vocab_size = config.vocab_size
 
@@ -112,18 +133,26 @@ class ModelRunner:
         starts = np.cumsum(query_lens) - query_lens
         positions = np.arange(len(rows)) - starts[rows] + computed[rows]
         token_ids = batch.token_ids[slots[rows], positions]
-        blocks = batch.block_tables[slots[rows], positions // self.block_size]
-        slot_mapping = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        block_of, offsets = np.divmod(positions, self.block_size)
         max_blocks = int(-(-seq_lens.max() // self.block_size))
         num_decodes = int((query_lens == 1).sum())
-        meta = AttentionMetadata(
-            num_decodes=num_decodes,
-            query_lens=query_lens.tolist(),
-            seq_lens=seq_lens.tolist(),
-            slot_mapping=self._tensor(slot_mapping),
-            block_tables=self._tensor(batch.block_tables[slots, :max_blocks].astype(np.int64)),
-            decode_seq_lens=self._tensor(seq_lens[:num_decodes]),
-        )
+        decode_seq_lens = self._tensor(seq_lens[:num_decodes])
+        metas = []
+        for tables in batch.block_tables:
+            slot_mapping = tables[slots[rows], block_of].astype(np.int64) * self.block_size + offsets
+            metas.append(
+                AttentionMetadata(
+                    num_decodes=num_decodes,
+                    query_lens=query_lens.tolist(),
+                    seq_lens=seq_lens.tolist(),
+                    slot_mapping=self._tensor(slot_mapping),
+                    block_tables=self._tensor(tables[slots, :max_blocks].astype(np.int64)),
+                    decode_seq_lens=decode_seq_lens,
+                )
+            )
+        meta = metas[0]
+        if len(metas) > 1:
+            meta = replace(meta, layers=tuple(metas[group] for group in self._group_of_layer))
         return self._tensor(token_ids.astype(np.int64)), self._tensor(positions), meta
 
     def _score_prompts(

@@ -58,8 +58,9 @@ def run_largest_step(runner: ModelRunner, args: EngineArgs, max_model_len: int) 
     sampling = SamplingParams(
         temperature=1.0, top_p=0.9, top_k=50, seed=0, max_tokens=1, logprobs=MAX_LOGPROBS
     )
+    num_groups = len(runner.groups)
     requests = [
-        NewRequest(f"profile-{row}", [0] * length, [1] * -(-length // args.block_size), 0, sampling)
+        NewRequest(f"profile-{row}", [0] * length, [[1] * -(-length // args.block_size)] * num_groups, 0, sampling)
         for row, length in enumerate(lengths)
     ]
     scheduled = {request.request_id: len(request.token_ids) for request in requests}

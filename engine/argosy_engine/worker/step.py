@@ -12,6 +12,9 @@ from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
+BlockIds = list[list[int]]
+"""Per KV cache group the blocks in token order; 0 where one is no longer read."""
+
 
 class NewRequest(Struct, array_like=True, gc=False):
     """First schedule of a request, or its resumption after a preemption (then with the tokens generated so far)."""
@@ -19,7 +22,7 @@ class NewRequest(Struct, array_like=True, gc=False):
     request_id: str
     token_ids: list[int]
     """Every token known so far: prompt, and output of before the preemption."""
-    block_ids: list[int]
+    block_ids: BlockIds
     num_computed_tokens: int
     sampling_params: SamplingParams
     num_output_tokens: int = 0
@@ -37,7 +40,7 @@ class GrammarBitmask(Struct, array_like=True, gc=False):
 
 class SchedulerOutput(Struct, array_like=True, gc=False):
     new_requests: list[NewRequest]
-    new_block_ids: dict[str, list[int]]
+    new_block_ids: dict[str, BlockIds]
     """Of the requests the worker already knows, those that got blocks; to be appended."""
     num_scheduled_tokens: dict[str, int]
     """Request id -> tokens to compute in this step; the order is the batch order."""

@@ -88,6 +88,7 @@ class Worker:
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
             memory=self._budget,
+            kv_cache_groups=self._runner.groups,
             phases=tuple(self._phases),
         )
 

@@ -1,0 +1,140 @@
+"""Models that mix kinds of layers: how layers are grouped, what is given back, which prefixes are hits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy_engine.core.block_pool import BlockPool
+from argosy_engine.core.kv_cache_groups import make_groups
+from argosy_engine.core.kv_cache_manager import KVCacheManager
+from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.request import Request
+from argosy_engine.errors import ConfigError
+from argosy_engine.sample.params import SamplingParams
+from argosy_engine.worker.kv_cache_interface import (
+    FullAttentionSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+    block_bytes,
+    group_layers,
+    peak_blocks,
+)
+
+BLOCK = 4
+FULL, SLIDING = FullAttentionSpec(100), SlidingWindowSpec(100, 6)
+
+
+def request(name: str, prompt: list[int]) -> Request:
+    return Request(EngineCoreRequest(name, prompt, SamplingParams(), 0.0), BLOCK, True)
+
+
+def admit(kv: KVCacheManager, name: str, prompt: list[int]) -> Request:
+    live = request(name, prompt)
+    cached = kv.find_cached_prefix(live)
+    live.num_computed_tokens = len(cached[0]) * BLOCK
+    assert kv.admit(live, cached, live.num_tokens - live.num_computed_tokens, leave_room=False)
+    return live
+
+
+def test_one_kind_of_layer_is_one_group() -> None:
+    (group,) = group_layers([FULL] * 5)
+    assert group.layers == (0, 1, 2, 3, 4)
+    assert block_bytes([group]) == 500
+
+
+def test_kinds_are_split_into_groups_of_the_rarest_kinds_size() -> None:
+    """Five sliding layers to one full one, as in Gemma 3."""
+    groups = group_layers([SLIDING if index % 6 != 5 else FULL for index in range(14)])
+    assert [group.layers for group in groups] == [
+        (5, 11), (0, 1), (2, 3), (4, 6), (7, 8), (9, 10), (12, 13),
+    ]  # fmt: skip
+    assert groups[0].spec == FULL
+    assert block_bytes(groups) == 200
+
+
+def test_attention_layers_of_different_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="differ"):
+        group_layers([FULL, SlidingWindowSpec(200, 6)])
+
+
+@given(cached=st.sets(st.integers(0, 11)), length=st.integers(0, 12), window=st.integers(1, 30))
+def test_a_sliding_hit_is_the_longest_prefix_whose_window_is_cached(
+    cached: set[int], length: int, window: int
+) -> None:
+    pool = BlockPool(40)
+    (_, group) = make_groups([FULL, SlidingWindowSpec(100, window)], BLOCK, 64)
+    hashes = [bytes([index]) for index in range(length)]
+    for index in cached:
+        (block_id,) = pool.allocate(1)
+        pool.register(block_id, group.key(bytes([index])))
+    hit = group.find_hit(pool, hashes)
+
+    def can_go_on_from(num_blocks: int) -> bool:
+        positions = range(max(num_blocks * BLOCK - window + 1, 0), num_blocks * BLOCK)
+        return all(position // BLOCK in cached for position in positions)
+
+    assert len(hit) == max(count for count in range(length + 1) if can_go_on_from(count))
+    read = {position // BLOCK for position in range(max(len(hit) * BLOCK - window + 1, 0), len(hit) * BLOCK)}
+    for index, block_id in enumerate(hit):
+        if index in read:
+            assert pool.lookup([group.key(bytes([index]))]) == [block_id]
+        else:
+            assert block_id == 0
+
+
+def test_blocks_behind_the_window_are_given_back_and_still_found() -> None:
+    kv = KVCacheManager(40, BLOCK, True, specs=[FULL, SLIDING], max_num_batched_tokens=32)
+    live = admit(kv, "a", list(range(24)))
+    live.num_computed_tokens = 24
+    assert kv.pool.num_free_blocks == 39 - 12
+    live.append_output(7)
+    assert [len(added) for added in kv.grow(live, 1) or ()] == [1, 1]
+    # Token 24 reads from token 19 on: block 4 is the first one needed.
+    assert live.block_ids[1][:5] == [0, 0, 0, 0, live.block_ids[1][4]]
+    assert kv.pool.num_free_blocks == 39 - 7 - 3
+    kv.check([live])
+    twin = admit(kv, "b", list(range(24)))
+    assert twin.num_computed_tokens == 20
+    kv.check([live, twin])
+
+
+def test_a_hit_is_as_long_as_the_shortest_of_all_groups() -> None:
+    kv = KVCacheManager(40, BLOCK, True, specs=[FULL, SLIDING], max_num_batched_tokens=32)
+    live = admit(kv, "a", list(range(24)))
+    kv.free(live, 24)
+    pool, group = kv.pool, kv.groups[1]
+    live = request("b", list(range(24)))
+    pool.unregister(pool.lookup([group.key(live.block_hashes[3])]))
+    # The window before token 20 needs blocks 3 and 4, that before 16 blocks 2 and 3, that before 12 blocks 1 and 2.
+    hits = kv.find_cached_prefix(live)
+    assert [len(hit) for hit in hits] == [3, 3]
+    assert hits[1][0] == 0
+    assert 0 not in hits[1][1:]
+
+
+def test_a_recurrent_state_takes_one_block_and_shares_none() -> None:
+    kv = KVCacheManager(40, BLOCK, True, specs=[FULL, RecurrentStateSpec(100)], max_num_batched_tokens=32)
+    live = admit(kv, "a", list(range(24)))
+    assert [len(ids) for ids in live.block_ids] == [6, 1]
+    live.num_computed_tokens = 24
+    live.append_output(7)
+    assert [len(added) for added in kv.grow(live, 1) or ()] == [1, 0]
+    assert admit(kv, "b", list(range(24))).num_computed_tokens == 0
+
+
+@given(length=st.integers(1, 200), window=st.integers(1, 64), chunk=st.integers(1, 64))
+def test_no_request_holds_more_than_its_peak(length: int, window: int, chunk: int) -> None:
+    spec = SlidingWindowSpec(100, window)
+    kv = KVCacheManager(200, BLOCK, False, specs=[spec], max_num_batched_tokens=chunk)
+    live = request("a", [1] * length)
+    first = min(chunk, length)
+    assert kv.admit(live, [[]], first, leave_room=False)
+    live.num_computed_tokens, most = first, 0
+    while live.num_computed_tokens < length:
+        count = min(chunk, length - live.num_computed_tokens)
+        assert kv.grow(live, count) is not None
+        live.num_computed_tokens += count
+        most = max(most, 199 - kv.pool.num_free_blocks)
+    assert most <= peak_blocks(spec, length, BLOCK, chunk)
