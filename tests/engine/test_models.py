@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.native import NativeAttention
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import InprocClient
 from argosy_engine.core.messages import EngineCoreRequest
@@ -97,6 +98,18 @@ def test_logits_equal_transformers_and_every_option_matters(
         config = json.loads((path / "config.json").read_text())
         (changed / "config.json").write_text(json.dumps({**config, **change}))
         assert (logits_of(changed, token_ids) - expected).abs().max() > 1e-2, change
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gemma3"])
+def test_logits_are_the_same_without_kernels(
+    name: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reference = checkpoint(name)
+    monkeypatch.setattr(NativeAttention, "serves", lambda *_: False)
+    token_ids = list(range(2, 100))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([token_ids])).logits[0].float()
+    torch.testing.assert_close(logits_of(path, token_ids), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)

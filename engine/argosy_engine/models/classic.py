@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.native import NativeAttention
 from argosy_engine.attention.torch_native import TorchAttention
 from argosy_engine.models.layers import Linear
 from argosy_engine.models.weights import Weights
@@ -39,18 +40,32 @@ class MultiHeadAttention:
 
     Args:
         qkv: [T, hidden_size] -> q, k and v side by side.
+        weights: the source of both projections, for its dtype and device.
     """
 
     def __init__(
-        self, qkv: Linear, output: Linear, num_heads: int, head_dim: int, *, scale: float | None = None
+        self,
+        qkv: Linear,
+        output: Linear,
+        num_heads: int,
+        head_dim: int,
+        weights: Weights,
+        *,
+        scale: float | None = None,
     ) -> None:
         self.qkv = qkv
         self.output = output
         self.attention = TorchAttention(num_heads, num_heads, head_dim, scale=scale)
+        self.native = NativeAttention.create(
+            num_heads, num_heads, head_dim, dtype=weights.dtype, device=weights.device, scale=scale
+        )
         self._heads = (3, num_heads, head_dim)
 
     def __call__(self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """x [T, hidden_size] -> the same shape."""
-        q, k, v = self.qkv(x).view(-1, *self._heads).unbind(1)
+        qkv = self.qkv(x)
+        if self.native is not None and self.native.serves(kv_cache):
+            return self.output(self.native(qkv, kv_cache, meta))
+        q, k, v = qkv.view(-1, *self._heads).unbind(1)
         self.attention.write(kv_cache, k, v, meta)
         return self.output(self.attention(q, kv_cache, meta).reshape(x.shape[0], -1))

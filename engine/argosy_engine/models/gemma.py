@@ -7,20 +7,22 @@ query_pre_attn_scalar; Gemma 3 turns local and global layers by different RoPE b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.native import NativeAttention
 from argosy_engine.attention.torch_native import TorchAttention
 from argosy_engine.models.decoder import GatedMLP
 from argosy_engine.models.gemma_config import GemmaConfig
 from argosy_engine.models.layers import Linear, RotaryEmbedding
 from argosy_engine.models.rope import inverse_frequencies
-from argosy_engine.models.rope_config import RopeParameters
 from argosy_engine.models.weights import Weights
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of a step's positions, each [T, 1, head_dim]"""
 
 
 class GemmaRMSNorm:
@@ -45,10 +47,10 @@ class GeGLU(GatedMLP):
 
 
 class GemmaLayer:
-    def __init__(self, config: GemmaConfig, weights: Weights, index: int) -> None:
+    def __init__(self, config: GemmaConfig, weights: Weights, index: int, rotary: RotaryEmbedding) -> None:
         prefix = f"model.layers.{index}."
         eps, hidden, head_dim = config.rms_norm_eps, config.hidden_size, config.head_dim
-        self.is_local = config.sliding_windows[index] is not None
+        self.rotary = rotary
         self.input_norm = GemmaRMSNorm(weights, prefix + "input_layernorm", hidden, eps)
         self.post_attention_norm = GemmaRMSNorm(weights, prefix + "post_attention_layernorm", hidden, eps)
         self.pre_mlp_norm = GemmaRMSNorm(weights, prefix + "pre_feedforward_layernorm", hidden, eps)
@@ -57,7 +59,7 @@ class GemmaLayer:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim
         q, kv = self.heads * head_dim, self.kv_heads * head_dim
-        self._split = [q, kv, kv]
+        self._split = [self.heads, self.kv_heads, self.kv_heads]
         self.qkv = weights.linear(
             {attention + "q_proj": q, attention + "k_proj": kv, attention + "v_proj": kv},
             hidden,
@@ -69,32 +71,42 @@ class GemmaLayer:
             self.q_norm = GemmaRMSNorm(weights, attention + "q_norm", head_dim, eps)
             self.k_norm = GemmaRMSNorm(weights, attention + "k_norm", head_dim, eps)
         self.mlp = GeGLU(weights, prefix + "mlp.", hidden, config.intermediate_size, bias=False)
-        self.attention = TorchAttention(
+        options: dict[str, Any] = {
+            "scale": config.query_pre_attn_scalar**-0.5,
+            "sliding_window": config.sliding_windows[index],
+            "logit_softcap": config.attn_logit_softcapping,
+        }
+        self.attention = TorchAttention(self.heads, self.kv_heads, head_dim, **options)
+        self.native = NativeAttention.create(
             self.heads,
             self.kv_heads,
             head_dim,
-            scale=config.query_pre_attn_scalar**-0.5,
-            sliding_window=config.sliding_windows[index],
-            logit_softcap=config.attn_logit_softcapping,
+            dtype=weights.dtype,
+            device=weights.device,
+            cosines=rotary.cosines,
+            sines=rotary.sines,
+            **options,
         )
 
     def __call__(
-        self, hidden: torch.Tensor, rotary: Rotary, kv_cache: torch.Tensor, meta: AttentionMetadata
+        self, hidden: torch.Tensor, rotary: Rotary | None, kv_cache: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
-        """hidden [T, hidden_size] -> the same shape."""
+        """hidden [T, hidden_size] -> the same shape. Without rotary the CPU kernels do the attention."""
         attended = self._attend(self.input_norm(hidden), rotary, kv_cache, meta)
         hidden = hidden + self.post_attention_norm(attended)
         return hidden + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(hidden)))
 
     def _attend(
-        self, x: torch.Tensor, rotary: Rotary, kv_cache: torch.Tensor, meta: AttentionMetadata
+        self, x: torch.Tensor, rotary: Rotary | None, kv_cache: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
-        q, k, v = self.qkv(x).split(self._split, dim=-1)
-        q = q.view(-1, self.heads, self.head_dim)
-        k = k.view(-1, self.kv_heads, self.head_dim)
-        v = v.view(-1, self.kv_heads, self.head_dim)
+        qkv = self.qkv(x)
+        q, k, v = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim).split(self._split, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q.copy_(self.q_norm(q))
+            k.copy_(self.k_norm(k))
+        if rotary is None:
+            assert self.native is not None
+            return self.output(self.native(qkv, kv_cache, meta))
         q, k = RotaryEmbedding.apply(q, *rotary), RotaryEmbedding.apply(k, *rotary)
         self.attention.write(kv_cache, k, v, meta)
         return self.output(self.attention(q, kv_cache, meta).reshape(x.shape[0], -1))
@@ -108,19 +120,24 @@ class Gemma:
         self.config = config
         self.embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
-        self.layers = [GemmaLayer(config, weights, index) for index in range(config.num_hidden_layers)]
+        self.rotary_global, self.rotary_local = (
+            RotaryEmbedding(
+                inverse_frequencies(rope, config.head_dim, weights.device),
+                max_positions,
+                weights.dtype,
+                rope.attention_scaling,
+            )
+            for rope in (config.rope_global, config.rope_local)
+        )
+        self.layers = [
+            GemmaLayer(config, weights, index, self.rotary_global if window is None else self.rotary_local)
+            for index, window in enumerate(config.sliding_windows)
+        ]
         self.norm = GemmaRMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_word_embeddings:
             self.lm_head = Linear(self.embedding)
         else:
             self.lm_head = weights.linear({"lm_head": config.vocab_size}, config.hidden_size)
-
-        def table(rope: RopeParameters) -> RotaryEmbedding:
-            inv_freq = inverse_frequencies(rope, config.head_dim, weights.device)
-            return RotaryEmbedding(inv_freq, max_positions, weights.dtype, rope.attention_scaling)
-
-        self.rotary_global = table(config.rope_global)
-        self.rotary_local = table(config.rope_local)
 
     def forward(
         self,
@@ -130,16 +147,20 @@ class Gemma:
         meta: AttentionMetadata,
     ) -> torch.Tensor:
         hidden = F.embedding(token_ids, self.embedding) * self.embedding_scale
-        everywhere, nearby = self.rotary_global.select(positions), self.rotary_local.select(positions)
+        native = self.layers[0].native
+        is_native = native is not None and native.serves(kv_cache[0])
+        rotary = {
+            table: None if is_native else table.select(positions)
+            for table in (self.rotary_global, self.rotary_local)
+        }
         for index, layer in enumerate(self.layers):
-            rotary = nearby if layer.is_local else everywhere
-            hidden = layer(hidden, rotary, kv_cache[index], meta.of_layer(index))
+            hidden = layer(hidden, rotary[layer.rotary], kv_cache[index], meta.of_layer(index))
         return hidden
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.lm_head(self.norm(hidden))
+        logits = self.lm_head.logits(self.norm(hidden))
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap

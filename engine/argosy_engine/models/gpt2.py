@@ -32,6 +32,7 @@ class GPT2Layer:
             conv1d("attn.c_proj", hidden, hidden),
             config.num_attention_heads,
             config.head_dim,
+            weights,
             scale=scale / (index + 1) if config.scales_attention_by_layer else scale,
         )
         self.norm_2 = LayerNorm(weights, prefix + "ln_2", hidden, config.layer_norm_eps)
@@ -76,4 +77,4 @@ class GPT2:
         return self.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head.logits(self.norm(hidden))

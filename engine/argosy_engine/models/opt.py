@@ -30,6 +30,7 @@ class OPTLayer:
             weights.linear({attention + "out_proj": hidden}, hidden, bias=bias),
             config.num_attention_heads,
             config.head_dim,
+            weights,
         )
         self.mlp_norm = LayerNorm(weights, prefix + "final_layer_norm", hidden, _EPS)
         self.up = weights.linear({prefix + "fc1": inner}, hidden, bias=bias)
@@ -93,4 +94,4 @@ class OPT:
         return hidden if self.project_out is None else self.project_out(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.last_hidden_state(hidden))
+        return self.lm_head.logits(self.last_hidden_state(hidden))
