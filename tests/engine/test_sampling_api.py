@@ -1,0 +1,254 @@
+"""Sampling fields on both endpoints, through the OpenAI SDK's types, streamed and not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from argosy_engine.protocol.headers import RESUME
+from processes import Server, free_port, running
+
+MESSAGES: Any = [{"role": "user", "content": "Tell me about the sea."}]
+PROMPT = "Tell me about the red lantern and the sea, and then of the harbor."
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port = free_port()
+    arguments = [
+        "argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1",
+        "--dtype", "float32", "--port", str(port),
+    ]  # fmt: skip
+    with running(arguments, tmp_path_factory.mktemp("serve") / "log", port=port) as up:
+        yield up
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as sdk:
+        yield sdk
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as plain:
+        yield plain
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {
+        "model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3,
+        "extra_body": {"return_token_ids": True, "chat_template_kwargs": {"enable_thinking": False}},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**ask).choices[0]
+    assert whole.logprobs is not None
+    content = whole.logprobs.content
+    assert content is not None
+    assert len(content) == len(whole.token_ids)  # type: ignore[attr-defined]
+    visible = [entry for entry in content if not entry.token.startswith("<|")]
+    assert bytes(byte for entry in visible for byte in entry.bytes or []).decode() == whole.message.content
+    for entry in content:
+        best = [other.logprob for other in entry.top_logprobs]
+        assert len(best) == 3
+        assert best == sorted(best, reverse=True)
+        # Greedy: the token is the best one.
+        assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, best[0])
+    streamed = []
+    for chunk in client.chat.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            streamed += (choice.logprobs.content or []) if choice.logprobs else []
+    assert [(entry.token, entry.top_logprobs) for entry in streamed] == [
+        (entry.token, entry.top_logprobs) for entry in content
+    ]
+    plain = client.chat.completions.create(**{**ask, "logprobs": None, "top_logprobs": None})
+    assert plain.choices[0].logprobs is None
+    assert plain.choices[0].message.content == whole.message.content
+
+
+def test_completion_logprobs_echo_and_offsets(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {
+        "model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 2, "echo": True,
+        "extra_body": {"ignore_eos": True, "skip_special_tokens": False},
+    }  # fmt: skip
+    answer = client.completions.create(**ask)
+    choice = answer.choices[0]
+    assert choice.text.startswith(PROMPT)
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert logprobs.text_offset is not None
+    assert answer.usage is not None
+    assert len(logprobs.tokens) == answer.usage.total_tokens
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.top_logprobs[0] is None
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert "\ufffd" in token or choice.text[offset:].startswith(token)
+    for token, own, best in zip(
+        logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True
+    ):
+        assert best[token] == own
+        assert len(best) in (2, 3)
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**ask, stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == choice.text
+    parts = [chunk.logprobs for chunk in chunks if chunk.logprobs]
+    assert [token for part in parts for token in part.tokens or []] == logprobs.tokens
+    assert [offset for part in parts for offset in part.text_offset or []] == logprobs.text_offset
+
+
+def test_scoring_a_prompt_generates_nothing(http: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": [PROMPT, "Hello there"], "max_tokens": 0, "echo": True, "logprobs": 1}
+    answer = http.post("/v1/completions", json=body).json()
+    assert [choice["text"] for choice in answer["choices"]] == body["prompt"]
+    assert answer["usage"]["completion_tokens"] == 0
+    for choice in answer["choices"]:
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert len(choice["logprobs"]["tokens"]) > 1
+        assert choice["finish_reason"] == "length"
+    # What the cache holds of the prompt must not make a difference.
+    assert http.post("/v1/completions", json=body).json()["choices"] == answer["choices"]
+
+
+def test_prompt_logprobs_on_both_endpoints(http: httpx.Client) -> None:
+    fields = {"model": "tiny", "prompt_logprobs": 1, "max_tokens": 1, "n": 2, "return_token_ids": True}
+    chat = http.post("/v1/chat/completions", json={**fields, "messages": MESSAGES}).json()
+    completion = http.post("/v1/completions", json={**fields, "prompt": PROMPT}).json()
+    for holder in (chat, *completion["choices"]):
+        entries, ids = holder["prompt_logprobs"], holder["prompt_token_ids"]
+        assert len(entries) == len(ids)
+        assert entries[0] is None
+        for token_id, entry in zip(ids[1:], entries[1:], strict=True):
+            own = entry[str(token_id)]
+            assert set(own) == {"logprob", "rank", "decoded_token"}
+            assert (own["rank"] == 1) == (len(entry) == 1)
+
+
+def test_choices_count_their_prompt_once(client: openai.OpenAI) -> None:
+    def ask(n: int, seed: int) -> openai.types.chat.ChatCompletion:
+        return client.chat.completions.create(
+            model="tiny", messages=MESSAGES, n=n, seed=seed, temperature=1.3, max_tokens=9
+        )
+
+    three = ask(3, 5)
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    assert three.usage is not None
+    total = 0
+    for choice, seed in zip(three.choices, (5, 6, 7), strict=True):
+        one = ask(1, seed)
+        assert one.usage is not None
+        assert one.usage.prompt_tokens == three.usage.prompt_tokens
+        assert one.choices[0].message == choice.message
+        total += one.usage.completion_tokens
+    assert three.usage.completion_tokens == total
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_choice_stops_at_its_own_stop_string(client: openai.OpenAI, stream: bool) -> None:
+    ask: dict[str, Any] = {
+        "model": "tiny", "prompt": [PROMPT, "Once upon a time"], "n": 2, "seed": 3, "temperature": 1.0,
+        "max_tokens": 30, "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    free = client.completions.create(**ask)
+    letters = [choice.text[9] for choice in free.choices]
+    bound = client.completions.create(**ask, stop=letters[:4], stream=stream)
+    texts, reasons = [""] * 4, [None] * 4
+    for part in bound if stream else [bound]:  # type: ignore[list-item]
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            assert reasons[choice.index] is None
+            reasons[choice.index] = choice.finish_reason  # type: ignore[call-overload]
+    for choice, text in zip(free.choices, texts, strict=True):
+        end = min(choice.text.index(letter) for letter in letters if letter in choice.text)
+        assert text == choice.text[:end]
+    assert reasons == ["stop"] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "check"),
+    [
+        ({"logit_bias": {"40": 100}}, lambda ids: ids == [40] * 8),
+        ({"allowed_token_ids": [40, 41]}, lambda ids: set(ids) <= {40, 41}),
+        ({"allowed_token_ids": [40, 41], "frequency_penalty": 2}, lambda ids: set(ids) == {40, 41}),
+        ({"stop_token_ids": [40], "allowed_token_ids": [40]}, lambda ids: ids == [40]),
+        ({"stop_token_ids": [40], "logit_bias": {"40": 100}, "min_tokens": 5}, lambda ids: ids.index(40) == 5),
+        (
+            {"allowed_token_ids": [40], "repetition_detection": {"max_pattern_size": 2, "min_count": 4}},
+            lambda ids: ids == [40] * 4,
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+def test_fields_reach_the_sampler(
+    http: httpx.Client, endpoint: str, fields: dict[str, Any], check: Any
+) -> None:
+    body = {"model": "tiny", "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    source = {"prompt": PROMPT} if endpoint == "completions" else {"messages": MESSAGES}
+    answer = http.post(f"/v1/{endpoint}", json={**body, **source, **fields})
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert check(choice["token_ids"]), choice
+    if "repetition_detection" in fields:
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+def test_a_stream_cut_between_chunks_continues_on_another_run(http: httpx.Client, endpoint: str) -> None:
+    body: dict[str, Any] = {
+        "model": "tiny", "temperature": 1.0, "seed": 21, "max_tokens": 12, "n": 2, "stream": True,
+        "return_token_ids": True, "stream_options": {"include_usage": True}, "frequency_penalty": 0.4,
+    }  # fmt: skip
+    if endpoint == "completions":
+        body |= {"prompt": PROMPT, "echo": True, "logprobs": 1}
+    else:
+        body |= {"messages": MESSAGES, "logprobs": True}
+    whole = events(http, endpoint, body, {})
+    heads = [event for event in whole if event["choices"] and "token_ids" in event["choices"][0]]
+    for cut in range(2, len(heads)):
+        seen = heads[:cut]
+        resume: list[list[int]] = [[], []]
+        for event in seen:
+            for choice in event["choices"]:
+                resume[choice["index"]] += choice["token_ids"] or []
+        if not all(resume):
+            continue
+        rest = events(http, endpoint, {**body, "resume": resume}, {RESUME: "1"})
+        assert fold(seen + rest) == fold(whole), cut
+
+
+def events(
+    http: httpx.Client, endpoint: str, body: dict[str, Any], headers: dict[str, str]
+) -> list[dict[str, Any]]:
+    with http.stream("POST", f"/v1/{endpoint}", json=body, headers=headers) as response:
+        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def fold(stream: list[dict[str, Any]]) -> Any:
+    """What a client has of a stream in the end: per choice text, ids, log probabilities and reason; and usage."""
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    for event in stream:
+        if event.get("usage"):
+            usage = event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]
+        for choice in event["choices"]:
+            have = choices.setdefault(
+                choice["index"], {"text": "", "ids": [], "tokens": [], "offsets": [], "reason": None}
+            )
+            delta = choice.get("delta", {})
+            have["text"] += choice.get("text") or delta.get("reasoning", "") or ""
+            have["text"] += delta.get("content") or ""
+            have["ids"] += choice.get("token_ids") or []
+            logprobs = choice.get("logprobs") or {}
+            have["tokens"] += logprobs.get("tokens") or [
+                entry["token"] for entry in logprobs.get("content") or []
+            ]
+            have["offsets"] += logprobs.get("text_offset") or []
+            have["reason"] = choice["finish_reason"] or have["reason"]
+    return choices, usage
