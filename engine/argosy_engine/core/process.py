@@ -38,6 +38,7 @@ from argosy_engine.core.messages import (
 )
 from argosy_engine.errors import ConfigError
 from argosy_engine.executor.lifeline import die_with_parent
+from argosy_engine.worker.memory import check_model
 
 logger = logging.getLogger("argosy.core")
 
@@ -84,6 +85,7 @@ class CoreProcess:
         die_with_parent(self._parent)
         started = time.perf_counter()
         try:
+            check_model(init.engine_args)
             from argosy_engine.core.dump import log_dump
             from argosy_engine.core.engine_core import EngineCore
             from argosy_engine.executor.factory import make_executor

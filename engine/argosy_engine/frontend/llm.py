@@ -2,99 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.client import InprocClient
-from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.errors import EngineError, InvalidRequest
-from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.llm_engine import CompletionOutput, LLMEngine, RequestOutput
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
-from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_engine.frontend.processor import Prompt
 from argosy_engine.protocol.openai import ChatCompletionRequest
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
-from argosy_engine.sample.token_logprobs import TokenLogprobs
 
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One choice."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    stop_reason: int | str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One per token, if asked for."""
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Of the whole output; None without `logprobs`."""
-        return sum(entry.logprobs[0] for entry in self.logprobs) if self.logprobs else None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """The finished choices of one prompt."""
-
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One per prompt token, None for the first, if asked for."""
-    num_cached_tokens: int = 0
-
-    @property
-    def text(self) -> str:
-        """Of the first choice, as the other properties here."""
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> str:
-        return self.outputs[0].finish_reason
-
-    @property
-    def stop_reason(self) -> int | str | None:
-        return self.outputs[0].stop_reason
-
-
-@dataclass(slots=True)
-class _Live:
-    """A choice in the core."""
-
-    result: RequestOutput
-    output: CompletionOutput
-    detokenizer: IncrementalDetokenizer
-    siblings: list[EngineCoreRequest]
-    """Other choices of the same prompt, which wait for this one to compute it."""
+__all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
 
 class LLM:
-    """A model, loaded in this process.
+    """A model, loaded in this process or in one of its own.
 
     Args:
         model: `builtin://tiny` or a model directory.
+        multiprocess: the engine core gets a process of its own, so that tokenising and stepping overlap.
         **engine_args: any field of `EngineArgs`.
 
     Raises:
         ConfigError: the model or an argument cannot work.
     """
 
-    def __init__(self, model: str, **engine_args: Any) -> None:
-        self.client = InprocClient(EngineArgs.of(model=model, **engine_args))
-        self.config = self.client.config
-        self.processor = InputProcessor(self.config)
+    def __init__(self, model: str, *, multiprocess: bool = False, **engine_args: Any) -> None:
+        args = EngineArgs.of(model=model, **engine_args)
+        self.engine = LLMEngine.from_engine_args(args, multiprocess=multiprocess)
+        self.client = self.engine.client
+        self.config = self.engine.config
+        self.processor = self.engine.processor
+        self._request_ids = itertools.count()
 
     def generate(
         self,
@@ -111,7 +57,7 @@ class LLM:
         Raises:
             InvalidRequest: a prompt is empty or too long, or parameters are out of bounds.
         """
-        return self._run([self._prompt(prompt) for prompt in _as_list(prompts)], sampling_params, use_tqdm)
+        return self._run(_as_list(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -150,10 +96,10 @@ class LLM:
         Raises:
             InvalidRequest: a prompt is empty or too long, or the model has fewer dimensions than asked for.
         """
-        made = [self._prompt(prompt) for prompt in _as_list(prompts)]
+        made = [self.engine.make_prompt(prompt) for prompt in _as_list(prompts)]
         params = pooling_params or PoolingParams()
         with _progress(len(made), use_tqdm) as bar:
-            return encode(self.client, self.processor, made, params, lambda tokens: bar.advance(tokens, True))
+            return encode(self.client, self.processor, made, params, lambda tokens: bar.advance(tokens, 1))
 
     def embed(
         self,
@@ -165,76 +111,53 @@ class LLM:
         """`encode` by the name vLLM has for vectors of whole prompts: `.outputs.embedding` of each result."""
         return self.encode(prompts, pooling_params, use_tqdm=use_tqdm)
 
-    def close(self) -> None:
-        self.client.close()
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        """Calls a public method of every worker; the results by rank.
 
-    def _prompt(self, prompt: str | Sequence[int]) -> Prompt:
-        if isinstance(prompt, str):
-            return self.processor.text_prompt(prompt)
-        token_ids = list(prompt)
-        self.processor.check_token_ids(token_ids)
-        return Prompt(token_ids, [])
+        Raises:
+            UtilityFailed: there is no such method, or it failed.
+        """
+        return self.engine.collective_rpc(method, args)
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives weights and KV cache back until `wake_up`; see `LLMEngine.sleep`."""
+        self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        self.engine.wake_up()
+
+    def close(self) -> None:
+        self.engine.close()
 
     def _run(
-        self, prompts: list[Prompt], params: SamplingParams | None, use_bar: bool
+        self, prompts: Sequence[str | Sequence[int] | Prompt], params: SamplingParams | None, use_bar: bool
     ) -> list[RequestOutput]:
         params = params or SamplingParams()
-        params.verify()
-        results: list[RequestOutput] = []
-        live: dict[str, _Live] = {}
-        leaders: list[EngineCoreRequest] = []
-        for prompt in prompts:
-            requests = self.processor.core_requests(prompt, params)
-            result = RequestOutput(prompt.token_ids, [CompletionOutput(choice) for choice in range(params.n)])
-            if params.prompt_logprobs is not None:
-                result.prompt_logprobs = [None]
-            for request, output in zip(requests, result.outputs, strict=True):
-                detokenizer = IncrementalDetokenizer(
-                    self.processor.tokenizer, request.sampling_params, request.prompt_token_ids
-                )
-                live[request.request_id] = _Live(result, output, detokenizer, [])
-            live[requests[0].request_id].siblings = requests[1:]
-            leaders.append(requests[0])
-            results.append(result)
+        request_ids = [str(next(self._request_ids)) for _ in prompts]
+        results: dict[str, RequestOutput] = {}
+        known: dict[str, tuple[int, int]] = {}
         try:
-            for request in leaders:
-                self.client.add_request(request)
-            with _progress(len(live), use_bar) as bar:
-                while self.client.has_work:
-                    for out in self.client.step().outputs:
-                        if out.request_id in live:  # else a stop string has just ended it
-                            is_finished = self._process(out, live[out.request_id])
-                            bar.advance(len(out.new_token_ids), is_finished)
-                            if is_finished:
-                                del live[out.request_id]
+            for request_id, prompt in zip(request_ids, prompts, strict=True):
+                self.engine.add_request(request_id, prompt, params)
+            with _progress(len(prompts) * params.n, use_bar) as bar:
+                while self.engine.has_unfinished_requests():
+                    for result in self.engine.step():
+                        if result.error is not None:
+                            raise EngineError(result.error)
+                        results[result.request_id] = result
+                        tokens, finished = known.get(result.request_id, (0, 0))
+                        known[result.request_id] = now = _count(result)
+                        bar.advance(now[0] - tokens, now[1] - finished)
         finally:
             # After an error or Ctrl-C nothing of this call may linger in the core.
-            self.client.abort_requests(list(live))
-        return results
+            self.engine.abort_request(request_ids)
+        return [results[request_id] for request_id in request_ids]
 
-    def _process(self, out: EngineCoreOutput, live: _Live) -> bool:
-        """Books one output; whether it was the last of its choice."""
-        if out.finish_reason is FinishReason.ERROR:
-            raise EngineError(out.error)
-        for request in live.siblings:
-            self.client.add_request(request)
-        live.siblings = []
-        output, detokenizer = live.output, live.detokenizer
-        output.token_ids += out.new_token_ids
-        output.logprobs += out.logprobs or ()
-        output.text += detokenizer.update(out.new_token_ids, out.finish_reason is not None)
-        if out.prefill_stats is not None and output.index == 0:
-            live.result.num_cached_tokens = out.prefill_stats.num_cached_tokens
-        if out.prompt_logprobs is not None:
-            live.result.prompt_logprobs = [None, *out.prompt_logprobs]
-        if detokenizer.stop_reason is not None:
-            output.finish_reason, output.stop_reason = "stop", detokenizer.stop_reason
-            if out.finish_reason is None:
-                self.client.abort_requests([out.request_id])
-            return True
-        if out.finish_reason is not None:
-            output.finish_reason, output.stop_reason = str(out.finish_reason), out.stop_reason
-        return out.finish_reason is not None
+
+def _count(result: RequestOutput) -> tuple[int, int]:
+    """Tokens so far, and choices that are finished."""
+    tokens = sum(len(output.token_ids) for output in result.outputs)
+    return tokens, sum(bool(output.finish_reason) for output in result.outputs)
 
 
 class _Bar:
@@ -257,16 +180,14 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def advance(self, tokens: int, is_finished: bool) -> None:
+    def advance(self, tokens: int, finished: int) -> None:
         self._tokens += tokens
         elapsed = self._progress.tasks[0].elapsed or 1e-9
-        self._progress.update(
-            self._task, advance=int(is_finished), rate=f"{self._tokens / elapsed:.0f} tok/s"
-        )
+        self._progress.update(self._task, advance=finished, rate=f"{self._tokens / elapsed:.0f} tok/s")
 
 
 class _NoBar:
-    def advance(self, tokens: int, is_finished: bool) -> None: ...
+    def advance(self, tokens: int, finished: int) -> None: ...
 
 
 def _progress(total: int, use_bar: bool) -> AbstractContextManager[_Bar | _NoBar]:

@@ -136,7 +136,7 @@ class LLMEngine:
             raise InvalidRequest(f"a request with id {request_id!r} is running", param="request_id")
         params = params or SamplingParams()
         params.verify()
-        made = self._prompt(prompt)
+        made = self.make_prompt(prompt)
         requests = self.processor.core_requests(made, params)
         result = RequestOutput(
             request_id, made.token_ids, [CompletionOutput(choice) for choice in range(params.n)]
@@ -151,6 +151,20 @@ class LLMEngine:
             )
             self._live[request.request_id] = _Live(result, output, detokenizer, [])
         self._live[requests[0].request_id].siblings = requests[1:]
+
+    def make_prompt(self, prompt: str | Sequence[int] | Prompt) -> Prompt:
+        """Tokens of a text, or token ids checked against the vocabulary.
+
+        Raises:
+            InvalidRequest: a token id is beyond the vocabulary, or the text is not valid Unicode.
+        """
+        if isinstance(prompt, Prompt):
+            return prompt
+        if isinstance(prompt, str):
+            return self.processor.text_prompt(prompt)
+        token_ids = list(prompt)
+        self.processor.check_token_ids(token_ids)
+        return Prompt(token_ids, [])
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Forgets requests; ids that are not running are fine."""
@@ -210,15 +224,6 @@ class LLMEngine:
 
     def close(self) -> None:
         self.client.close()
-
-    def _prompt(self, prompt: str | Sequence[int] | Prompt) -> Prompt:
-        if isinstance(prompt, Prompt):
-            return prompt
-        if isinstance(prompt, str):
-            return self.processor.text_prompt(prompt)
-        token_ids = list(prompt)
-        self.processor.check_token_ids(token_ids)
-        return Prompt(token_ids, [])
 
     def _process(self, out: EngineCoreOutput, live: _Live) -> None:
         """Books one output of a choice."""

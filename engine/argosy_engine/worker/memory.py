@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit
-from argosy_engine.models.config import ModelConfig
+from argosy_engine.models.config import ModelConfig, load_model_config
+from argosy_engine.models.source import resolve_model
 from argosy_engine.worker.device import DeviceMemory
 from argosy_engine.worker.kv_cache_interface import KVCacheGroup, block_bytes, kv_cache_groups, peak_blocks
 
@@ -139,6 +140,15 @@ def plan_memory(
         max_model_len=max_model_len,
         limited_by=limited_by,  # type: ignore[arg-type]
     )
+
+
+def check_model(args: EngineArgs) -> None:
+    """What can be said about a model and flags from config.json alone, before torch is imported.
+
+    Raises:
+        ConfigError: the model cannot be served, or not with these flags.
+    """
+    wanted_model_len(args, load_model_config(resolve_model(args.model)))
 
 
 def wanted_model_len(args: EngineArgs, config: ModelConfig) -> int:
