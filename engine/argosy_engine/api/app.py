@@ -19,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 
 from argosy_engine import __version__
 from argosy_engine.api.admin import add_admin_routes
+from argosy_engine.api.embeddings import embed
 from argosy_engine.api.metrics import Metrics
 from argosy_engine.api.responses import WatchedResponse, event_stream, json_response
 from argosy_engine.api.serving import Serving, to_api_error
@@ -26,6 +27,7 @@ from argosy_engine.api.stats_log import StatsLog
 from argosy_engine.api.telemetry import TelemetryHub
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.protocol import headers
+from argosy_engine.protocol.embeddings import decode_embedding_request
 from argosy_engine.protocol.errors import (
     ApiError,
     BadRequest,
@@ -156,6 +158,12 @@ def build_app(engine: Engine) -> FastAPI:
         if body.stream:
             return _stream(serving.completion_stream(body, request_id), request_id)
         return _answer(serving.completion(body, request_id), request_id)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> WatchedResponse:
+        body = decode_embedding_request(await request.body())
+        request_id = _request_id(request, body.request_id)
+        return _answer(embed(engine.serving, body, request_id), request_id)
 
     @app.get("/v1/models")
     async def models() -> Response:

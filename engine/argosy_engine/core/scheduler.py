@@ -321,8 +321,10 @@ class Scheduler:
                 outputs.append(EngineCoreOutput(request_id, token_ids))
                 continue
             outputs.append(self._book(request, token_ids, result.logprobs.get(request_id)))
-            if result.pooler_output:
-                outputs[-1].pooling_output = result.pooler_output.get(request_id)
+            if request_id in result.pooler_output:
+                # The token only carried it: its reader gets the vector alone.
+                outputs[-1].pooling_output = result.pooler_output[request_id]
+                outputs[-1].new_token_ids, outputs[-1].finish_reason = [], FinishReason.STOP
             if request.finish_reason is not None:
                 has_stopped = True
                 self._finish(request, request.finish_reason)

@@ -327,6 +327,7 @@ class AsyncLLM:
                 resumed_text=live.resumed_text if is_first else "",
                 logprobs=output.logprobs or [],
                 prompt_logprobs=output.prompt_logprobs,
+                embedding=output.pooling_output,
             )
         )
 

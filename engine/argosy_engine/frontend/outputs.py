@@ -26,6 +26,8 @@ class GenerationOutput:
     """With a choice's first output: text of the run that this one continues. Its reader has it already."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of all prompt tokens but the first, with a choice's first output, if the request asked for them."""
+    embedding: list[float] | None = None
+    """The prompt's vector, if that was asked for; there are no tokens then, and this is the only output."""
 
     def merge(self, later: GenerationOutput) -> None:
         self.text += later.text

@@ -32,7 +32,9 @@ class PoolingRequestOutput:
     num_cached_tokens: int = 0
 
 
-def pooling_request(processor: InputProcessor, prompt: Prompt, params: PoolingParams) -> EngineCoreRequest:
+def pooling_request(
+    processor: InputProcessor, prompt: Prompt, params: PoolingParams, *, cache_salt: str | None = None
+) -> EngineCoreRequest:
     """The message for the core.
 
     To the scheduler it is a prompt with one token of output, which nobody reads.
@@ -42,7 +44,7 @@ def pooling_request(processor: InputProcessor, prompt: Prompt, params: PoolingPa
     """
     params.verify(processor.config.embedding_size)
     one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    (request,) = processor.core_requests(prompt, one_token)
+    (request,) = processor.core_requests(prompt, one_token, cache_salt=cache_salt)
     request.pooling_params = params
     return request
 

@@ -1,0 +1,73 @@
+"""/v1/embeddings: prompts to vectors, through the same queue and cache as generations."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+
+from argosy_engine.api.serving import Serving
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.pooling import pooling_request
+from argosy_engine.frontend.processor import Prompt
+from argosy_engine.protocol.embeddings import (
+    Embedding,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    EmbeddingUsage,
+    encode_vector,
+)
+from argosy_engine.protocol.errors import BadRequest
+from argosy_engine.protocol.openai import CompletionRequest
+from argosy_engine.sample.pooling_params import PoolingParams
+
+
+async def embed(serving: Serving, request: EmbeddingRequest, request_id: str) -> EmbeddingResponse:
+    """
+    Raises:
+        ApiError, EngineError: see `serving.to_api_error`.
+    """
+    name = serving.check_model(request.model)
+    llm = serving.llm
+    params = PoolingParams(
+        pooling_type=request.pooling_type, normalize=request.normalize, dimensions=request.dimensions
+    )
+    try:
+        prompts = await asyncio.to_thread(_prompts, serving, request)
+        requests = [
+            pooling_request(llm.processor, prompt, params, cache_salt=request.cache_salt)
+            for prompt in prompts
+        ]
+    except (BadRequest, InvalidRequest) as error:
+        if error.param == "prompt":
+            error.param = "input"
+        raise
+    outputs: list[GenerationOutput | None] = [None] * len(requests)
+    async with aclosing(llm.generate(requests)) as results:
+        async for batch in results:
+            for output in batch:
+                outputs[output.index] = output
+    done = [output for output in outputs if output is not None and output.embedding is not None]
+    assert len(done) == len(requests)
+    tokens = sum(output.num_prompt_tokens for output in done)
+    return EmbeddingResponse(
+        id=f"embd-{request_id}",
+        created=int(time.time()),
+        model=name,
+        data=[
+            Embedding(
+                index=output.index, embedding=encode_vector(output.embedding or [], request.encoding_format)
+            )
+            for output in done
+        ],
+        usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
+    )
+
+
+def _prompts(serving: Serving, request: EmbeddingRequest) -> list[Prompt]:
+    """The inputs as the prompts of a completion: the same forms, tokens and cache keys."""
+    as_completion = CompletionRequest(
+        prompt=request.input, model=request.model, cache_salt=request.cache_salt
+    )
+    return serving.llm.processor.completion_prompts(as_completion)

@@ -1,0 +1,77 @@
+"""Wire types of /v1/embeddings: OpenAI's, with the extra request fields of `PoolingParams`."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from argosy_engine.protocol.errors import BadRequest
+from argosy_engine.protocol.openai import MAX_REQUEST_ID, MAX_TOKENS, ModelField, TokenId
+
+
+class EmbeddingRequest(Struct, kw_only=True, omit_defaults=True):
+    input: (
+        str
+        | Annotated[
+            list[str | TokenId | Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]], Meta(min_length=1)
+        ]
+    )
+    """A text, a list of texts, one list of token ids, or a list of such lists."""
+    model: ModelField = ""
+    encoding_format: Literal["float", "base64"] = "float"
+    """base64: of the float32 values, little-endian"""
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    pooling_type: Literal["last", "mean"] = "last"
+    normalize: bool = True
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
+
+
+class Embedding(Struct, frozen=True, kw_only=True):
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+_decoder = msgspec.json.Decoder(EmbeddingRequest)
+
+
+def decode_embedding_request(body: bytes) -> EmbeddingRequest:
+    """
+    Raises:
+        BadRequest: not JSON, wrong types or out of bounds; `param` names the field.
+    """
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at ")
+        raise BadRequest(message, param=path.partition("$.")[2].rstrip("`") or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"request body is not valid JSON: {str(error)[:200]}") from None
+    except RecursionError:
+        raise BadRequest("request body is nested too deeply") from None
+
+
+def encode_vector(vector: list[float], encoding_format: Literal["float", "base64"]) -> list[float] | str:
+    if encoding_format == "float":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
