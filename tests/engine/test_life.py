@@ -213,6 +213,7 @@ def test_an_engine_sleeps_and_wakes_up_the_same(tmp_path: Path) -> None:
             ready = plain.get("/ready")
             assert (ready.status_code, ready.json()) == (503, {"status": "sleeping"})
             assert answers(server.url + "/health")
+            assert 'sleep_state="weights_offloaded"} 1.0' in plain.get("/metrics").text
             refused = ask()
             assert refused.status_code == 503
             assert "asleep" in refused.json()["error"]["message"]

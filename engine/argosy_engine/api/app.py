@@ -108,7 +108,10 @@ class Engine:
 
     @property
     def metrics(self) -> bytes:
-        return b"" if self._metrics is None else self._metrics.render()
+        if self._metrics is None or self.llm is None:
+            return b""
+        self._metrics.set_sleep_level(self.llm.sleep_level)
+        return self._metrics.render()
 
     @property
     def telemetry(self) -> TelemetryHub:

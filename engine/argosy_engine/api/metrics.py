@@ -45,6 +45,8 @@ _LATENCY = (
 )  # fmt: skip
 _ITERATION = tuple(float(1 << power) for power in range(15))
 _LABELS = ("model_name", "engine")
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""vLLM's words for levels 0, 1 and 2."""
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
@@ -74,6 +76,14 @@ class Metrics(Observer):
         self._running = gauge("num_requests_running", "Requests in the model's execution batches.")
         self._waiting = gauge("num_requests_waiting", "Requests waiting to be scheduled.")
         self._kv_usage = gauge("kv_cache_usage_perc", "KV cache usage; 1 is full.")
+        sleep = Gauge(
+            "vllm:engine_sleep_state",
+            "1 for the state that the engine is in.",
+            (*_LABELS, "sleep_state"),
+            registry=self.registry,
+        )
+        self._sleep = [sleep.labels(*values, state) for state in _SLEEP_STATES]
+        self.set_sleep_level(0)
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = counter("num_preemptions", "Preemptions.")
@@ -120,6 +130,11 @@ class Metrics(Observer):
         InfoMetric("argosy_engine", "This engine.", registry=self.registry).info(
             {"device": config.device, "dtype": config.dtype, "architecture": config.architecture}
         )
+
+    def set_sleep_level(self, level: int) -> None:
+        """0: awake; see `AsyncLLM.sleep`."""
+        for index, gauge in enumerate(self._sleep):
+            gauge.set(index == level)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

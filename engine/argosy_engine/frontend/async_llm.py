@@ -198,6 +198,11 @@ class AsyncLLM:
         await self._idle.wait()
 
     @property
+    def sleep_level(self) -> int:
+        """0: awake."""
+        return self._sleep_level
+
+    @property
     def is_sleeping(self) -> bool:
         return self._sleep_level > 0
 
