@@ -50,6 +50,14 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Literal["fcfs", "priority"],
         Meta(description="priority: requests with a lower `priority` go first"),
     ] = "fcfs"
+    max_num_queued_reqs: Annotated[
+        int,
+        Meta(ge=1, le=1 << 20, description="requests waiting or running; beyond that clients get a 503"),
+    ] = 8192
+    max_num_queued_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 40)] | None,
+        Meta(description="prompt tokens of requests without a first token; beyond that clients get a 503"),
+    ] = None
     watermark: Annotated[
         float,
         Meta(ge=0.0, le=0.5, description="share of the KV cache kept free at admission while requests run"),
@@ -178,6 +186,9 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     num_gpu_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_queued_reqs: int
+    max_num_queued_tokens: int | None
+    scheduling_policy: Literal["fcfs", "priority"]
     epoch: str
     eos_token_ids: tuple[int, ...]
     startup_phases: tuple[tuple[str, float], ...]

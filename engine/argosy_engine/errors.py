@@ -41,7 +41,9 @@ class UtilityFailed(EngineError):
 
 
 class EngineBusy(EngineError):
-    pass
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineAsleep(EngineBusy):

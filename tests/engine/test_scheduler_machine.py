@@ -28,6 +28,8 @@ KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
     "hybrid": (FullAttentionSpec(0), SlidingWindowSpec(0, 5), SlidingWindowSpec(0, 13)),
     "recurrent": (FullAttentionSpec(0), RecurrentStateSpec(0)),
 }
+TEXTS = ([1, 2, 3] * 10, [1, 2, 4, 3] * 7)
+"""Prompts are beginnings of few texts, so that they share prefixes."""
 
 
 def expected_output(prompt: list[int], max_tokens: int, capacity: int) -> tuple[list[int], FinishReason]:
@@ -94,7 +96,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count = 0
 
     @rule(
-        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=30),
+        prompt=st.builds(
+            lambda text, length, tail: [*text[:length], *tail],
+            st.sampled_from(TEXTS),
+            st.integers(1, 28),
+            st.lists(st.integers(1, 2), max_size=2),
+        ),
         max_tokens=st.integers(1, 12),
         priority=st.integers(-1, 1),
         salt=st.sampled_from([None, None, "tenant"]),

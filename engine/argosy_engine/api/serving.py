@@ -194,6 +194,7 @@ class Serving:
     async def _chat_requests(self, request: ChatCompletionRequest) -> tuple[list[EngineCoreRequest], Prompt]:
         if request.tool_choice not in (None, "auto", "none"):
             raise BadRequest("tool_choice must be 'auto' or 'none'", param="tool_choice")
+        self.llm.admission.check(request.n or 1)
         size = sum(len(message.content or "") for message in request.messages)
         prompt = await self._off_loop(size, self.llm.processor.chat_prompt, request)
         return self._core_requests([prompt], request), prompt
@@ -266,6 +267,7 @@ class Serving:
     async def _completion_requests(
         self, request: CompletionRequest
     ) -> tuple[list[EngineCoreRequest], list[Prompt]]:
+        self.llm.admission.check(request.n or 1)
         size = sum(len(prompt) for prompt in request.prompts())
         prompts = await self._off_loop(size, self.llm.processor.completion_prompts, request)
         return self._core_requests(prompts, request), prompts
@@ -297,6 +299,7 @@ class Serving:
                 prompt,
                 params,
                 cache_salt=request.cache_salt,
+                priority=request.priority,
                 resume=resume[index * n : index * n + n] if resume is not None else (),
             )
         ]
@@ -360,7 +363,7 @@ def to_api_error(error: Exception) -> ApiError:
         case InvalidRequest():
             return BadRequest(str(error), param=error.param)
         case EngineBusy():
-            return Unavailable(f"{error}; retry later", retry_after_s=1.0)
+            return Unavailable(f"{error}; retry later", retry_after_s=error.retry_after_s)
         case EngineDead():
             return Unavailable("the engine is not running; retry", retry_after_s=1.0)
         case _:

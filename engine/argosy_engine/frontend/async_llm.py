@@ -15,15 +15,13 @@ from typing import Any, Literal
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import AsyncMPClient
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from argosy_engine.errors import EngineAsleep, EngineBusy, EngineDead, EngineError, InvalidRequest
+from argosy_engine.errors import EngineAsleep, EngineDead, EngineError, InvalidRequest
+from argosy_engine.frontend.admission import AdmissionControl
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.outputs import GenerationOutput, OutputCollector
 from argosy_engine.frontend.processor import InputProcessor
 
 logger = logging.getLogger("argosy.frontend")
-
-MAX_LIVE_REQUESTS = 8192
-"""Requests waiting or running at once; beyond that a client is told to come back later."""
 
 _CHUNK = 128
 """Outputs processed before other tasks of the loop get their turn."""
@@ -89,6 +87,7 @@ class AsyncLLM:
         self.client = client
         self.config = client.config
         self.processor = processor
+        self.admission = AdmissionControl(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens)
         self.observers: list[Observer] = []
         self.on_dead: Callable[[], None] | None = None
         self._live: dict[str, _Live] = {}
@@ -138,17 +137,18 @@ class AsyncLLM:
 
         Raises:
             EngineDead: the core died.
-            EngineBusy: too many requests are live, or the engine is asleep.
+            EngineBusy: too many requests are in flight, or the engine is asleep.
             EngineError: the core refused a request.
         """
         if self._dead is not None:
             raise self._dead
         if self._sleep_level:
             raise EngineAsleep("this engine is asleep")
-        if len(self._live) + len(requests) > MAX_LIVE_REQUESTS:
-            raise EngineBusy(f"{len(self._live)} requests are waiting or running")
+        # The choices of a prompt compute it once.
+        self.admission.check(len(requests), sum(len(leader.prompt_token_ids) for leader in requests[::n]))
         collector = OutputCollector()
         for index, request in enumerate(requests):
+            self.admission.enter(request.request_id, 0 if index % n else len(request.prompt_token_ids))
             detokenizer = IncrementalDetokenizer(
                 self.processor.tokenizer, request.sampling_params, request.prompt_token_ids
             )
@@ -263,6 +263,8 @@ class AsyncLLM:
                 self._last_heard = time.monotonic()
                 for observer in self.observers:
                     observer.on_core_outputs(outputs)
+                if outputs.stats is not None:
+                    self.admission.prefill_tokens_per_s = outputs.stats.prefill_tokens_per_s
                 await self._process_all(outputs.outputs)
         except EngineDead as error:
             self._die(error)
@@ -314,6 +316,7 @@ class AsyncLLM:
             observer.on_tokens(timings, len(output.new_token_ids), now, is_first)
         if is_first:
             timings.first_token = now
+            self.admission.start(output.request_id)
         timings.last_token = now
         if reason is not None:
             self._forget(output.request_id)
@@ -339,6 +342,8 @@ class AsyncLLM:
     def _forget(self, request_id: str) -> bool:
         """Whether the request was still live."""
         was_live = self._live.pop(request_id, None) is not None
+        if was_live:
+            self.admission.leave(request_id)
         if not self._live:
             self._idle.set()
         return was_live

@@ -136,6 +136,7 @@ class InputProcessor:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
+        priority: int = 0,
         resume: Sequence[Sequence[int]] = (),
     ) -> list[EngineCoreRequest]:
         """The messages for the core, one per choice, with internal ids, a bounded `max_tokens` and a seed each.
@@ -145,8 +146,13 @@ class InputProcessor:
 
         Raises:
             PromptTooLong: prompt plus output would exceed the model's context.
-            InvalidRequest: the prompt is empty, or a token id is beyond the vocabulary.
+            InvalidRequest: the prompt is empty, a token id is beyond the vocabulary, or a priority is given to an
+                engine that does not schedule by it.
         """
+        if priority and self.config.scheduling_policy != "priority":
+            raise InvalidRequest(
+                "priority needs an engine started with --scheduling-policy priority", param="priority"
+            )
         params = self._for_core(prompt, params)
         requests = []
         for choice in range(params.n):
@@ -165,6 +171,7 @@ class InputProcessor:
                     ),
                     arrival_time=time.time(),
                     cache_salt=cache_salt,
+                    priority=priority,
                     chunk_ends=prompt.chunk_ends,
                     resume_token_ids=output,
                 )

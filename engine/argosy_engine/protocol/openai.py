@@ -80,6 +80,8 @@ class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
     return_token_ids: bool = False
     """vLLM's: every chunk carries `token_ids` for its choice, and the first response `prompt_token_ids`."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    """vLLM's: lower goes first, where the engine schedules by priority."""
     user: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     """OpenAI's: requests with the same key should meet the same cache. The router's session policy obeys it."""

@@ -1,0 +1,98 @@
+"""AdmissionControl: which requests are refused at the door because too many are ahead of them.
+
+Two caps, as in vLLM: requests in flight (`--max-num-queued-reqs`, waiting and running) and prompt tokens of requests
+that have no first token yet (`--max-num-queued-tokens`: about the target TTFT times the prefill rate). A refusal says
+when to come back, from measured rates.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+from argosy_engine.errors import EngineBusy
+
+MIN_RETRY_S = 1.0
+MAX_RETRY_S = 60.0
+_FINISHES = 64
+"""Requests over whose ends the rate of finishing is taken."""
+
+
+class AdmissionControl:
+    """
+    Invariant: `num_queued_tokens` is the sum over requests that entered, did not leave and have no first token.
+
+    Args:
+        max_num_queued_tokens: None is no cap. A request alone in the queue is never refused for its length.
+    """
+
+    def __init__(
+        self,
+        max_num_queued_reqs: int,
+        max_num_queued_tokens: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_num_queued_reqs = max_num_queued_reqs
+        self.max_num_queued_tokens = max_num_queued_tokens
+        self.num_queued_tokens = 0
+        self.prefill_tokens_per_s = 0.0
+        """As the core measured it; 0 before."""
+        self._clock = clock
+        self._num_tokens: dict[str, int] = {}
+        """Of each request in flight, until its first token."""
+        self._finishes: deque[float] = deque(maxlen=_FINISHES)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self._num_tokens)
+
+    def check(self, num_reqs: int, num_tokens: int = 0) -> None:
+        """Whether that many more requests, with that many prompt tokens in all, may enter.
+
+        Raises:
+            EngineBusy: they may not; `retry_after_s` says when to try again.
+        """
+        excess = self.num_reqs + num_reqs - self.max_num_queued_reqs
+        if excess > 0:
+            raise EngineBusy(
+                f"{self.num_reqs} requests are waiting or running, at most {self.max_num_queued_reqs} may",
+                retry_after_s=_retry_after(excess, self._finish_rate()),
+            )
+        if self.max_num_queued_tokens is not None and self.num_queued_tokens:
+            excess = self.num_queued_tokens + num_tokens - self.max_num_queued_tokens
+            if excess > 0:
+                raise EngineBusy(
+                    f"{self.num_queued_tokens} prompt tokens are waiting, at most "
+                    f"{self.max_num_queued_tokens} may",
+                    retry_after_s=_retry_after(excess, self.prefill_tokens_per_s),
+                )
+
+    def enter(self, request_id: str, num_tokens: int) -> None:
+        """Counts a request that passed the check."""
+        self._num_tokens[request_id] = num_tokens
+        self.num_queued_tokens += num_tokens
+
+    def start(self, request_id: str) -> None:
+        """The request has its first token."""
+        self.num_queued_tokens -= self._num_tokens.get(request_id, 0)
+        self._num_tokens[request_id] = 0
+
+    def leave(self, request_id: str) -> None:
+        """The request ended, for whatever reason."""
+        self.num_queued_tokens -= self._num_tokens.pop(request_id)
+        self._finishes.append(self._clock())
+
+    def _finish_rate(self) -> float:
+        """Requests per second that ended lately; 0 when that is not known."""
+        if len(self._finishes) < 2:
+            return 0.0
+        elapsed = self._clock() - self._finishes[0]
+        return len(self._finishes) / elapsed if elapsed > 0 else 0.0
+
+
+def _retry_after(amount: float, rate: float) -> float:
+    """Seconds until that much is done at that rate, within bounds."""
+    seconds = amount / rate if rate > 0 else MIN_RETRY_S
+    return min(max(math.ceil(seconds), MIN_RETRY_S), MAX_RETRY_S)
