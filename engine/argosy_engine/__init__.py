@@ -1,7 +1,7 @@
 """Argosy's inference engine: vLLM V1's architecture, one concept per module.
 
-`LLM`, `LLMEngine`, `AsyncLLM`, `SamplingParams` and `EngineArgs` are the public names. They load on first use, because
-importing `argosy_engine.protocol` must not import torch.
+`LLM`, `LLMEngine`, `AsyncLLM`, `SamplingParams`, `StructuredOutputsParams` and `EngineArgs` are the public names. They
+load on first use, because importing `argosy_engine.protocol` must not import torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,18 @@ if TYPE_CHECKING:
     from argosy_engine.frontend.llm import LLM
     from argosy_engine.frontend.llm_engine import LLMEngine
     from argosy_engine.sample.params import SamplingParams
+    from argosy_engine.structured.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "EngineArgs", "LLMEngine", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "EngineArgs",
+    "LLMEngine",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _PUBLIC = {
     "LLM": "argosy_engine.frontend.llm",
@@ -24,6 +33,7 @@ _PUBLIC = {
     "AsyncLLM": "argosy_engine.frontend.async_llm",
     "EngineArgs": "argosy_engine.config",
     "SamplingParams": "argosy_engine.sample.params",
+    "StructuredOutputsParams": "argosy_engine.structured.params",
 }
 
 

@@ -63,9 +63,6 @@ class Serving:
         self.llm = llm
         self.names = tuple(names)
         self._started = int(time.time())
-        self._has_thinking = (
-            llm.processor.template is not None and "enable_thinking" in llm.processor.template.variables
-        )
 
     def models(self) -> ModelList:
         limit = self.llm.config.max_model_len
@@ -192,8 +189,6 @@ class Serving:
             yield chunk([], _usage(totals, len(totals)))
 
     async def _chat_requests(self, request: ChatCompletionRequest) -> tuple[list[EngineCoreRequest], Prompt]:
-        if request.tool_choice not in (None, "auto", "none"):
-            raise BadRequest("tool_choice must be 'auto' or 'none'", param="tool_choice")
         self.llm.admission.check(request.n or 1)
         size = sum(len(message.content or "") for message in request.messages)
         prompt = await self._off_loop(size, self.llm.processor.chat_prompt, request)
@@ -201,7 +196,8 @@ class Serving:
 
     def _parsers(self, request: ChatCompletionRequest, count: int) -> list[ChatParser]:
         has_tools = bool(request.tools) and request.tool_choice != "none"
-        return [ChatParser(parse_reasoning=self._has_thinking, parse_calls=has_tools) for _ in range(count)]
+        thinks = self.llm.processor.has_thinking
+        return [ChatParser(parse_reasoning=thinks, parse_calls=has_tools) for _ in range(count)]
 
     def _tool_calls(
         self, calls: Sequence[ParsedCall], request_id: str, choice: int, first: int, *, is_delta: bool

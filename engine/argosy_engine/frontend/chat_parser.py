@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-_THINK, _END_THINK = "<think>", "</think>"
+THINK, END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _MAX_TRIMMED = 16
 """White space around a marker belongs to it, up to this much: a model that writes nothing but newlines is heard."""
@@ -69,7 +69,7 @@ class ChatParser:
             case "start":
                 return self._leave_start(is_last)
             case "reasoning":
-                return self._take_until(_END_THINK, reasoning, "content", is_last)
+                return self._take_until(END_THINK, reasoning, "content", is_last)
             case "content":
                 return self._take_until(_CALL if self._parse_calls else "", content, "call", is_last)
             case _:
@@ -78,10 +78,10 @@ class ChatParser:
     def _leave_start(self, is_last: bool) -> bool:
         head = self._buffer.lstrip()
         is_near = len(self._buffer) - len(head) <= _MAX_TRIMMED
-        if is_near and head.startswith(_THINK):
-            self._enter("reasoning", head[len(_THINK) :])
+        if is_near and head.startswith(THINK):
+            self._enter("reasoning", head[len(THINK) :])
             return True
-        if is_near and not is_last and _THINK.startswith(head):
+        if is_near and not is_last and THINK.startswith(head):
             return False  # may still become a think block
         self._state = "content"
         return True

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.core.messages import ChunkEnd, EngineCoreRequest
 from argosy_engine.errors import InvalidRequest, PromptTooLong
+from argosy_engine.frontend.chat_parser import END_THINK, THINK
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
+from argosy_engine.frontend.structured_outputs import structured_outputs
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.models.config import read_json
 from argosy_engine.protocol.chunks import chain_seed
@@ -27,6 +29,8 @@ from argosy_engine.protocol.openai import (
 )
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind, prompt_view
 from argosy_engine.sample.params import MAX_BAD_WORDS_TOKENS, RepetitionDetectionParams, SamplingParams
+from argosy_engine.structured.manager import GrammarRequest
+from argosy_engine.structured.reasoning import Reasoning, reasoning_after
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -34,6 +38,8 @@ _SEED_MASK = (1 << 63) - 1
 class Prompt(NamedTuple):
     token_ids: list[int]
     chunk_ends: list[ChunkEnd]
+    reasoning: Reasoning | None = None
+    """Around what the model may think before its answer."""
 
 
 class InputProcessor:
@@ -43,6 +49,11 @@ class InputProcessor:
         self.tokenizer = Tokenizer(path)
         self.template = ChatTemplate.load(path)
         self.defaults = _generation_defaults(path)
+        self.has_thinking = self.template is not None and "enable_thinking" in self.template.variables
+        """Whether the model may think before it answers."""
+        self._think_ids = [
+            self.tokenizer.encode(marker, add_special_tokens=False).ids for marker in (THINK, END_THINK)
+        ]
 
     def chat_prompt(self, request: ChatCompletionRequest) -> Prompt:
         """Renders and tokenises a chat.
@@ -56,7 +67,10 @@ class InputProcessor:
             raise InvalidRequest("continue_final_message is not supported", param="continue_final_message")
         text = self.template.render(request)
         (segments,) = prompt_view(request)
-        return self._text_prompt(text, segments, request, add_special_tokens=False)
+        prompt = self._text_prompt(text, segments, request, add_special_tokens=False)
+        if not self.has_thinking:
+            return prompt
+        return prompt._replace(reasoning=reasoning_after(text, THINK, END_THINK, *self._think_ids))
 
     def completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
         """Tokenises each prompt of the batch."""
@@ -127,6 +141,7 @@ class InputProcessor:
             repetition_detection=_repetition_detection(request),
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
+            structured_outputs=structured_outputs(request),
             **_logprobs(request),
         )
 
@@ -146,14 +161,17 @@ class InputProcessor:
 
         Raises:
             PromptTooLong: prompt plus output would exceed the model's context.
-            InvalidRequest: the prompt is empty, a token id is beyond the vocabulary, or a priority is given to an
-                engine that does not schedule by it.
+            InvalidRequest: the prompt is empty, a token id is beyond the vocabulary, the structured output cannot be
+                enforced, or a priority is given to an engine that does not schedule by it.
         """
         if priority and self.config.scheduling_policy != "priority":
             raise InvalidRequest(
                 "priority needs an engine started with --scheduling-policy priority", param="priority"
             )
-        params = self._for_core(prompt, params)
+        params, grammar = self._for_core(prompt, params), None
+        if params.structured_outputs is not None:
+            grammar = GrammarRequest(params.structured_outputs.spec(), prompt.reasoning)
+            params = params.replace(structured_outputs=None)
         requests = []
         for choice in range(params.n):
             seed = secrets.randbits(63) if params.seed is None else (params.seed + choice) & _SEED_MASK
@@ -174,6 +192,7 @@ class InputProcessor:
                     priority=priority,
                     chunk_ends=prompt.chunk_ends,
                     resume_token_ids=output,
+                    grammar=grammar,
                 )
             )
         return requests

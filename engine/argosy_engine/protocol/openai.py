@@ -107,9 +107,14 @@ class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
     resume: Annotated[list[TokenIds], Meta(max_length=MAX_CHOICES)] | None = None
     """Per choice the token ids an earlier run of this request has already given out; the answer continues behind them.
     Of the router only: refused without its internal header."""
-    # Decoded only to be refused where their value would change the answer (see `unsupported`).
-    structured_outputs: Any = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: Any = None
+    """vLLM's; its fields are the engine's to check."""
+    # Decoded only to be refused where their value would change the answer (see `unsupported`).
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     use_beam_search: bool = False
 
 
@@ -167,8 +172,6 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "structured_outputs": (None,),
-    "response_format": (None, {"type": "text"}),
     "use_beam_search": (False,),
     "suffix": (None, ""),
     "best_of": (None, 1),

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.structured.params import StructuredOutputsParams
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy, as in vLLM."""
@@ -96,6 +97,8 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
     """Log probabilities of each output token and of this many best alternatives."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the output must look like. The core gets it as a grammar beside the parameters."""
 
     @property
     def is_greedy(self) -> bool:
@@ -147,6 +150,11 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
                 "min_tokens",
                 self.max_tokens is None or self.min_tokens <= self.max_tokens,
                 f"must not exceed max_tokens ({self.max_tokens})",
+            ),
+            (
+                "min_tokens",
+                self.min_tokens == 0 or self.structured_outputs is None,
+                "cannot be combined with structured outputs, which end where their grammar does",
             ),
             ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"takes at most {MAX_STOP_STRINGS} stop strings"),
             ("stop", all(self.stop), "must not contain an empty string"),

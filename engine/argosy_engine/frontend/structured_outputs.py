@@ -1,0 +1,101 @@
+"""What an API request asks of the shape of its output: response_format, structured_outputs and tool_choice.
+
+All three become one `StructuredOutputsParams`; two that contradict each other are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.protocol.openai import ChatCompletionRequest, GenerationRequest
+from argosy_engine.structured.params import StructuredOutputsParams
+from argosy_engine.structured.structural_tag import tool_call_tag
+
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's former names. It ignores them now; an answer of any shape helps nobody who asked for one."""
+
+
+def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
+    """The shape that the request asks for, or None.
+
+    Raises:
+        InvalidRequest: malformed, several shapes at once, or a tool choice without such a tool.
+    """
+    for name, kind in _GUIDED.items():
+        if getattr(request, name) is not None:
+            raise InvalidRequest(f"{name} is not supported: use structured_outputs.{kind}", name)
+    asked = {
+        "response_format": _of_response_format(request.response_format),
+        "structured_outputs": _of_field(request.structured_outputs),
+        "tool_choice": _of_tool_choice(request) if isinstance(request, ChatCompletionRequest) else None,
+    }
+    given = {name: params for name, params in asked.items() if params is not None}
+    if len(given) > 1:
+        names = " and ".join(given)
+        raise InvalidRequest(f"{names} cannot be combined", next(reversed(given)))
+    return next(iter(given.values()), None)
+
+
+def _of_field(value: Any) -> StructuredOutputsParams | None:
+    if value is None:
+        return None
+    try:
+        return msgspec.convert(value, StructuredOutputsParams)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at ")
+        field = path.partition("$.")[2].rstrip("`")
+        raise InvalidRequest(
+            message, f"structured_outputs.{field}" if field else "structured_outputs"
+        ) from None
+
+
+def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    match (value or {"type": "text"}).get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return StructuredOutputsParams(json_object=True)
+        case "json_schema":
+            assert value is not None
+            schema = value.get("json_schema")
+            if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+                raise InvalidRequest(
+                    "response_format needs json_schema.schema, an object", "response_format.json_schema"
+                )
+            return StructuredOutputsParams(json=schema["schema"])
+        case "structural_tag":
+            return StructuredOutputsParams(structural_tag=value)
+        case kind:
+            raise InvalidRequest(
+                "response_format.type must be text, json_object, json_schema or structural_tag, "
+                f"not {str(kind)[:64]!r}",
+                "response_format.type",
+            )
+
+
+def _of_tool_choice(request: ChatCompletionRequest) -> StructuredOutputsParams | None:
+    """The grammar of the calls that a tool choice demands; `auto` and `none` demand none."""
+    choice = request.tool_choice
+    if choice in (None, "auto", "none"):
+        return None
+    name = None
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not isinstance(name, str):
+        raise InvalidRequest(
+            "tool_choice must be 'auto', 'none', 'required' or "
+            "{'type': 'function', 'function': {'name': ...}}", "tool_choice"
+        )  # fmt: skip
+    if not request.tools:
+        raise InvalidRequest("tool_choice needs tools", "tool_choice")
+    parallel = request.parallel_tool_calls is not False
+    return StructuredOutputsParams(structural_tag=tool_call_tag(request.tools, name=name, parallel=parallel))
