@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native import NativeAttention
@@ -53,17 +54,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @torch.inference_mode()
-def logits_of(path: Path, token_ids: list[int], load_format: Any = "auto") -> torch.Tensor:
+def logits_of(
+    path: Path, token_ids: list[int], load_format: Any = "auto", dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Logits [T, vocab_size] of one sequence in one step, by our model alone."""
     config = load_model_config(path)
-    dtype, device = torch.float32, torch.device("cpu")
+    device = torch.device("cpu")
     model = load_model(
         path, config, dtype=dtype, device=device, max_positions=512, load_format=load_format, seed=0
     ).model
     count = len(token_ids)
     num_blocks = -(-count // BLOCK_SIZE)
     kv_cache = torch.zeros(
-        config.num_hidden_layers, 2, num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim
+        (config.num_hidden_layers, 2, num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim),
+        dtype=dtype,
     )
     positions = torch.arange(count)
     meta = AttentionMetadata(
@@ -98,6 +102,17 @@ def test_logits_equal_transformers_and_every_option_matters(
         config = json.loads((path / "config.json").read_text())
         (changed / "config.json").write_text(json.dumps({**config, **change}))
         assert (logits_of(changed, token_ids) - expected).abs().max() > 1e-2, change
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_bfloat16_is_close(name: str, checkpoint: Any) -> None:
+    path, reference = checkpoint(name)
+    token_ids = list(range(2, 82))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([token_ids])).logits[0].float()
+    ours = logits_of(path, token_ids, dtype=torch.bfloat16).float()
+    similarity = F.cosine_similarity(ours, expected, dim=-1)
+    assert similarity.median() > 0.99, similarity
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "gemma3"])

@@ -73,7 +73,9 @@ def encode(
             client.add_request(request)
         while live:
             for out in client.step().outputs:
-                result = live.pop(out.request_id)
+                result = live.pop(out.request_id, None)
+                if result is None:
+                    continue  # not of this call
                 if out.finish_reason is FinishReason.ERROR or out.pooling_output is None:
                     raise EngineError(out.error or "the engine could not run this prompt")
                 result.outputs.data = out.pooling_output
