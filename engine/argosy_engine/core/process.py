@@ -49,6 +49,12 @@ _LINGER_MS = 4000
 """Long enough for the message that tells why the core died."""
 
 
+class _OnlyId(msgspec.Struct, array_like=True):
+    """The first field of an `EngineCoreRequest`, readable when the rest is not."""
+
+    request_id: str
+
+
 class CoreProcess:
     """
     Args:
@@ -164,7 +170,7 @@ class CoreProcess:
         """One message of the client. Whatever is wrong with it costs at most the request it is about."""
         try:
             if kind == RequestType.ADD:
-                self._add(self._add_decoder.decode(payload))
+                self._add(payload)
             elif kind == RequestType.ABORT:
                 self.core.abort_requests(self._abort_decoder.decode(payload))
             elif kind == RequestType.UTILITY:
@@ -177,12 +183,13 @@ class CoreProcess:
         except msgspec.DecodeError as error:
             logger.error("dropped a malformed message of kind %r: %s", kind, error)
 
-    def _add(self, request: EngineCoreRequest) -> None:
+    def _add(self, payload: bytes) -> None:
         try:
-            self.core.add_request(request)
+            self.core.add_request(self._add_decoder.decode(payload))
         except Exception as error:
-            logger.exception("request %s could not be added", request.request_id)
-            failed = EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error))
+            request_id = msgspec.msgpack.decode(payload, type=_OnlyId).request_id
+            logger.exception("request %s could not be added", request_id)
+            failed = EngineCoreOutput(request_id, [], FinishReason.ERROR, error=str(error))
             self._outputs.put(EngineCoreOutputs(outputs=[failed]))
 
     def _receive(self) -> None:

@@ -1,0 +1,89 @@
+"""The core process's handling of messages, without a core: what is wrong with one costs one request at most."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from argosy_engine.core.messages import (
+    EngineCoreRequest,
+    FinishReason,
+    RequestType,
+    UtilityCall,
+    UtilityOutput,
+)
+from argosy_engine.core.process import CoreProcess
+from argosy_engine.sample.params import SamplingParams
+
+
+class FakeCore:
+    def __init__(self) -> None:
+        self.added: list[str] = []
+        self.kv = self
+        self.residency = self
+
+    def take_delta(self) -> None:
+        return None
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        if request.request_id == "refused":
+            raise ValueError("no room for this one")
+        self.added.append(request.request_id)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        raise AssertionError("nobody sent a list of ids")
+
+    def call_utility(self, call: UtilityCall) -> UtilityOutput:
+        return UtilityOutput(call.call_id, None, call.args)
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[CoreProcess]:
+    made = CoreProcess(tmp_path, 0)
+    made.core = FakeCore()  # type: ignore[assignment]
+    yield made
+    made._input.close(0)
+    made._output.close(0)
+    made._input.context.term()
+
+
+def add(request_id: str, **changed: Any) -> bytes:
+    request = EngineCoreRequest(request_id, [1, 2], SamplingParams(), 0.0)
+    fields = json.loads(msgspec.json.encode(request))
+    return msgspec.msgpack.encode([changed.get(str(index), field) for index, field in enumerate(fields)])
+
+
+def test_a_request_that_cannot_be_read_is_answered(
+    process: CoreProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    process._handle(RequestType.ADD, add("bad prompt", **{"1": "text"}))
+    process._handle(RequestType.ADD, add("refused"))
+    process._handle(RequestType.ADD, add("good"))
+    assert process.core.added == ["good"]  # type: ignore[attr-defined]
+    answers = [process._outputs.get_nowait() for _ in range(2)]
+    assert [(out.request_id, out.finish_reason) for message in answers for out in message.outputs] == [  # type: ignore[union-attr]
+        ("bad prompt", FinishReason.ERROR),
+        ("refused", FinishReason.ERROR),
+    ]
+    assert process._outputs.empty()
+
+
+@pytest.mark.parametrize("kind", [RequestType.ADD, RequestType.ABORT, RequestType.UTILITY, b"\xff", b""])
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\x01", msgspec.msgpack.encode({"a": 1}), b"[]"])
+def test_junk_is_dropped(
+    process: CoreProcess, kind: bytes, payload: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    process._handle(kind, payload)
+    assert process._outputs.empty()
+    process._handle(RequestType.UTILITY, msgspec.msgpack.encode(UtilityCall(7, "x", [1])))
+    answer = process._outputs.get_nowait()
+    assert answer is not None
+    assert answer.utility == UtilityOutput(7, None, [1])
