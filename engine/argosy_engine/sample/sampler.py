@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from argosy_engine.native.library import DTYPES, kernels
 from argosy_engine.sample.logits_processors import (
     Added,
     AllowedTokenIds,
@@ -187,8 +188,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Token ids int64 [R] for logits [R, vocab_size] of any float dtype: temperature, min_p, top-k, top-p, draw."""
     is_random = batch.temperature > 0
     if not is_random.any():
-        return logits.argmax(dim=-1)
-    is_cut = is_random & ((batch.top_p < 1.0) | (batch.top_k > 0) | (batch.min_p > 0.0))
+        return _greedy(logits, batch)
+    is_cut = is_random & ((batch.top_p < 1.0) | (batch.top_k > 0))
     is_plain = is_random & ~is_cut
     if is_plain.all():
         return _plain(logits, batch)
@@ -212,23 +213,24 @@ def _take(batch: SamplingBatch, rows: NDArray[np.bool_]) -> SamplingBatch:
 
 
 def _greedy(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    if logits.device.type == "cpu" and logits.dtype in DTYPES and (loaded := kernels()) is not None:
+        return loaded.argmax(logits.contiguous())
     return logits.argmax(dim=-1)
 
 
 def _plain(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    return _draw(_scaled_probs(logits, batch.temperature), _noise(batch, logits.device))
+    return _draw(_probs(logits, batch), _noise(batch, logits.device))
 
 
 def _cut(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """min_p, then top-k, then top-p over what is left; ties at the edge are broken by token id."""
+    """Top-k, then top-p over what is left; ties at the edge are broken by token id."""
     device = logits.device
-    probs = _scaled_probs(logits, batch.temperature)
+    probs = _probs(logits, batch)
     vocab_size = probs.shape[-1]
     mass = torch.ones(len(probs), dtype=torch.float64, device=device)
     if (batch.min_p > 0.0).any():
-        floor = torch.from_numpy(batch.min_p).to(device).unsqueeze(1) * probs.amax(-1, keepdim=True)
-        probs = torch.where(probs < floor, 0.0, probs)
-        mass = probs.double().sum(-1)
+        has_floor = torch.from_numpy(batch.min_p > 0.0).to(device)
+        mass = torch.where(has_floor, probs.double().sum(-1), mass)  # a row's mass is its own affair
     top_k = torch.from_numpy(np.where(batch.top_k > 0, batch.top_k, vocab_size)).to(device)
     top_p = torch.from_numpy(batch.top_p).to(device)
     u = _noise(batch, device)
@@ -272,9 +274,14 @@ def _best(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, tokens.gather(1, order)
 
 
-def _scaled_probs(logits: torch.Tensor, temperature: NDArray[np.float32]) -> torch.Tensor:
-    scale = torch.from_numpy(temperature).to(logits.device)
-    return torch.softmax(logits.float() / scale.unsqueeze(1), dim=-1)
+def _probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Probabilities at the rows' temperatures, 0 where min_p drops a token."""
+    temperature = torch.from_numpy(batch.temperature).to(logits.device)
+    probs = torch.softmax(logits.float() / temperature.unsqueeze(1), dim=-1)
+    if (batch.min_p > 0.0).any():
+        share = torch.from_numpy(batch.min_p).to(logits.device)
+        probs = torch.where(probs < share.unsqueeze(1) * probs.amax(-1, keepdim=True), 0.0, probs)
+    return probs
 
 
 def _noise(batch: SamplingBatch, device: torch.device) -> torch.Tensor:
