@@ -34,13 +34,17 @@ every prompt with the same role to one replica; more would part prompts that sha
 class Prompt(NamedTuple):
     """What routing knows about a request's prompt."""
 
-    hashes: list[int]
+    hashes: Sequence[int]
+    key: int
+    """Names the prompt's beginning; zero if it has none."""
     text_bytes: int
     token_ids: int
-    segments: Sequence[Segment] = ()
-    """Those `hashes` were made of."""
     session: int = 0
     """Names the session the client declared; zero for none."""
+    segments: Sequence[Segment] = ()
+    """Those `hashes` were made of."""
+    chunk_tokens: Sequence[int] = ()
+    """Prompt tokens up to each chunk, where they are known rather than estimated from `segments`."""
 
 
 class Choice(NamedTuple):
@@ -97,7 +101,8 @@ class Service:
                     ids += len(data) >> 2
                 else:
                     text += len(data)
-        return Prompt(hashes, text, ids, longest, session)
+        key = hashes[min(_KEY_CHUNKS, len(hashes)) - 1] if hashes else 0
+        return Prompt(hashes, key, text, ids, session, longest)
 
     # the choice
 
@@ -133,15 +138,13 @@ class Service:
 
     def route_request(self, prompt: Prompt, candidates: Candidates) -> tuple[RouteRequest, int]:
         """What the policy is asked, and the number of chunks of the longest predicted hit."""
-        hashes = prompt.hashes
-        runs, length = self.index.match(hashes)
+        runs, length = self.index.match(prompt.hashes)
         positions = candidates.positions
         hits = {positions[slot]: tokens for slot, tokens in runs.items() if slot in positions} if runs else {}
-        key = hashes[min(_KEY_CHUNKS, len(hashes)) - 1] if hashes else 0
         tokens = self.estimate_tokens(prompt)
-        return RouteRequest(tokens, hits, key, self.sequence, prompt.session), length
+        return RouteRequest(tokens, hits, prompt.key, self.sequence, prompt.session), length
 
-    def is_announced(self, replica: Replica, hashes: list[int], length: int) -> bool:
+    def is_announced(self, replica: Replica, hashes: Sequence[int], length: int) -> bool:
         """Whether the replica itself said that it holds the prefix."""
         residency = replica.residency
         if not replica.is_synced:
@@ -226,8 +229,10 @@ class Service:
     def estimate_tokens(self, prompt: Prompt) -> int:
         return prompt.token_ids + int(prompt.text_bytes / self.bytes_per_token) + 1
 
-    def _estimate_chunks(self, prompt: Prompt) -> list[int]:
+    def _estimate_chunks(self, prompt: Prompt) -> Sequence[int]:
         """Prompt tokens up to each chunk."""
+        if prompt.chunk_tokens:
+            return prompt.chunk_tokens
         per_token = 4.0 if prompt.token_ids else self.bytes_per_token
         return [int(offset / per_token) for offset in chunk_offsets(prompt.segments)]
 

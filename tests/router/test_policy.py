@@ -160,9 +160,11 @@ def test_a_hot_prefix_gets_a_second_home_when_its_holder_saturates() -> None:
 def test_affinity_does_not_pile_onto_a_slow_replica() -> None:
     """sglang#14305: the more a slow worker queues, the less its cache is worth."""
     slow, *others = fleet = [Fake(0, prefill_tokens_per_s=100.0), Fake(1), Fake(2)]
+    hits = {0: 900}
     for number in range(30):
-        decision = choose("cost", request(hits={0: 900}), fleet, number)
+        decision = choose("cost", request(hits=hits), fleet, number)
         fleet[decision.position].queued_tokens += 1000 - decision.predicted_tokens
+        hits[decision.position] = 900
     assert slow.queued_tokens / slow.prefill_tokens_per_s < 2 * max(
         fake.queued_tokens / fake.prefill_tokens_per_s for fake in others
     )

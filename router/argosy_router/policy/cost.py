@@ -1,13 +1,18 @@
 """The cost policy: seconds until the first token, plus what the choice costs others.
 
-    T(w) = wait(w)                                  the load's share: `waiting`
-         + (prompt - hit(w)) / prefill_rate(w)      what of this prompt must be computed
-         - STICKINESS * hit(w) / prefill_rate(w)    a copy elsewhere costs cache space
+    T(w) = wait(w)                                    the load's share: `waiting`
+         + (prompt - hit(w)) / prefill_rate(w)        what of this prompt must be computed
+         - stickiness * hit(w) / mean prefill_rate    what computing it again elsewhere would cost everybody
+
+    stickiness = STICKINESS + CROWDING * min over all w (queued(w)) / prompt, at most MAX_STICKINESS
+
+A prefix computed a second time takes cache space, and delays whoever queues behind it: nobody while some replica is
+idle, everybody once the emptiest replica has a queue. So a hot prefix spreads over idle replicas, and stays where it
+is when the whole fleet is behind, which is when hits are what gets it out.
 
 The lowest T wins; candidates within `TIE_S` or `TIE_SHARE` of it are equal and one is drawn. When nobody holds a
 useful prefix, the draw is replaced by a rendezvous hash of the prompt's beginning among those within `COLD_SLACK` of
-the best: router replicas agree where a new prefix should live without talking, and a loaded replica is passed over. A
-prefix whose holder has more waiting than the prefix saves is computed, and then held, elsewhere too.
+the best: router replicas agree where a new prefix should live without talking, and a loaded replica is passed over.
 """
 
 from __future__ import annotations
@@ -19,8 +24,13 @@ from argosy_router.policy.base import MIN_HIT_TOKENS, Candidate, Decision, Route
 from argosy_router.policy.rendezvous import favourite
 from argosy_router.policy.waiting import waiting_terms
 
-STICKINESS = 0.1
-"""Share of the time saved by a hit that is added for keeping the prefix in one place."""
+STICKINESS = 0.5
+"""At rest, half of the time a hit saves counts again for keeping the prefix in one place."""
+CROWDING = 3.0
+"""Per prompt of this size that waits even at the emptiest replica. Replays of conversations over shared prompts
+(docs/log.md) gain from 1 on and little beyond this, while a request may wait longer for its prefix the higher it is."""
+MAX_STICKINESS = 10.0
+"""Beyond it nothing but the hit would count."""
 TIE_S = 0.001
 """Below this, differences are noise of the estimates."""
 TIE_SHARE = 0.02
@@ -50,18 +60,32 @@ def cost(request: RouteRequest, candidates: Sequence[Candidate]) -> list[float]:
     """T of every candidate, in seconds."""
     prompt = request.prompt_tokens
     costs = [candidate.wait_s + prompt / candidate.prefill_tokens_per_s for candidate in candidates]
-    for position, hit in request.hits.items():
-        costs[position] -= (1.0 + STICKINESS) * min(hit, prompt) / candidates[position].prefill_tokens_per_s
+    if request.hits:
+        bonus_s = stickiness(request, candidates) / _mean_rate(candidates)
+        for position, hit in request.hits.items():
+            saved_s = 1.0 / candidates[position].prefill_tokens_per_s
+            costs[position] -= (saved_s + bonus_s) * min(hit, prompt)
     return costs
+
+
+def stickiness(request: RouteRequest, candidates: Sequence[Candidate]) -> float:
+    """How much a hit counts beyond the time it saves this request, in multiples of that time."""
+    backlog = min([candidate.queued_tokens for candidate in candidates])
+    return min(MAX_STICKINESS, STICKINESS + CROWDING * backlog / max(1, request.prompt_tokens))
+
+
+def _mean_rate(candidates: Sequence[Candidate]) -> float:
+    return sum([candidate.prefill_tokens_per_s for candidate in candidates]) / len(candidates)
 
 
 def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
     """The summands of T."""
     prompt = request.prompt_tokens
+    bonus_s = stickiness(request, candidates) / _mean_rate(candidates)
     table = []
     for position, candidate in enumerate(candidates):
         rate = candidate.prefill_tokens_per_s
         hit = min(request.hits.get(position, 0), prompt)
-        own = {"prefill_s": (prompt - hit) / rate, "stickiness_s": -STICKINESS * hit / rate}
+        own = {"prefill_s": (prompt - hit) / rate, "stickiness_s": -bonus_s * hit}
         table.append(waiting_terms(candidate) | own)
     return table

@@ -1,0 +1,147 @@
+"""A model of one engine: a queue, one prefill at a time, decoding in a batch, a prefix cache with LRU eviction.
+
+Owns: what an engine does with a request, in simulated time. Must not know: routers, traces.
+
+Prefill takes `uncached / prefill_tokens_per_s`; a decode step takes `decode_step_s + decode_step_per_seq_s * running`,
+by the batch at the first token. At most `max_num_seqs` requests run. What the model leaves out (chunked prefill that
+slows decoding, preemption) flatters all policies alike.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from argosy_router.replay.trace import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """How fast and how large. The defaults are those of SMG's mock worker: a mid-size GPU with an 8B model."""
+
+    prefill_tokens_per_s: float = 8000.0
+    decode_step_s: float = 0.006
+    decode_step_per_seq_s: float = 0.00035
+    kv_cache_tokens: int = 524_288
+    max_num_seqs: int = 256
+
+
+@dataclass(slots=True)
+class Job:
+    """One request at one engine."""
+
+    request: TraceRequest
+    on_first_token: Callable[[Job, float], None]
+    on_end: Callable[[Job, float], None]
+    cached_tokens: int = 0
+    uncached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class CacheChange:
+    """What came into a cache and what had to leave."""
+
+    stored: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Prompt tokens up to the end of each stored block."""
+    removed: list[int] = field(default_factory=list)
+
+
+Schedule = Callable[[float, Callable[[float], None]], None]
+"""Calls back at a time."""
+
+
+class SimulatedEngine:
+    """One engine in simulated time."""
+
+    def __init__(
+        self, model: EngineModel, schedule: Schedule, on_cache_change: Callable[[CacheChange], None]
+    ) -> None:
+        self.model = model
+        self._schedule = schedule
+        self._on_cache_change = on_cache_change
+        self._queue: deque[Job] = deque()
+        self._cache: OrderedDict[int, int] = OrderedDict()
+        """block -> its own tokens, least recently used first"""
+        self._cache_tokens = 0
+        self._is_prefilling = False
+        self.running = 0
+        self.running_tokens = 0
+        self.queued_tokens = 0
+        """Uncached prompt tokens of requests without a first token, as of their arrival."""
+        self.busy_s = 0.0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def kv_usage(self) -> float:
+        return min(1.0, self.running_tokens / self.model.kv_cache_tokens)
+
+    def submit(self, job: Job, now: float) -> None:
+        """A request arrives."""
+        job.uncached_tokens = job.request.input_tokens - self._cached(job.request)
+        self.queued_tokens += job.uncached_tokens
+        self._queue.append(job)
+        self._prefill_next(now)
+
+    def _prefill_next(self, now: float) -> None:
+        if self._is_prefilling or not self._queue or self.running >= self.model.max_num_seqs:
+            return
+        job = self._queue.popleft()
+        self._is_prefilling = True
+        self.running += 1
+        self.running_tokens += job.request.input_tokens + job.request.output_tokens
+        job.cached_tokens = self._cached(job.request)
+        seconds = (job.request.input_tokens - job.cached_tokens) / self.model.prefill_tokens_per_s
+        self.busy_s += seconds
+        self._schedule(now + seconds, lambda then: self._prefilled(job, then))
+
+    def _prefilled(self, job: Job, now: float) -> None:
+        self._is_prefilling = False
+        self.queued_tokens -= job.uncached_tokens
+        self._store(job.request)
+        step = self.model.decode_step_s + self.model.decode_step_per_seq_s * self.running
+        self._schedule(now + step, lambda then: job.on_first_token(job, then))
+        self._schedule(now + step * max(1, job.request.output_tokens), lambda then: self._ended(job, then))
+        self._prefill_next(now)
+
+    def _ended(self, job: Job, now: float) -> None:
+        self.running -= 1
+        self.running_tokens -= job.request.input_tokens + job.request.output_tokens
+        job.on_end(job, now)
+        self._prefill_next(now)
+
+    def _cached(self, request: TraceRequest) -> int:
+        """Prompt tokens in the cache; the last token is always computed, as in vLLM."""
+        run = 0
+        for block in request.blocks:
+            if block not in self._cache:
+                break
+            run += 1
+        return min(request.ends[run - 1], request.input_tokens - 1) if run else 0
+
+    def _store(self, request: TraceRequest) -> None:
+        change = CacheChange()
+        before = 0
+        for block, end in zip(request.blocks, request.ends, strict=True):
+            if block not in self._cache:
+                self._cache[block] = end - before
+                self._cache_tokens += end - before
+                change.stored.append(block)
+                change.tokens.append(end)
+            before = end
+        # The deepest blocks count as used first, so that they are evicted before what they build on.
+        self._touch(reversed(request.blocks))
+        while self._cache_tokens > self.model.kv_cache_tokens and len(self._cache) > 1:
+            block, tokens = self._cache.popitem(last=False)
+            self._cache_tokens -= tokens
+            change.removed.append(block)
+        if change.stored or change.removed:
+            self._on_cache_change(change)
+
+    def _touch(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._cache.move_to_end(block)

@@ -1,0 +1,220 @@
+"""Traces and their replay: the simulator runs production's own choosing, and policies differ as they should."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from argosy.commands.bench_router import main as bench_router
+from argosy.errors import UsageError
+from argosy_router.policy import POLICIES
+from argosy_router.replay.engine import EngineModel, Job, SimulatedEngine
+from argosy_router.replay.report import PolicyResult, percentile, result_of
+from argosy_router.replay.simulator import Simulation
+from argosy_router.replay.trace import (
+    TraceError,
+    TraceRequest,
+    at_speed,
+    oracle_tokens,
+    read_trace,
+    synthetic_trace,
+    write_trace,
+)
+
+FAST = EngineModel(prefill_tokens_per_s=8000.0)
+
+
+def replay(
+    requests: list[TraceRequest], policy: str, replicas: int = 4, routers: int = 1, model: EngineModel = FAST
+) -> PolicyResult:
+    outcome = Simulation(requests, policy, replicas, model, routers=routers).run()
+    assert len(outcome.ttft_s) == len(requests), "every request is served once"
+    assert outcome.prompt_tokens == sum(request.input_tokens for request in requests)
+    return result_of(outcome, oracle_tokens(requests))
+
+
+# traces
+
+
+def test_a_trace_survives_a_file(tmp_path: Path) -> None:
+    trace = synthetic_trace(200, 10.0)
+    write_trace(tmp_path / "trace.jsonl", trace)
+    again = read_trace(tmp_path / "trace.jsonl")
+    start = trace[0].arrival_s
+    assert [request[1:] for request in again] == [request[1:] for request in trace]
+    assert [request.arrival_s for request in again] == pytest.approx([r.arrival_s - start for r in trace])
+
+
+def test_mooncake_lines(tmp_path: Path) -> None:
+    file = tmp_path / "mooncake.jsonl"
+    file.write_text(
+        '{"timestamp": 3000, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}\n\n'
+        '{"timestamp": 1000, "input_length": 512, "output_length": 0, "hash_ids": [1], "extra": 1}\n'
+    )
+    first, second = read_trace(file)
+    assert first == TraceRequest(0.0, 512, 0, (1,), (512,))
+    assert second == TraceRequest(2.0, 1100, 5, (1, 2, 3), (512, 1024, 1100))
+    assert oracle_tokens([first, second]) == 512
+    assert oracle_tokens([first, first]) == 511, "the last token is always computed"
+    assert at_speed([second], 4.0)[0].arrival_s == 0.5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"timestamp": 1, "input_length": 0, "output_length": 1}',
+        '{"timestamp": -1, "input_length": 1, "output_length": 1}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}',
+        '{"timestamp": 1, "input_length": 9, "output_length": 1, "hash_ids": [1, 2], "token_ends": [5]}',
+        '{"timestamp": 1, "input_length": 9, "output_length": 1, "hash_ids": [1, 2], "token_ends": [5, 3]}',
+        "",
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    good = '{"timestamp": 1, "input_length": 1, "output_length": 1}\n' if line else ""
+    file.write_text(good + line)
+    with pytest.raises(TraceError, match=r":2: " if line else "no requests"):
+        read_trace(file)
+    with pytest.raises(UsageError):
+        bench_router(["--replay", str(file)])
+
+
+def test_the_synthetic_trace_is_what_it_says() -> None:
+    trace = synthetic_trace(3000, 10.0)
+    assert trace == synthetic_trace(3000, 10.0)
+    assert trace != synthetic_trace(3000, 10.0, seed=1)
+    assert trace == sorted(trace, key=lambda request: request.arrival_s)
+    for part in (trace[:1000], trace[2000:]):
+        assert len(part) / (part[-1].arrival_s - part[0].arrival_s) == pytest.approx(10.0, rel=0.3)
+    for request in trace:
+        assert len(request.blocks) == len(request.ends)
+        assert request.ends[-1] <= request.input_tokens
+    share = oracle_tokens(trace) / sum(request.input_tokens for request in trace)
+    assert 0.5 < share < 0.95
+
+
+# engines
+
+
+def run_engine(model: EngineModel, requests: list[TraceRequest]) -> list[tuple[float, int]]:
+    """First token and cached tokens of requests sent to one engine."""
+    import heapq
+
+    events: list[tuple[float, int, object]] = []
+    done: list[tuple[float, int]] = []
+
+    def schedule(when: float, event: object) -> None:
+        heapq.heappush(events, (when, len(done) + len(events) * 1000 + id(event) % 1000, event))
+
+    engine = SimulatedEngine(model, schedule, lambda change: None)
+    for request in requests:
+        job = Job(request, lambda job, now: done.append((now, job.cached_tokens)), lambda job, now: None)
+        engine.submit(job, request.arrival_s)
+        while events:
+            now, _, event = heapq.heappop(events)
+            event(now)  # type: ignore[operator]
+    assert engine.running == engine.waiting == engine.queued_tokens == 0
+    return done
+
+
+def test_an_engine_computes_only_what_it_does_not_hold() -> None:
+    model = EngineModel(
+        prefill_tokens_per_s=1000.0, decode_step_s=0.01, decode_step_per_seq_s=0.0, kv_cache_tokens=1000
+    )
+    a = TraceRequest(0.0, 500, 1, (1, 2), (256, 500))
+    b = TraceRequest(0.0, 600, 1, (1, 9), (256, 600))
+    done = run_engine(model, [a, a, b])
+    assert done == [
+        (pytest.approx(0.51), 0),
+        (pytest.approx(0.011), 499),
+        (pytest.approx(0.354), 256),
+    ]
+    c = TraceRequest(0.0, 900, 1, (5, 6), (450, 900))
+    assert [cached for _, cached in run_engine(model, [a, c, a])] == [0, 0, 0], "the cache is bounded"
+
+
+# replays
+
+
+def test_a_fleet_that_is_behind_keeps_prefixes_where_they_are() -> None:
+    """Under overload every prefix computed twice delays all that wait; greed for one's own first token pays twice."""
+    trace = synthetic_trace(900, 40.0)
+    cost, hashed = replay(trace, "cost"), replay(trace, "prefix-hash")
+    assert cost.ttft_p50_s > 2.0, "an overload"
+    assert cost.cached_share >= 0.9 * cost.oracle_share
+    assert cost.ttft_mean_s <= hashed.ttft_mean_s
+
+
+def test_one_hot_prefix_is_spread_over_the_fleet() -> None:
+    """GIE#2823: nothing but one system prompt must not mean one replica."""
+    trace = synthetic_trace(800, 60.0, groups=1, turns=1.0)
+    cost, load = replay(trace, "cost"), replay(trace, "least-load")
+    assert cost.imbalance < 1.3
+    assert cost.ttft_p90_s <= 1.2 * load.ttft_p90_s
+
+
+@pytest.mark.parametrize("rate", [3.0, 20.0])
+def test_cost_finds_what_an_oracle_would_and_is_never_behind_load_alone(rate: float) -> None:
+    trace = synthetic_trace(800, rate)
+    cost, load, turns = (replay(trace, policy) for policy in ("cost", "least-load", "round-robin"))
+    assert cost.cached_share >= 0.95 * cost.oracle_share
+    assert cost.ttft_p90_s <= (0.5 if rate > 10.0 else 1.0) * turns.ttft_p90_s
+    assert cost.ttft_p90_s <= load.ttft_p90_s
+    assert cost.ttft_mean_s <= load.ttft_mean_s
+
+
+def test_routers_that_share_nothing_agree() -> None:
+    """llm-d#1290, #1892, #1946, production-stack#166: the hit rate must not fall with each router."""
+    trace = synthetic_trace(800, 12.0)
+    alone, three = replay(trace, "cost"), replay(trace, "cost", routers=3)
+    assert three.cached_share >= 0.97 * alone.cached_share
+    assert three.ttft_p90_s <= 1.5 * alone.ttft_p90_s
+
+
+def test_a_slow_replica_is_not_buried() -> None:
+    """sglang#14305: affinity must not pile requests onto a replica that falls behind."""
+    trace = synthetic_trace(600, 12.0)
+    slow = EngineModel(prefill_tokens_per_s=1500.0)
+    outcome = Simulation(trace, "cost", 4, [FAST, FAST, FAST, slow]).run()
+    mixed = result_of(outcome, oracle_tokens(trace))
+    turns = result_of(Simulation(trace, "round-robin", 4, [FAST, FAST, FAST, slow]).run(), 1)
+    assert mixed.ttft_p99_s < 0.5 * turns.ttft_p99_s
+    assert outcome.busy_s[3] / outcome.makespan_s < 0.9
+
+
+def test_predictions_come_true_where_the_model_is_simple() -> None:
+    trace = synthetic_trace(800, 6.0)
+    result = replay(trace, "cost")
+    assert result.predicted_share == pytest.approx(result.cached_share, abs=0.02)
+    assert result.ttft_error_mean_s < 0.25 * result.ttft_mean_s
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_every_request_and_replays_alike(policy: str) -> None:
+    trace = synthetic_trace(150, 30.0)
+    assert replay(trace, policy, replicas=16) == replay(trace, policy, replicas=16)
+
+
+def test_percentiles() -> None:
+    assert [percentile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.9, 1.0)] == [1.0, 3.0, 4.0, 4.0]
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.jsonl"
+    arguments = ["--requests", "60", "--policy", "cost", "--policy", "round-robin", "--replicas", "2"]
+    assert bench_router([*arguments, "--write-trace", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["POLICY", "cost", "round-robin"]
+    assert bench_router(["--replay", str(file), *arguments, "-o", "json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [result["policy"] for result in results] == ["cost", "round-robin"]
+    assert bench_router(["--replay", str(file), *arguments]) == 0
+    assert f"  {results[0]['cached_share']:.1%}  " in capsys.readouterr().out
+    for wrong in (["--replicas", "513"], ["--speed", "0"], ["--policy", "best"]):
+        with pytest.raises(UsageError):
+            bench_router(wrong)
