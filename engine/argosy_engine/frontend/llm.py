@@ -12,6 +12,7 @@ import msgspec
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import EngineError, InvalidRequest
+from argosy_engine.frontend.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from argosy_engine.frontend.llm_engine import CompletionOutput, LLMEngine, RequestOutput
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
 from argosy_engine.frontend.processor import Prompt
@@ -83,6 +84,32 @@ class LLM:
                 raise InvalidRequest(str(error), param="messages") from None
             prompts.append(self.processor.chat_prompt(request))
         return self._run(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self, prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The most probable continuations of each prompt that a beam search finds.
+
+        Raises:
+            InvalidRequest: a prompt is empty or too long for `max_tokens`, or parameters are out of bounds.
+        """
+        params.verify()
+        made: list[list[int]] = []
+        for prompt in _as_list(prompts):
+            whole = self.engine.make_prompt(prompt)
+            self.processor.core_requests(whole, SamplingParams(max_tokens=params.max_tokens))  # raises if too long
+            made.append(whole.token_ids)
+        sampling_params = params.round_params()
+        found = beam_search(
+            made,
+            params,
+            self.config.eos_token_ids,
+            lambda beams: [result.outputs[0].logprobs[0] for result in self._run(beams, sampling_params, False)],
+        )
+        for token_ids, sequences in zip(made, found, strict=True):
+            for sequence in sequences:
+                sequence.text = self.processor.tokenizer.decode(sequence.tokens[len(token_ids) :])
+        return [BeamSearchOutput(sequences) for sequences in found]
 
     def encode(
         self,

@@ -1,0 +1,102 @@
+"""Beam search: the algorithm on a table of probabilities, and the engine against transformers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from argosy_engine import LLM
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.beam_search import MAX_BEAM_WIDTH, BeamSearchParams, beam_search
+from argosy_engine.models.source import resolve_model
+from argosy_engine.sample.token_logprobs import TokenLogprobs
+
+EOS = 0
+TABLE = {
+    # A greedy walk takes 1 (0.6) and then has 0.3 at best; 2 leads to 0.9.
+    (9,): {1: 0.6, 2: 0.4},
+    (9, 1): {1: 0.3, 2: 0.3, EOS: 0.2},
+    (9, 2): {3: 0.9, EOS: 0.1},
+}
+
+
+def from_table(beams: list[list[int]]) -> list[TokenLogprobs]:
+    entries = []
+    for beam in beams:
+        probs = TABLE.get(tuple(beam), {EOS: 1.0})
+        best = sorted(probs, key=lambda token: -probs[token])
+        entries.append(TokenLogprobs([best[0], *best], [math.log(probs[t]) for t in (best[0], *best)], 1))
+    return entries
+
+
+def test_the_best_sequence_need_not_begin_with_the_best_token() -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=3, length_penalty=0.0)
+    ((first, second),) = beam_search([[9]], params, {EOS}, from_table)
+    assert first.tokens == [9, 2, 3, EOS]
+    assert first.cum_logprob == pytest.approx(math.log(0.4 * 0.9))
+    assert second.tokens == [9, 1, 1, EOS]
+    assert {first.finish_reason, second.finish_reason} == {"stop"}
+
+
+def test_width_one_is_the_greedy_walk() -> None:
+    params = BeamSearchParams(beam_width=1, max_tokens=2, ignore_eos=True)
+    ((only,),) = beam_search([[9]], params, {EOS}, from_table)
+    assert (only.tokens, only.finish_reason) == ([9, 1, 1], "length")
+
+
+def test_length_penalty_favours_longer_sequences() -> None:
+    scores = {EOS: 0.5, 4: 0.5}
+
+    def steady(beams: list[list[int]]) -> list[TokenLogprobs]:
+        return [TokenLogprobs([EOS, *scores], [math.log(0.5)] * 3, 1) for _ in beams]
+
+    short, long = (
+        beam_search([[9]], BeamSearchParams(beam_width=1, max_tokens=3, length_penalty=p), {EOS}, steady)[0][
+            0
+        ]
+        for p in (0.0, 4.0)
+    )
+    assert len(short.tokens) < len(long.tokens)
+
+
+def test_prompts_are_searched_apart() -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    alone = beam_search([[9]], params, {EOS}, from_table)
+    several = beam_search([[8], [9], [9, 2]], params, {EOS}, from_table)
+    assert several[1] == alone[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"beam_width": 0}, {"beam_width": MAX_BEAM_WIDTH + 1}, {"max_tokens": 0}, {"length_penalty": math.inf}],
+)
+def test_bounds(fields: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **fields}).verify()
+    assert raised.value.param == next(iter(fields))
+
+
+def test_equal_to_transformers() -> None:
+    """Without an end token all sequences are equally long, and both rank by the sum alone."""
+    prompts = ["Once upon a time", "The capital of"]
+    llm = LLM("builtin://tiny", dtype="float32", threads=1, max_num_seqs=16, max_model_len=128)
+    found = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True))
+    token_ids = [llm.engine.make_prompt(prompt).token_ids for prompt in prompts]
+    too_long = BeamSearchParams(beam_width=2, max_tokens=500)
+    with pytest.raises(InvalidRequest, match="context length"):
+        llm.beam_search(prompts[0], too_long)
+    llm.close()
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("builtin://tiny"), dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    for prompt, output in zip(token_ids, found, strict=True):
+        reference = model.generate(
+            torch.tensor([prompt]), num_beams=3, num_return_sequences=3, do_sample=False, max_new_tokens=10,
+            early_stopping=False, return_dict_in_generate=True, output_scores=True, length_penalty=0.0,
+        )  # fmt: skip
+        assert [sequence.tokens for sequence in output.sequences] == reference.sequences.tolist()
+        sums = [sequence.cum_logprob for sequence in output.sequences]
+        assert sums == pytest.approx(reference.sequences_scores.tolist(), abs=1e-3)
+        assert all(sequence.text for sequence in output.sequences)
