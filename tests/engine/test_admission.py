@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
-import httpx
 import pytest
 
-from argosy_engine.errors import EngineBusy
+from argosy_engine.api.serving import to_api_error
+from argosy_engine.core.messages import EngineCoreOutputs, EngineCoreRequest
+from argosy_engine.errors import EngineBusy, InvalidRequest
 from argosy_engine.frontend.admission import MAX_RETRY_S, AdmissionControl
-from processes import free_port, running, wait_until
+from argosy_engine.frontend.async_llm import AsyncLLM
+from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.models.source import resolve_model
+from argosy_engine.sample.params import SamplingParams
 
 
 class Clock:
@@ -84,23 +91,68 @@ def test_the_hint_follows_the_rate_at_which_requests_end() -> None:
     assert refused.value.retry_after_s == 6.0
 
 
-def test_a_full_engine_answers_503_with_a_hint_and_recovers(tmp_path: Path) -> None:
-    port = free_port()
-    command = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--port", str(port),
-               "--max-num-queued-reqs", "1"]  # fmt: skip
-    body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with (
-        running(command, tmp_path / "log", port=port) as server,
-        httpx.Client(base_url=server.url, timeout=60) as http,
-    ):
-        with http.stream("POST", "/v1/completions", json=body) as first:
-            next(first.iter_lines())
-            refused = http.post("/v1/completions", json={"prompt": "Two", "max_tokens": 1})
-        assert refused.status_code == 503
-        assert "at most 1 may" in refused.json()["error"]["message"]
-        assert int(refused.headers["retry-after"]) >= 1
-        one = {"prompt": "Two", "max_tokens": 1}
-        wait_until(lambda: http.post("/v1/completions", json=one).is_success, "the aborted stream's room")
-        wrong = http.post("/v1/completions", json={"prompt": "Two", "max_tokens": 1, "priority": 1})
-        assert wrong.status_code == 400
-        assert wrong.json()["error"]["param"] == "priority"
+class SilentClient:
+    """A core that takes requests and never answers."""
+
+    config = SimpleNamespace(max_num_queued_reqs=1, max_num_queued_tokens=None, block_size=16)
+
+    def __init__(self) -> None:
+        self.added: asyncio.Queue[str] = asyncio.Queue()
+        self.aborted: list[str] = []
+
+    async def add_request(self, request: EngineCoreRequest) -> None:
+        self.added.put_nowait(request.request_id)
+
+    async def abort_requests(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+        await asyncio.Event().wait()
+        yield EngineCoreOutputs()
+
+    async def close(self) -> None: ...
+
+
+async def test_a_full_engine_refuses_until_a_client_leaves() -> None:
+    client = SilentClient()
+    processor = SimpleNamespace(tokenizer=Tokenizer(resolve_model("builtin://tiny")))
+    llm = AsyncLLM(client, processor)  # type: ignore[arg-type]
+
+    def ask(name: str) -> asyncio.Task[object]:
+        request = EngineCoreRequest(name, [5, 6], SamplingParams(), 0.0)
+        return asyncio.create_task(anext(llm.generate([request])))  # type: ignore[arg-type]
+
+    first = ask("a")
+    assert await client.added.get() == "a"
+    with pytest.raises(EngineBusy):
+        await ask("b")
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    second = ask("c")
+    assert await client.added.get() == "c"
+    assert client.aborted == ["a"]
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    assert llm.admission.num_reqs == llm.admission.num_queued_tokens == 0
+    await llm.close()
+
+
+def test_a_refusal_is_a_503_that_says_when_to_come_back() -> None:
+    error = to_api_error(EngineBusy("full", retry_after_s=7.0))
+    assert error.http_status == 503
+    assert error.headers()["retry-after"] == "7"
+
+
+@pytest.mark.parametrize(("policy", "is_refused"), [("fcfs", True), ("priority", False)])
+def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused: bool) -> None:
+    path = str(resolve_model("builtin://tiny"))
+    config = SimpleNamespace(model_path=path, scheduling_policy=policy, vocab_size=512, max_model_len=64)
+    processor = InputProcessor(config)  # type: ignore[arg-type]
+    prompt = Prompt([5, 6], [])
+    if is_refused:
+        with pytest.raises(InvalidRequest, match="--scheduling-policy priority"):
+            processor.core_requests(prompt, SamplingParams(), priority=-1)
+    else:
+        (request,) = processor.core_requests(prompt, SamplingParams(), priority=-1)
+        assert request.priority == -1
+    assert processor.core_requests(prompt, SamplingParams())[0].priority == 0
