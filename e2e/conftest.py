@@ -75,7 +75,11 @@ def stack(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Stack]:
     context = build_context()
     images = {
         name: cluster.build_image(context / f"{name}.Dockerfile", context, name, arguments)
-        for name, arguments in (("engine", {"INSTALL_TORCH": "0"}), ("router", {}), ("operator", {}))
+        for name, arguments in (
+            ("engine", {"INSTALL_TORCH": "0", "BUILD_KERNELS": "0"}),
+            ("router", {}),
+            ("operator", {}),
+        )
     }
     cluster.prune_images(list(images.values()))
     cluster.advertise_gpus(GPUS)

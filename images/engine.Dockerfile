@@ -2,7 +2,18 @@
 #   pip wheel --no-deps --wheel-dir dist . && docker build -f images/engine.Dockerfile -t argosy-engine dist
 # INSTALL_TORCH=0 leaves torch out, for clusters that mount it from a volume (PYTHONPATH) to keep images small.
 # PIP_ARGS goes to pip when it installs torch and the rest: an index of CPU builds, say.
+# BUILD_KERNELS=0 leaves out the CPU kernels, for images that only meet GPUs or a base without apt: CPUs then compute with torch.
 ARG BASE=docker.io/library/python:3.13-slim
+
+# The kernels for every instruction set: a running container has no compiler.
+FROM ${BASE} AS kernels
+ARG BUILD_KERNELS=1
+COPY argosy-*.whl /dist/
+RUN mkdir /kernels && if [ "${BUILD_KERNELS}" = 1 ]; then \
+    { command -v g++ || { apt-get update -q && apt-get install -qy --no-install-recommends g++; }; } \
+ && python3 -m zipfile -e /dist/argosy-*.whl /src && cd /src \
+ && python3 -m argosy_engine.native.build --output /kernels; fi
+
 FROM ${BASE}
 ARG INSTALL_TORCH=1
 ARG PIP_ARGS=
@@ -12,6 +23,9 @@ RUN python3 -m venv /opt/venv \
  && INSTALL_TORCH=${INSTALL_TORCH} /opt/venv/bin/python -c "import os; from importlib.metadata import requires; from pip._vendor.packaging.requirements import Requirement; needed = [r for r in map(Requirement, requires('argosy')) if r.marker is None or r.marker.evaluate({'extra': 'engine'})]; print('\n'.join(f'{r.name}{r.specifier}' for r in needed if r.name != 'torch' or os.environ['INSTALL_TORCH'] == '1'))" > /dist/requirements.txt \
  && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -r /dist/requirements.txt \
  && rm -rf /dist
+COPY --from=kernels /kernels /tmp/kernels
+RUN cp -r /tmp/kernels "$(/opt/venv/bin/python -c 'from argosy_engine.native.build import PREBUILT; print(PREBUILT)')" \
+ && rm -rf /tmp/kernels
 ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
 # A number, because the kubelet cannot tell whether a name is root.
 USER 10001:10001

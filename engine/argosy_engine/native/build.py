@@ -62,13 +62,13 @@ class NativeUnavailable(Exception):
     """The kernels cannot be used here; the message says why. Nothing is wrong with the request or the model."""
 
 
-def library_path(*, is_debug: bool = False) -> Path:
-    """The library for this CPU, built if need be.
+def library_path(variant: Variant | None = None, *, is_debug: bool = False) -> Path:
+    """The library of a variant (default: the best for this CPU), built if need be.
 
     Raises:
         NativeUnavailable: no variant for this CPU, no compiler, no place to keep the result, or a failed build.
     """
-    variant = choose_variant(cpu_flags())
+    variant = variant or choose_variant(cpu_flags())
     prebuilt = PREBUILT / f"{variant.name}-{_digest(variant, '')}.so"
     if not is_debug and prebuilt.is_file():
         return prebuilt
@@ -131,36 +131,47 @@ def compile_library(compiler: str, variant: Variant, target: Path, extra_flags: 
     """Compiles the sources side by side, links them and moves the result to `target` in one step."""
     flags = (*_FLAGS, *variant.compile_flags, *extra_flags)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
-        jobs = []
-        for source in sorted(SOURCES.glob("*.cc")):
-            output = f"{scratch}/{source.stem}.o"
-            jobs.append(_start([compiler, *flags, "-c", str(source), "-o", output]))
-        for job in jobs:
-            _finish(job)
-        objects = sorted(str(path) for path in Path(scratch).glob("*.o"))
-        _finish(_start([compiler, "-shared", "-pthread", *objects, "-o", f"{scratch}/library.so"]))
+        sources = sorted(SOURCES.glob("*.cc"))
+        objects = [f"{scratch}/{source.stem}.o" for source in sources]
+        _run(
+            *(
+                [compiler, *flags, "-c", str(source), "-o", output]
+                for source, output in zip(sources, objects, strict=True)
+            )
+        )
+        _run([compiler, "-shared", "-pthread", *objects, "-o", f"{scratch}/library.so"])
         os.replace(f"{scratch}/library.so", target)
 
 
-def _start(command: list[str]) -> subprocess.Popen[str]:
+def _run(*commands: list[str]) -> None:
+    """Runs compilers side by side; the first failure ends the others."""
+    jobs: list[subprocess.Popen[str]] = []
     try:
-        return subprocess.Popen(  # noqa: S603 - our own arguments, no shell
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        jobs.extend(
+            subprocess.Popen(  # noqa: S603 - our own arguments, no shell
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for command in commands
         )
-    except OSError as error:
-        raise NativeUnavailable(f"cannot run {command[0]}: {error.strerror}") from None
-
-
-def _finish(job: subprocess.Popen[str]) -> None:
-    try:
-        _, errors = job.communicate(timeout=_COMPILE_TIMEOUT_S)
+        for job in jobs:
+            _, errors = job.communicate(timeout=_COMPILE_TIMEOUT_S)
+            if job.returncode:
+                lines = errors.splitlines() or [f"exit status {job.returncode}"]
+                first = next((line for line in lines if "error" in line), lines[0])
+                raise NativeUnavailable(f"the compiler failed: {first}")
     except subprocess.TimeoutExpired:
-        job.kill()
-        job.communicate()
         raise NativeUnavailable(f"the compiler took longer than {_COMPILE_TIMEOUT_S:.0f} s") from None
-    if job.returncode:
-        first = next((line for line in errors.splitlines() if "error" in line), errors.strip()[:200])
-        raise NativeUnavailable(f"the compiler failed: {first}")
+    except OSError as error:
+        raise NativeUnavailable(f"cannot run the compiler: {error.strerror}") from None
+    finally:
+        for job in jobs:
+            if job.poll() is None:
+                job.kill()
+            job.communicate()
 
 
 def _digest(variant: Variant, toolchain: str) -> str:

@@ -82,25 +82,24 @@ class Kernels:
     """
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+        self._library = ctypes.CDLL(str(path))
         for name, arguments in _SIGNATURES.items():
-            function = getattr(library, f"argosy_{name}")
+            function = getattr(self._library, f"argosy_{name}")
             function.argtypes, function.restype = arguments, None
-            setattr(self, f"_{name}", function)
-        self.lanes: int = library.argosy_lanes()
+        self.lanes: int = self._library.argosy_lanes()
         """elements of a vector: head sizes, block sizes and widths must be its multiples"""
         self.path = path
         self.set_threads(torch.get_num_threads())
 
     def set_threads(self, threads: int) -> None:
-        self._set_threads(threads)
+        self._library.argosy_set_threads(threads)
 
     def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight [out, in] in the layout `linear` reads, as int32 [panels, units, outputs of a panel]."""
         units = weight.shape[1] * weight.itemsize // 4
         panel = 2 * self.lanes
         packed = torch.empty(-(-weight.shape[0] // panel), units, panel, dtype=torch.int32)
-        self._pack_linear(weight.data_ptr(), packed.data_ptr(), weight.shape[0], units)
+        self._library.argosy_pack_linear(weight.data_ptr(), packed.data_ptr(), weight.shape[0], units)
         return packed
 
     def linear(
@@ -114,7 +113,7 @@ class Kernels:
         """x [T, in] times a packed weight, plus a bias of x's type -> [T, out_features] of x's type or float32."""
         rows = x.shape[0]
         y = torch.empty((rows, out_features), dtype=out_dtype)
-        self._linear(
+        self._library.argosy_linear(
             DTYPES[x.dtype],
             DTYPES[out_dtype],
             x.data_ptr(),
@@ -132,7 +131,7 @@ class Kernels:
     ) -> torch.Tensor:
         """RMSNorm of x [T, width]; with a residual, of residual += x (in place)."""
         out = torch.empty_like(x)
-        self._rms_norm(
+        self._library.argosy_rms_norm(
             DTYPES[x.dtype],
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
@@ -148,23 +147,27 @@ class Kernels:
         """silu(gate) * up for [T, 2 * width] -> [T, width]."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((rows, width), dtype=gate_up.dtype)
-        self._silu_multiply(DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width)
+        self._library.argosy_silu_multiply(
+            DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width
+        )
         return out
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
         """Index of each row's highest value, the lowest of equals: [T, width] -> int64 [T]."""
         out = torch.empty(x.shape[0], dtype=torch.int64)
-        self._argmax(DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1])
+        self._library.argosy_argmax(DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1])
         return out
 
     def rotate_and_write(self, layer: Layer, step: Step, qkv: torch.Tensor) -> None:
         """Norm and rotation of q and k in qkv [T, (heads + 2 kv_heads) * head_dim], k and v to their slots; q stays."""
-        self._rotate_and_write(DTYPES[qkv.dtype], layer, step, qkv.data_ptr())
+        self._library.argosy_rotate_and_write(DTYPES[qkv.dtype], layer, step, qkv.data_ptr())
 
     def attention(self, layer: Layer, step: Step, qkv: torch.Tensor) -> torch.Tensor:
         """Causal attention of the q heads in qkv over the cache -> [T, heads * head_dim]."""
         out = torch.empty((qkv.shape[0], layer.num_heads * layer.head_dim), dtype=qkv.dtype)
-        self._attention(DTYPES[qkv.dtype], layer, step, qkv.data_ptr(), qkv.shape[1], out.data_ptr())
+        self._library.argosy_attention(
+            DTYPES[qkv.dtype], layer, step, qkv.data_ptr(), qkv.shape[1], out.data_ptr()
+        )
         return out
 
 

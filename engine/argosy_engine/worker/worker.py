@@ -18,6 +18,7 @@ from argosy_engine.models.config import ModelConfig, load_model_config
 from argosy_engine.models.loader import LoadedModel, load_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.source import resolve_model
+from argosy_engine.native.library import kernels
 from argosy_engine.worker.device import DeviceMemory, choose_dtype, cpu_memory
 from argosy_engine.worker.info import WorkerInfo
 from argosy_engine.worker.memory import estimate_activations, plan_memory, wanted_model_len
@@ -52,6 +53,10 @@ class Worker:
             self._device = device = _choose_device(args)
             torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
             memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
+        if device.type == "cpu":
+            with self._phase("kernels"):
+                if (loaded_kernels := kernels()) is not None:
+                    loaded_kernels.set_threads(torch.get_num_threads())
         with self._phase("config"):
             self._path = resolve_model(args.model)
             self._config = config = load_model_config(self._path)

@@ -104,13 +104,11 @@ class AttentionJob {
         const int keys = std::min(kTileKeys, end - first);
         multiply_keys(first, int(ceil_div(keys, kLanes)));
         for (int r = 0; r < rows; ++r) soften(r, first, int(ceil_div(keys, kLanes)));
-        for (int d = 0; d < dim; d += 2 * kLanes) {
-          if (d + kLanes < dim) {
-            add_values<2>(first, keys, d);
-          } else {
-            add_values<1>(first, keys, d);
-          }
-        }
+        int d = 0;
+        if (rows <= 2)
+          for (; d + 4 * kLanes <= dim; d += 4 * kLanes) add_values<4>(first, keys, d);
+        for (; d + 2 * kLanes <= dim; d += 2 * kLanes) add_values<2>(first, keys, d);
+        if (d < dim) add_values<1>(first, keys, d);
       }
       for (int r = 0; r < rows; ++r) {
         const float norm = 1.0f / mass[r];
@@ -122,6 +120,8 @@ class AttentionJob {
 
     void multiply_keys(int first, int vectors) {
       int v = 0;
+      if (rows <= 2)
+        for (; v + 3 < vectors; v += 4) multiply_key_vectors<4>(first + v * kLanes, v);
       for (; v + 1 < vectors; v += 2) multiply_key_vectors<2>(first + v * kLanes, v);
       if (v < vectors) multiply_key_vectors<1>(first + v * kLanes, v);
     }
@@ -134,7 +134,7 @@ class AttentionJob {
         const int at = key + v * kLanes;
         keys[v] = slab(layer.k_cache, at) + (at % layer.block_size) * units;
       }
-      each_row_group([&](auto row_count, int r0) {
+      each_row_group<Vectors>([&](auto row_count, int r0) {
         constexpr int Rows = decltype(row_count)::value;
         Tile<T, Rows, Vectors> tile;
         tile.accumulate(reinterpret_cast<const Unit*>(query + r0 * dim), units, keys, kLanes, units);
@@ -180,14 +180,15 @@ class AttentionJob {
     template <int Vectors>
     void add_values(int first, int keys, int d) {
       const int block_size = layer.block_size;
-      each_row_group([&](auto row_count, int r0) {
+      each_row_group<Vectors>([&](auto row_count, int r0) {
         constexpr int Rows = decltype(row_count)::value;
         Tile<T, Rows, Vectors> tile;
         for (int key = first; key < first + keys;) {
           const int inside = key % block_size;
           const int count = std::min(block_size - inside, first + keys - key);
           const Unit* values = slab(layer.v_cache, key) + inside / kPerUnit<T> * dim + d;
-          const Unit* columns[2] = {values, values + kLanes};
+          const Unit* columns[Vectors];
+          for (int v = 0; v < Vectors; ++v) columns[v] = values + v * kLanes;
           tile.accumulate(reinterpret_cast<const Unit*>(prob + r0 * kTileKeys + (key - first)),
                           kTileKeys / kPerUnit<T>, columns, dim, int(ceil_div(count, kPerUnit<T>)));
           key += count;
@@ -200,15 +201,17 @@ class AttentionJob {
       });
     }
 
-    // Fewer kernels than row counts: a group may take in rows beyond the last one, whose results nobody reads.
-    template <class F>
+    // Fewer kernels than row counts: a group may take in rows beyond the last one, whose results nobody reads. Four
+    // vectors at once are for one or two rows, which alone would wait for each sum before the next.
+    template <int Vectors, class F>
     ARGOSY_INLINE void each_row_group(F&& f) {
       int r0 = 0;
-      for (; r0 + kMaxRows / 2 < rows; r0 += kMaxRows) f(std::integral_constant<int, kMaxRows>{}, r0);
-      if (r0 >= rows) return;
-      if (rows - r0 > 2) {
-        f(std::integral_constant<int, kMaxRows / 2>{}, r0);
-      } else if (rows - r0 == 2) {
+      if constexpr (Vectors < 4) {
+        for (; r0 + kMaxRows / 2 < rows; r0 += kMaxRows) f(std::integral_constant<int, kMaxRows>{}, r0);
+        if (r0 >= rows) return;
+        if (rows - r0 > 2) return f(std::integral_constant<int, kMaxRows / 2>{}, r0);
+      }
+      if (rows - r0 == 2) {
         f(std::integral_constant<int, 2>{}, r0);
       } else {
         f(std::integral_constant<int, 1>{}, r0);

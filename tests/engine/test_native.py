@@ -1,0 +1,382 @@
+"""Our CPU kernels against torch and against float64, and what happens where they cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from argosy_engine.attention.native import NativeAttention
+from argosy_engine.attention.torch_native import TorchAttention
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.client import InprocClient
+from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.models import layers
+from argosy_engine.native import build, library
+from argosy_engine.native.build import NativeUnavailable
+from argosy_engine.native.library import Kernels
+from argosy_engine.sample.params import SamplingParams
+from attention_cases import Case, Span, random_case
+from greedy_reference import differing_tokens
+
+HERE = [variant for variant in build.VARIANTS if variant.cpu_flags <= build.cpu_flags()]
+DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+pytestmark = pytest.mark.skipif(not HERE, reason="no variant of the kernels for this CPU")
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=HERE, ids=lambda variant: variant.name)
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """Every variant this CPU can run, not only the one it would choose; three threads, more than some machines have."""
+    loaded = Kernels(build.library_path(request.param))
+    loaded.set_threads(3)
+    yield loaded
+    loaded.set_threads(1)
+
+
+@pytest.fixture
+def fresh_kernels() -> Iterator[Callable[[], Kernels | None]]:
+    """`library.kernels`, deciding anew; afterwards the rest of the suite gets what it had."""
+    library.kernels.cache_clear()
+    yield library.kernels
+    library.kernels.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_equals_float64_and_torch(kernels: Kernels, dtype: torch.dtype) -> None:
+    rng = random.Random(5)
+    for number in range(15):
+        case = random_case(rng, dtype)
+        expected = case.expected()
+        ours = native_run(kernels, case)
+        theirs = torch_run(case)
+        assert error(ours, expected) < TOLERANCE[dtype], f"case {number}: {case.shape} {case.spans}"
+        assert error(theirs, expected) < TOLERANCE[dtype], f"case {number}: {case.shape} {case.spans}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_attention_does_not_depend_on_batch_or_chunks(kernels: Kernels, dtype: torch.dtype) -> None:
+    rng = random.Random(6)
+    for _ in range(10):
+        case = random_case(rng, dtype)
+        together = native_run(kernels, case)
+        kernels.set_threads(1)
+        alone = native_run(kernels, case, chunk=rng.choice((1, 7, 64)), is_alone=True)
+        kernels.set_threads(3)
+        assert torch.equal(together, alone), f"{case.shape} {case.spans}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_equals_float64_for_every_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for out_features, in_features in ((1, 16), (33, 62), (64, 64), (200, 130), (1000, 256)):
+        weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
+        bias = torch.randn(out_features, generator=generator).to(dtype)
+        packed = kernels.pack_linear(weight)
+        x = torch.randn(301, in_features, generator=generator).to(dtype)
+        expected = x.double() @ weight.double().t() + bias.double()
+        whole = kernels.linear(x, packed, bias, out_features, torch.float32)
+        assert error(whole, expected) < 1e-4
+        for rows in (*range(1, 26), 48, 97):
+            part = kernels.linear(x[:rows].contiguous(), packed, bias, out_features, torch.float32)
+            assert torch.equal(part, whole[:rows]), f"{rows} rows of {out_features} x {in_features}"
+        narrow = kernels.linear(x, packed, None, out_features, dtype)
+        assert error(narrow, (whole.double() - bias.double()).to(dtype).double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_operations_equal_torch(kernels: Kernels, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * 3).to(dtype)
+
+    for rows, width in ((1, 16), (5, 256), (300, 1024)):
+        x, residual, weight = draw(rows, width), draw(rows, width), draw(width)
+        total = x + residual
+        changed = residual.clone()
+        out = kernels.rms_norm(x, weight, 1e-6, changed)
+        assert torch.equal(changed, total)
+        wide = total.double()
+        expected = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+        assert error(out, expected) < TOLERANCE[dtype]
+        assert torch.equal(kernels.rms_norm(total, weight, 1e-6), out)
+        gate_up = draw(rows, 2 * width) * 10
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        assert error(kernels.silu_multiply(gate_up), F.silu(gate) * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax_takes_the_first_of_equals(kernels: Kernels, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(0, 40, (50, 1003), generator=generator).to(dtype)
+    expected = [row.index(max(row)) for row in x.tolist()]
+    assert kernels.argmax(x).tolist() == expected
+
+
+def test_engines_in_two_threads_share_the_pool(kernels: Kernels) -> None:
+    weight = torch.randn(4000, 64)
+    packed, x = kernels.pack_linear(weight), torch.randn(40, 64)
+    expected = kernels.linear(x, packed, None, 4000, torch.float32)
+    wrong: list[int] = []
+
+    def compute(number: int) -> None:
+        for _ in range(50):
+            if not torch.equal(kernels.linear(x, packed, None, 4000, torch.float32), expected):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=compute, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(("value", "block_size"), [("0", 16), ("1", 8)], ids=["off", "unfit blocks"])
+def test_without_the_kernels_tokens_are_the_same(
+    value: str,
+    block_size: int,
+    random_checkpoint: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    fresh_kernels: Callable[[], Kernels | None],
+) -> None:
+    monkeypatch.setenv("ARGOSY_NATIVE", value)
+    path, model = random_checkpoint("qwen3-tied")
+    args = EngineArgs.of(
+        model=str(path),
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        block_size=block_size,
+        max_num_batched_tokens=24,
+    )
+    client = InprocClient(args)
+    assert (layers.kernels() is None) == (value == "0")
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    prompts = [[5, 6, 7], list(range(20, 70)), [9]]
+    outputs: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        client.add_request(EngineCoreRequest(str(index), prompt, params, time.time()))
+    while client.has_work:
+        for out in client.step().outputs:
+            outputs.setdefault(out.request_id, []).extend(out.new_token_ids)
+    for index, prompt in enumerate(prompts):
+        assert differing_tokens(model, prompt, outputs[str(index)]) == []
+
+
+def test_a_debug_build_stops_at_a_slot_outside_of_the_cache() -> None:
+    script = (
+        "import torch\n"
+        "from argosy_engine.attention.native import NativeAttention\n"
+        "from argosy_engine.attention.metadata import AttentionMetadata\n"
+        "attend = NativeAttention.create(2, 2, 16, dtype=torch.float32, device=torch.device('cpu'))\n"
+        "cache = torch.zeros(2, 4, 16, 2, 16)\n"
+        "one = torch.tensor([1])\n"
+        "for slot in (5, 64):\n"
+        "    meta = AttentionMetadata(1, [1], [1], torch.tensor([slot]), torch.zeros(1, 1, dtype=torch.int64), one)\n"
+        "    attend(torch.zeros(1, 96), cache, meta)\n"
+        "    print('survived', slot, flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env={**os.environ, "ARGOSY_NATIVE": "debug"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "survived 5\n"
+    assert "check failed" in done.stderr
+    assert "rotary.h" in done.stderr
+
+
+def test_the_best_variant_of_a_cpu_is_chosen() -> None:
+    everything = frozenset().union(*(variant.cpu_flags for variant in build.VARIANTS))
+    assert build.choose_variant(everything).name == "avx512_bf16"
+    assert build.choose_variant(everything - {"avx512_bf16"}).name == "avx512"
+    assert build.choose_variant(everything - {"avx512_bf16", "avx512vl"}).name == "avx2"
+    with pytest.raises(NativeUnavailable, match="none of: avx512_bf16, avx512, avx2"):
+        build.choose_variant(frozenset({"fpu", "avx2"}))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("no compiler", "no C\\+\\+ compiler"),
+        ("bad compiler", "the compiler failed: .*error: it is Monday"),
+        ("no instructions", "none of"),
+        ("open cache", "somebody else"),
+        ("no cache", "cannot create"),
+        ("not a library", "invalid ELF|file too short"),
+    ],
+)
+def test_a_machine_that_cannot_have_them_gets_torch_and_one_line_that_says_why(
+    fault: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fresh_kernels: Callable[[], Kernels | None],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path)))
+    if fault == "no compiler":
+        monkeypatch.setenv("CXX", "")
+        monkeypatch.setenv("PATH", str(tmp_path))
+    elif fault == "bad compiler":
+        monkeypatch.setenv(
+            "CXX", str(fake_compiler(tmp_path, "echo 'x.cc:1: error: it is Monday' >&2; exit 1"))
+        )
+    elif fault == "no instructions":
+        monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"fpu"}))
+    elif fault == "open cache":
+        build.cache_directory().chmod(0o777)
+    elif fault == "no cache":
+        (tmp_path / "argosy").write_text("a file")
+    with caplog.at_level(logging.INFO, logger=library.__name__):
+        assert fresh_kernels() is None
+        assert fresh_kernels() is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.text.count("computing with torch") == 1
+    assert re.search(reason, caplog.text)
+
+
+def test_engines_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path)))
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(build.library_path())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(paths) == 4
+    assert len(set(paths)) == 1
+    links = [line for line in (tmp_path / "calls").read_text().splitlines() if "-shared" in line]
+    assert len(links) == 1
+    directory = paths[0].parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert sorted(path.name for path in directory.iterdir()) == sorted(["lock", paths[0].name])
+    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-DOTHER"))
+    assert build.library_path() != paths[0]
+
+
+def test_an_image_brings_its_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path)))
+    monkeypatch.setattr(sys, "argv", ["build", "--output", str(tmp_path / "prebuilt")])
+    assert build.main() == 0
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent")
+    for variant in build.VARIANTS:
+        assert build.library_path(variant).parent == tmp_path / "prebuilt"
+
+
+def fake_compiler(tmp_path: Path, then: str = "") -> Path:
+    """Writes its arguments to `calls` and makes an empty output."""
+    path = tmp_path / "fake-g++"
+    path.write_text(
+        "#!/bin/sh\n"
+        f'echo "$@" >> {tmp_path}/calls\n'
+        'if [ "$1" = --version ]; then echo fake 1.0; exit; fi\n'
+        f"{then}\n"
+        'while [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to values above 1."""
+    difference = (actual.double() - expected).abs() / expected.abs().clamp(min=1.0)
+    return float("inf") if difference.isnan().any() else float(difference.max())
+
+
+def native_run(
+    kernels: Kernels, case: Case, *, chunk: int | None = None, is_alone: bool = False
+) -> torch.Tensor:
+    """The spans' attention by the kernels, after the context of each was written.
+
+    Args:
+        chunk: cuts the spans of a step to that many tokens.
+        is_alone: every sequence in steps of its own.
+    """
+    shape = case.shape
+    attend = NativeAttention(
+        kernels,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        sliding_window=shape.sliding_window,
+        logit_softcap=shape.logit_softcap,
+    )
+    cache = case.empty_cache()
+
+    def step(rows: list[int], spans: list[Span]) -> torch.Tensor:
+        qkv = torch.cat([case.rows(tensors, rows, spans) for tensors in (case.q, case.k, case.v)], dim=1)
+        return attend(qkv, cache, case.metadata(rows, spans))
+
+    for row, (start, _) in enumerate(case.spans):
+        if start:
+            step([row], [(0, start)])
+    everything = list(range(len(case.spans)))
+    if not is_alone:
+        return step(everything, case.spans)
+    assert chunk is not None
+    return torch.cat(
+        [
+            step([row], [(at, min(at + chunk, case.spans[row][1]))])
+            for row in everything
+            for at in range(*case.spans[row], chunk)
+        ]
+    )
+
+
+def torch_run(case: Case) -> torch.Tensor:
+    shape = case.shape
+    attend = TorchAttention(
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        sliding_window=shape.sliding_window,
+        logit_softcap=shape.logit_softcap,
+    )
+    cache = case.empty_cache().zero_()
+    rows = list(range(len(case.spans)))
+
+    def write(rows: list[int], spans: list[Span]) -> None:
+        k, v = (
+            case.rows(tensors, rows, spans).view(-1, shape.num_kv_heads, shape.head_dim)
+            for tensors in (case.k, case.v)
+        )
+        attend.write(cache, k, v, case.metadata(rows, spans))
+
+    for row, (start, _) in enumerate(case.spans):
+        if start:
+            write([row], [(0, start)])
+    write(rows, case.spans)
+    q = case.rows(case.q, rows, case.spans).view(-1, shape.num_heads, shape.head_dim)
+    return attend(q, cache, case.metadata(rows, case.spans)).flatten(1)

@@ -1,0 +1,119 @@
+"""Random steps of paged attention, with the answer in float64: prompts, chunks and decodes over shuffled blocks."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+
+from argosy_engine.attention.metadata import AttentionMetadata
+
+Span = tuple[int, int]
+"""(first position, end) of the tokens a request computes"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    sliding_window: int | None
+    logit_softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A batch of sequences; q, k and v of each are [length, heads, head_dim]."""
+
+    shape: Shape
+    spans: list[Span]
+    """what the step under test computes; before it, everything in front of the spans is in the cache"""
+    q: list[torch.Tensor]
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    tables: torch.Tensor
+    num_blocks: int
+
+    def empty_cache(self) -> torch.Tensor:
+        """Full of NaN: what an earlier owner left in a block must not matter."""
+        shape = self.shape
+        size = (2, self.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        return torch.full(size, math.nan, dtype=self.q[0].dtype)
+
+    def metadata(self, rows: list[int], spans: list[Span]) -> AttentionMetadata:
+        """A step that computes spans[i] of sequence rows[i]."""
+        size = self.shape.block_size
+        slots = [
+            int(self.tables[row, position // size]) * size + position % size
+            for row, (start, end) in zip(rows, spans, strict=True)
+            for position in range(start, end)
+        ]
+        query_lens = [end - start for start, end in spans]
+        num_decodes = query_lens.count(1)
+        ends = [end for _, end in spans]
+        return AttentionMetadata(
+            num_decodes=num_decodes,
+            query_lens=query_lens,
+            seq_lens=ends,
+            slot_mapping=torch.tensor(slots),
+            block_tables=self.tables[rows].contiguous(),
+            decode_seq_lens=torch.tensor(ends[:num_decodes]),
+        )
+
+    def rows(self, tensors: list[torch.Tensor], rows: list[int], spans: list[Span]) -> torch.Tensor:
+        """The spans of q, k or v, one after another: [T, heads * head_dim]."""
+        parts = [tensors[row][start:end].flatten(1) for row, (start, end) in zip(rows, spans, strict=True)]
+        return torch.cat(parts)
+
+    def expected(self) -> torch.Tensor:
+        """Attention of the spans in float64, [T, num_heads * head_dim]."""
+        return torch.cat([self._attend(row, *span).flatten(1) for row, span in enumerate(self.spans)])
+
+    def _attend(self, row: int, start: int, end: int) -> torch.Tensor:
+        shape = self.shape
+        group = shape.num_heads // shape.num_kv_heads
+        q = self.q[row][start:end].double()
+        k = self.k[row][:end].repeat_interleave(group, 1).double()
+        v = self.v[row][:end].repeat_interleave(group, 1).double()
+        scores = torch.einsum("nhd,lhd->hnl", q, k) * shape.head_dim**-0.5
+        if shape.logit_softcap is not None:
+            scores = torch.tanh(scores / shape.logit_softcap) * shape.logit_softcap
+        position, key = torch.arange(start, end)[:, None], torch.arange(end)
+        is_seen = key <= position
+        if shape.sliding_window is not None:
+            is_seen &= key > position - shape.sliding_window
+        probs = scores.masked_fill(~is_seen, -math.inf).softmax(-1)
+        return torch.einsum("hnl,lhd->nhd", probs, v)
+
+
+def random_case(rng: random.Random, dtype: torch.dtype) -> Case:
+    num_kv_heads = rng.choice((1, 2, 4))
+    shape = Shape(
+        num_heads=num_kv_heads * rng.choice((1, 2, 3, 7)),
+        num_kv_heads=num_kv_heads,
+        head_dim=rng.choice((16, 32, 64, 80, 128)),
+        block_size=rng.choice((16, 32, 48)),
+        sliding_window=rng.choice((None, None, 1, 17, 200)),
+        logit_softcap=rng.choice((None, None, 5.0)),
+    )
+    spans = []
+    for _ in range(rng.randrange(1, 6)):
+        start = rng.choice((0, 1, 15, 16, 100, 300))
+        spans.append((start, start + rng.choice((1, 1, 1, 2, 30, 150))))
+    spans.sort(key=lambda span: span[1] - span[0] > 1)
+    needed = [-(-end // shape.block_size) for _, end in spans]
+    num_blocks = sum(needed) + 3
+    blocks = rng.sample(range(1, num_blocks), sum(needed))
+    tables = torch.zeros(len(spans), max(needed) + 1, dtype=torch.int64)
+    for row, count in enumerate(needed):
+        tables[row, :count] = torch.tensor([blocks.pop() for _ in range(count)])
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+
+    def draw(heads: int) -> list[torch.Tensor]:
+        return [torch.randn(end, heads, shape.head_dim, generator=generator).to(dtype) for _, end in spans]
+
+    q, k, v = draw(shape.num_heads), draw(shape.num_kv_heads), draw(shape.num_kv_heads)
+    return Case(shape, spans, q, k, v, tables, num_blocks)
