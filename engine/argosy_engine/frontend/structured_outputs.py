@@ -41,7 +41,14 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
     if len(given) > 1:
         names = " and ".join(given)
         raise InvalidRequest(f"{names} cannot be combined", next(reversed(given)))
-    return next(iter(given.values()), None)
+    for name, params in given.items():
+        try:
+            params.spec()
+        except InvalidRequest as error:
+            # A client knows the field that it sent, not what became of it.
+            raise InvalidRequest(str(error), error.param if name == "structured_outputs" else name) from None
+        return params
+    return None
 
 
 def _of_field(value: Any) -> StructuredOutputsParams | None:

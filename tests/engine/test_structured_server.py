@@ -1,0 +1,176 @@
+"""Structured outputs over HTTP, with the OpenAI SDK."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from processes import Server, free_port, running
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Who are you?"}]
+SHORT = {"type": "string", "maxLength": 6}
+CALENDAR = {
+    "type": "function",
+    "function": {
+        "name": "add_event",
+        "parameters": {
+            "type": "object",
+            "properties": {"title": SHORT, "hour": {"type": "integer", "minimum": 0, "maximum": 23}},
+            "required": ["title", "hour"],
+        },
+    },
+}
+PING = {"type": "function", "function": {"name": "ping"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port = free_port()
+    log = tmp_path_factory.mktemp("serve") / "log"
+    arguments = [
+        "argosy_engine.api.serve",
+        "builtin://tiny",
+        "--threads",
+        "1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+    ]
+    with running(arguments, log, port=port) as up:
+        yield up
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk
+
+
+def create(client: openai.OpenAI, **fields: Any) -> Any:
+    fields = {"temperature": 1.0, "seed": 4, "max_tokens": 300, **fields}
+    return client.chat.completions.create(model="tiny", messages=MESSAGES, **fields)
+
+
+class Step(pydantic.BaseModel):
+    kind: Literal["think", "act"]
+    minutes: int = pydantic.Field(ge=0, le=99)
+
+
+class Plan(pydantic.BaseModel):
+    step: Step
+
+
+def test_parse_gives_a_pydantic_model(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="tiny", messages=MESSAGES, response_format=Plan, temperature=0.0, max_tokens=900
+    )
+    plan = answer.choices[0].message.parsed
+    assert isinstance(plan, Plan), answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_json_schema_streams_what_validates(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": SHORT},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    whole = create(client, response_format=wanted).choices[0].message.content
+    jsonschema.validate(json.loads(whole), schema)
+    chunks = create(client, response_format=wanted, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+
+
+def test_vllms_structured_outputs(client: openai.OpenAI) -> None:
+    colours = ["red", "green", "blue"]
+    answer = create(client, n=3, extra_body={"structured_outputs": {"choice": colours}})
+    assert {choice.message.content for choice in answer.choices} <= set(colours)
+    text = client.completions.create(
+        model="tiny",
+        prompt="Call",
+        max_tokens=40,
+        extra_body={"structured_outputs": {"regex": r"\d{3}-\d{4}"}},
+    )
+    assert re.fullmatch(r"\d{3}-\d{4}", text.choices[0].text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_tool_calls_have_valid_arguments(client: openai.OpenAI, stream: bool) -> None:
+    fields = {
+        "tools": [CALENDAR, PING],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "stream": stream,
+    }
+    calls = []
+    if stream:
+        for chunk in create(client, **fields):
+            for choice in chunk.choices:
+                calls += choice.delta.tool_calls or []
+    else:
+        answer = create(client, **fields).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert not answer.message.content
+        calls = answer.message.tool_calls
+    (call,) = calls
+    arguments = json.loads(call.function.arguments)
+    tool = {"add_event": CALENDAR, "ping": PING}[call.function.name]
+    jsonschema.validate(arguments, tool["function"].get("parameters", {"maxProperties": 0}))
+
+
+def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "ping"}}
+    answer = create(client, tools=[CALENDAR, PING], tool_choice=choice).choices[0]
+    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls] == [
+        ("ping", "{}")
+    ]
+
+
+SET_OF_STRINGS = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
+}
+REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
+    ({"response_format": SET_OF_STRINGS}, "response_format", "uniqueItems"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "regexp"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "str"),
+    ({"structured_outputs": {"grammar": "root ::= nowhere"}}, None, "not defined"),
+    ({"structured_outputs": {"regex": "a"}, "tools": [PING], "tool_choice": "required"}, "tool_choice", "combined"),
+    ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens", "structured"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tool_choice": "always", "tools": [PING]}, "tool_choice", "'required'"),
+    ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [PING]}, "tool_choice", "'x'"),
+    ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"), REFUSED, ids=[json.dumps(fields)[:60] for fields, _, _ in REFUSED]
+)
+def test_what_cannot_be_done_is_a_400(
+    server: Server, fields: dict[str, Any], param: str | None, says: str
+) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, **fields}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert says in error["message"]
+
+
+def test_the_engine_goes_on_after_all_that(client: openai.OpenAI) -> None:
+    answer = create(client, extra_body={"structured_outputs": {"choice": ["still here"]}})
+    assert answer.choices[0].message.content == "still here"
