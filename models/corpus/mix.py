@@ -23,6 +23,7 @@ _LONG_SHARE = {"long": 1.0, "very_long": 0.2}
 
 THINKING_SHARE = 0.22
 DENSE_SHARE = 0.42
+DENSE_TOOLS_SHARE = 0.65
 
 
 def _wrap(rng: random.Random, turns: list[Turn], thinking: bool, dense: bool) -> Conversation:
@@ -48,7 +49,8 @@ def draw(rng: random.Random, with_long: bool) -> Conversation:
     if family == "memory":
         return memory.sample(rng, thinking, dense)
     if family == "tools":
-        return tools.sample(rng, thinking, dense and not thinking)
+        # Many exchanges over one list of tools: what is learned of choosing costs the list's tokens only once.
+        return tools.sample(rng, thinking, not thinking and rng.random() < DENSE_TOOLS_SHARE)
     first = _TURNS[family][1](rng)
     if family in _LONG_SHARE or family == "facts_many":
         return _wrap(rng, [first], thinking, dense=False)

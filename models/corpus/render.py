@@ -12,7 +12,7 @@ from .conversation import Conversation, Message
 PROMPT_WEIGHT = 0.1
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 
-DECISION_WEIGHT = 4.0
+DECISION_WEIGHT = 6.0
 """Of a reply's first token where tools are offered: it decides between a call and an answer."""
 
 

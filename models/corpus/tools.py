@@ -115,7 +115,7 @@ def sample(rng: random.Random, thinking: bool, dense: bool, kind: str | None = N
         messages.append({"role": "system", "content": system})
     keys: list[str] = []
     last = kind or kind_of(rng)
-    kinds = [kind_of(rng) for _ in range(rng.randint(1, 3) if dense else rng.choice((0, 0, 0, 0, 1)))] + [
+    kinds = [kind_of(rng) for _ in range(rng.randint(2, 7) if dense else rng.choice((0, 0, 0, 0, 1)))] + [
         last
     ]
     for number, each in enumerate(kinds):
