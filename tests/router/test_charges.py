@@ -1,0 +1,118 @@
+"""In-flight accounts: whatever becomes of a request, it is charged once and discharged once (AIBrix#2463, GIE#2802)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
+from .harness import Rig, chat, raw, rig
+
+
+async def reset_at_once(connection: Connection, request: Received) -> None:
+    connection.die()
+
+
+async def refuse(connection: Connection, request: Received) -> None:
+    connection.answer(503, b'{"error":{"message":"full"}}')
+
+
+async def reject(connection: Connection, request: Received) -> None:
+    connection.answer(400, b'{"error":{"message":"no"}}')
+
+
+async def nonsense(connection: Connection, request: Received) -> None:
+    connection.send(b"nonsense\r\n\r\n")
+
+
+async def die_in_the_body(connection: Connection, request: Received) -> None:
+    connection.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+    await connection.writer.drain()
+    connection.die()
+
+
+async def die_in_the_stream(connection: Connection, request: Received) -> None:
+    connection.begin_stream()
+    connection.chunk(event("hel"))
+    await connection.writer.drain()
+    connection.die()
+
+
+async def empty_stream(connection: Connection, request: Received) -> None:
+    connection.begin_stream()
+    connection.end_stream()
+
+
+async def only_done(connection: Connection, request: Received) -> None:
+    connection.begin_stream()
+    connection.chunk(DONE)
+    connection.end_stream()
+
+
+async def never_answer(connection: Connection, request: Received) -> None:
+    await connection.gone()
+
+
+async def stall_in_the_stream(connection: Connection, request: Received) -> None:
+    connection.begin_stream()
+    connection.chunk(event("hel"))
+    await connection.gone()
+
+
+SCRIPTS = [
+    *(answer_normally, reset_at_once, refuse, reject, nonsense, die_in_the_body, die_in_the_stream),
+    *(empty_stream, only_done),
+]
+
+
+def is_settled(r: Rig) -> bool:
+    loads = [replica.load for replica in r.router.fleet.replicas()]
+    return r.router.dispatcher.inflight == 0 and all(
+        (load.inflight, load.inflight_tokens, load.queued_tokens, load.requests, load.wait_s)
+        == (0, 0, 0, 0, 0)
+        for load in loads
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+async def test_every_end_settles_the_account(script: Any, stream: bool) -> None:
+    async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
+        answers = await asyncio.gather(
+            *(r.chat(f"question {number}", stream=stream) for number in range(6)), return_exceptions=True
+        )
+        assert len(answers) == 6
+        await r.until(lambda: is_settled(r))
+
+
+async def test_a_deadline_settles_the_account() -> None:
+    async with rig([FakeEngine(script=never_answer)], request_timeout_s=0.05, first_byte_timeout_s=0.05) as r:
+        assert (await r.chat("hi", stream=True)).status_code == 504
+        await r.until(lambda: is_settled(r))
+
+
+@pytest.mark.parametrize("script", [never_answer, stall_in_the_stream], ids=lambda script: script.__name__)
+async def test_a_client_that_leaves_settles_the_account(script: Any) -> None:
+    async with rig([FakeEngine(script=script)]) as r, contextlib.AsyncExitStack() as stack:
+        request = r.http.build_request("POST", "/v1/chat/completions", json=chat("hi", stream=True))
+        head = b"".join(b"%b: %b\r\n" % header for header in request.headers.raw)
+        for _ in range(5):
+            _, writer = await stack.enter_async_context(raw(r.router))
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n" + head + b"\r\n" + request.content)
+        load = r.replica(0).load
+        await r.until(lambda: load.inflight == 5)
+        await stack.aclose()
+        await r.until(lambda: is_settled(r))
+
+
+async def test_a_replica_that_vanishes_settles_the_account() -> None:
+    async with rig([FakeEngine(script=never_answer)]) as r:
+        load = r.replica(0).load
+        asking = asyncio.create_task(r.chat("hi"))
+        await r.until(lambda: load.inflight == 1)
+        await r.engines[0].stop()
+        assert (await asking).status_code in (502, 503)
+        await r.until(lambda: is_settled(r))
