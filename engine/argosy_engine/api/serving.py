@@ -150,7 +150,7 @@ class Serving:
             )
 
         is_first = request.resume is None
-        async with aclosing(self.llm.generate(requests, request.n or 1)) as stream:  # type: ignore[type-var]
+        async with aclosing(self.llm.generate(requests, request.n or 1)) as stream:
             async for outputs in stream:
                 if is_first:
                     # Not before the first token: until then an error has a status, and a router may still retry.
@@ -244,7 +244,7 @@ class Serving:
         def chunk(choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
             return Completion(id=stream_id, created=created, model=name, choices=choices, usage=usage)
 
-        async with aclosing(self.llm.generate(requests, n)) as stream:  # type: ignore[type-var]
+        async with aclosing(self.llm.generate(requests, n)) as stream:
             async for outputs in stream:
                 for output in outputs:
                     is_first = output.index in unseen
@@ -307,7 +307,7 @@ class Serving:
         self, requests: list[EngineCoreRequest], request: GenerationRequest
     ) -> list[GenerationOutput]:
         merged = [GenerationOutput(index) for index in range(len(requests))]
-        async with aclosing(self.llm.generate(requests, request.n or 1)) as stream:  # type: ignore[type-var]
+        async with aclosing(self.llm.generate(requests, request.n or 1)) as stream:
             async for outputs in stream:
                 for output in outputs:
                     merged[output.index].merge(output)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
@@ -128,7 +128,7 @@ class AsyncLLM:
 
     async def generate(
         self, requests: Sequence[EngineCoreRequest], n: int = 1
-    ) -> AsyncIterator[list[GenerationOutput]]:
+    ) -> AsyncGenerator[list[GenerationOutput]]:
         """Runs the requests of one call; outputs carry the request's index.
 
         Args:
@@ -174,7 +174,9 @@ class AsyncLLM:
         for start in range(0, len(requests), n):
             leader, *siblings = requests[start : start + n]
             yield leader
-            wants_prompt = leader.sampling_params.prompt_logprobs is not None  # which come with its first output
+            wants_prompt = (
+                leader.sampling_params.prompt_logprobs is not None
+            )  # which come with its first output
             if len(leader.prompt_token_ids) < self.config.block_size and not wants_prompt:
                 yield from siblings
             elif leader.request_id in self._live:
