@@ -110,9 +110,9 @@ async def test_a_client_that_leaves_settles_the_account(script: Any) -> None:
 
 async def test_a_replica_that_vanishes_settles_the_account() -> None:
     async with rig([FakeEngine(script=never_answer)]) as r:
-        load = r.replica(0).load
         asking = asyncio.create_task(r.chat("hi"))
-        await r.until(lambda: load.inflight == 1)
+        await r.until(lambda: len(r.engines[0].requests) == 1)
+        assert r.replica(0).load.inflight == 1
         await r.engines[0].stop()
         assert (await asking).status_code in (502, 503)
         await r.until(lambda: is_settled(r))
