@@ -54,8 +54,8 @@ class InputBatch:
         self.append_blocks(slot, request.block_ids)
         params, num_prompt = request.sampling_params, count - request.num_output_tokens
         self.num_prompt[slot] = num_prompt
-        wants_prompt = params.prompt_logprobs is not None and not request.num_output_tokens
-        self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt else -1
+        asked = params.prompt_logprobs
+        self.num_prompt_logprobs[slot] = -1 if asked is None or request.num_output_tokens else asked
         self.sampler.add(slot, params, request.token_ids, num_prompt)
 
     def append_blocks(self, slot: int, block_ids: BlockIds) -> None:

@@ -18,8 +18,8 @@ from argosy_engine.models.registry import CausalLM
 from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import GrammarMask
 from argosy_engine.worker.input_batch import InputBatch
-from argosy_engine.worker.pooler import Pooler
 from argosy_engine.worker.kv_cache_interface import kv_cache_groups
+from argosy_engine.worker.pooler import Pooler
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 
 

@@ -60,7 +60,9 @@ def run_largest_step(runner: ModelRunner, args: EngineArgs, max_model_len: int) 
     )
     num_groups = len(runner.groups)
     requests = [
-        NewRequest(f"profile-{row}", [0] * length, [[1] * -(-length // args.block_size)] * num_groups, 0, sampling)
+        NewRequest(
+            f"profile-{row}", [0] * length, [[1] * -(-length // args.block_size)] * num_groups, 0, sampling
+        )
         for row, length in enumerate(lengths)
     ]
     scheduled = {request.request_id: len(request.token_ids) for request in requests}
