@@ -86,7 +86,7 @@ def stack(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Stack]:
     cluster.kubectl.namespace(TENANT, RESTRICTED)
     cluster.kubectl.namespace(SYSTEM, RESTRICTED)
     if not cluster.external:
-        site = volumes.site_packages(cluster.settings, ("torch", "numpy"))
+        site = volumes.site_packages(cluster.settings, ("torch", "numpy", "xgrammar"))
         cluster.expose_folder(TENANT, TORCH_CLAIM, site)
     try:
         install(cluster, images)

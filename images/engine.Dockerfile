@@ -1,6 +1,7 @@
 # The engine's image. The build context is a folder that holds the wheel and nothing else:
 #   pip wheel --no-deps --wheel-dir dist . && docker build -f images/engine.Dockerfile -t argosy-engine dist
-# INSTALL_TORCH=0 leaves torch out, for clusters that mount it from a volume (PYTHONPATH) to keep images small.
+# INSTALL_TORCH=0 leaves out torch, and xgrammar which needs it, for clusters that mount them from a volume (PYTHONPATH) to keep
+# images small.
 # PIP_ARGS goes to pip when it installs torch and the rest: an index of CPU builds, say.
 # BUILD_KERNELS=0 leaves out the CPU kernels, for images that only meet GPUs or a base without apt: CPUs then compute with torch.
 ARG BASE=docker.io/library/python:3.13-slim
@@ -20,7 +21,7 @@ ARG PIP_ARGS=
 COPY argosy-*.whl /dist/
 RUN python3 -m venv /opt/venv \
  && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps /dist/argosy-*.whl \
- && INSTALL_TORCH=${INSTALL_TORCH} /opt/venv/bin/python -c "import os; from importlib.metadata import requires; from pip._vendor.packaging.requirements import Requirement; needed = [r for r in map(Requirement, requires('argosy')) if r.marker is None or r.marker.evaluate({'extra': 'engine'})]; print('\n'.join(f'{r.name}{r.specifier}' for r in needed if r.name != 'torch' or os.environ['INSTALL_TORCH'] == '1'))" > /dist/requirements.txt \
+ && INSTALL_TORCH=${INSTALL_TORCH} /opt/venv/bin/python -c "import os; from importlib.metadata import requires; from pip._vendor.packaging.requirements import Requirement; needed = [r for r in map(Requirement, requires('argosy')) if r.marker is None or r.marker.evaluate({'extra': 'engine'})]; print('\n'.join(f'{r.name}{r.specifier}' for r in needed if r.name not in ('torch', 'xgrammar') or os.environ['INSTALL_TORCH'] == '1'))" > /dist/requirements.txt \
  && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -r /dist/requirements.txt \
  && rm -rf /dist
 COPY --from=kernels /kernels /tmp/kernels
