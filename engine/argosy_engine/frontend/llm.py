@@ -97,14 +97,18 @@ class LLM:
         made: list[list[int]] = []
         for prompt in _as_list(prompts):
             whole = self.engine.make_prompt(prompt)
-            self.processor.core_requests(whole, SamplingParams(max_tokens=params.max_tokens))  # raises if too long
+            self.processor.core_requests(
+                whole, SamplingParams(max_tokens=params.max_tokens)
+            )  # raises if too long
             made.append(whole.token_ids)
         sampling_params = params.round_params()
         found = beam_search(
             made,
             params,
             self.config.eos_token_ids,
-            lambda beams: [result.outputs[0].logprobs[0] for result in self._run(beams, sampling_params, False)],
+            lambda beams: [
+                result.outputs[0].logprobs[0] for result in self._run(beams, sampling_params, False)
+            ],
         )
         for token_ids, sequences in zip(made, found, strict=True):
             for sequence in sequences:
