@@ -186,7 +186,7 @@ async def test_leaving_before_the_prompt_is_computed_starts_no_other_choice(llm:
 
 
 def test_choices_share_the_prompt_and_equal_single_runs(llm: LLM) -> None:
-    params = SamplingParams(n=3, max_tokens=12, temperature=1.2, seed=40, logprobs=1, stop=("e",))
+    params = SamplingParams(n=3, max_tokens=12, temperature=3.0, seed=40, logprobs=1, stop=("e",))
     (result,) = llm.generate([PROMPT], params, use_tqdm=False)
     assert [output.index for output in result.outputs] == [0, 1, 2]
     assert len({tuple(output.token_ids) for output in result.outputs}) == 3
