@@ -15,6 +15,7 @@ import pytest
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
 from argosy_engine.core.client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineAsleep, EngineDead, InvalidRequest, UtilityFailed
+from argosy_engine.executor.multiproc import MultiprocExecutor
 from argosy_engine.executor.worker_class import worker_class
 
 PROMPTS = ["Once upon a time", "The sea", "One, two, three,"]
@@ -145,6 +146,21 @@ def test_worker_processes_give_the_same_tokens(expected: dict[str, list[int]]) -
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match="killed by SIGKILL"):
             finish(made)
+
+
+def test_the_worker_with_the_least_room_says_how_many_blocks_there_are() -> None:
+    args = EngineArgs.of(
+        model="builtin://tiny",
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        worker_cls="probe_worker.UnequalWorker",
+    )
+    executor = MultiprocExecutor(args, world_size=3)
+    try:
+        assert executor.start().memory.num_blocks == 312
+    finally:
+        executor.shutdown()
 
 
 def test_a_core_process_gives_the_same_tokens(expected: dict[str, list[int]]) -> None:

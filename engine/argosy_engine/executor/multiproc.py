@@ -62,7 +62,10 @@ class MultiprocExecutor:
         for answer in answers:
             if isinstance(answer, Failure):
                 raise ConfigError(answer.message) if answer.is_config_error else EngineDead(answer.message)
-        return msgspec.msgpack.decode(_payload(answers[0]), type=WorkerInfo)
+        infos = [msgspec.msgpack.decode(_payload(answer), type=WorkerInfo) for answer in answers]
+        # A block id means a place on every rank, so the rank with the least room says how many there are.
+        tightest = min(infos, key=lambda info: info.memory.num_blocks)
+        return msgspec.structs.replace(infos[0], memory=tightest.memory)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self._queue.put(EXECUTE + self._encode(step))
