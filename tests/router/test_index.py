@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from argosy_router.index import SHARDS, PrefixIndex
+from argosy_router.index import SCRUB_STEP, SHARDS, PrefixIndex
 from argosy_router.residency import GUESS_TTL_S, Residency
 
 REPLICAS = 4
@@ -152,14 +152,22 @@ def test_a_departed_replica_is_invisible_at_once_and_its_slot_rests() -> None:
     assert index.match([0]) == ({stays: 7}, 1)
 
 
-def test_large_shards_are_scrubbed_one_at_a_time() -> None:
+def test_large_shards_are_scrubbed_in_steps() -> None:
     index = PrefixIndex()
-    slot = index.acquire_slot()
-    index.add(slot, range(1024), [1] * 1024)
-    index.retire_slot(slot)
+    gone, late = index.acquire_slot(), index.acquire_slot()
+    one_shard = range(0, 2 * SCRUB_STEP * SHARDS, SHARDS)
+    index.add(gone, one_shard, [1] * len(one_shard))
+    index.retire_slot(gone)
     before = len(index)
-    index.scrub()
-    assert before - len(index) == 1024 // SHARDS
+    while len(index) == before:
+        index.scrub()
+    assert before - len(index) == SCRUB_STEP
+    index.add(late, [0, 1], [1, 1])
+    index.retire_slot(late)
+    while index.scrub():
+        pass
+    assert len(index) == 0
+    assert {index.acquire_slot(), index.acquire_slot()} == {gone, late}
 
 
 def test_many_holders_are_found_as_few_are() -> None:

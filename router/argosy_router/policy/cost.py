@@ -2,9 +2,11 @@
 
     T(w) = wait(w)                                    the load's share: `waiting`
          + (prompt - hit(w)) / prefill_rate(w)        what of this prompt must be computed
-         - stickiness * hit(w) / mean prefill_rate    what computing it again elsewhere would cost everybody
+         - stickiness * hit(w) / prefill_rate(o)      what computing it again elsewhere would cost everybody
 
-    stickiness = STICKINESS + CROWDING * min over all w (queued(w)) / prompt, at most MAX_STICKINESS
+    stickiness = STICKINESS + CROWDING * queued(o) / prompt, at most MAX_STICKINESS
+
+where o is elsewhere: the replica with the lowest T if nobody held a prefix.
 
 A prefix computed a second time takes cache space, and delays whoever queues behind it: nobody while some replica is
 idle, everybody once the emptiest replica has a queue. So a hot prefix spreads over idle replicas, and stays where it
@@ -42,12 +44,16 @@ def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.R
     """The candidate with the lowest T."""
     if len(candidates) == 1:
         return decide(request, candidates, 0)
-    costs = cost(request, candidates)
-    best = min(costs)
+    costs = _without_hits(request, candidates)
+    best = cold = min(costs)
     hits = request.hits
+    if hits:
+        _deduct_hits(costs, request, candidates, costs.index(cold))
+        best = min(cold, min([costs[position] for position in hits]))
     if hits and max(hits.values()) >= MIN_HIT_TOKENS:
         limit = best + max(TIE_S, TIE_SHARE * abs(best))
-        close = [position for position, value in enumerate(costs) if value <= limit]
+        among = hits if cold > limit else range(len(costs))  # nearly always only holders come close
+        close = [position for position in among if costs[position] <= limit]
         chosen = close[0] if len(close) == 1 else close[int(rng.random() * len(close))]
     else:
         limit = best + max(TIE_S, (COLD_SLACK - 1.0) * best)
@@ -58,30 +64,37 @@ def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.R
 
 def cost(request: RouteRequest, candidates: Sequence[Candidate]) -> list[float]:
     """T of every candidate, in seconds."""
-    prompt = request.prompt_tokens
-    costs = [candidate.wait_s + prompt / candidate.prefill_tokens_per_s for candidate in candidates]
-    if request.hits:
-        bonus_s = stickiness(request, candidates) / _mean_rate(candidates)
-        for position, hit in request.hits.items():
-            saved_s = 1.0 / candidates[position].prefill_tokens_per_s
-            costs[position] -= (saved_s + bonus_s) * min(hit, prompt)
+    costs = _without_hits(request, candidates)
+    _deduct_hits(costs, request, candidates, costs.index(min(costs)))
     return costs
 
 
-def stickiness(request: RouteRequest, candidates: Sequence[Candidate]) -> float:
-    """How much a hit counts beyond the time it saves this request, in multiples of that time."""
-    backlog = min([candidate.queued_tokens for candidate in candidates])
-    return min(MAX_STICKINESS, STICKINESS + CROWDING * backlog / max(1, request.prompt_tokens))
+def _without_hits(request: RouteRequest, candidates: Sequence[Candidate]) -> list[float]:
+    """T of every candidate if nobody held a prefix."""
+    prompt = request.prompt_tokens
+    return [candidate.wait_s + prompt / candidate.prefill_tokens_per_s for candidate in candidates]
 
 
-def _mean_rate(candidates: Sequence[Candidate]) -> float:
-    return sum([candidate.prefill_tokens_per_s for candidate in candidates]) / len(candidates)
+def _deduct_hits(
+    costs: list[float], request: RouteRequest, candidates: Sequence[Candidate], elsewhere: int
+) -> None:
+    prompt = request.prompt_tokens
+    bonus_s = stickiness_s(request, candidates[elsewhere])
+    for position, hit in request.hits.items():
+        costs[position] -= (1.0 / candidates[position].prefill_tokens_per_s + bonus_s) * min(hit, prompt)
+
+
+def stickiness_s(request: RouteRequest, elsewhere: Candidate) -> float:
+    """What a hit counts beyond the time it saves this request, in seconds per token."""
+    crowding = CROWDING * elsewhere.queued_tokens / max(1, request.prompt_tokens)
+    return min(MAX_STICKINESS, STICKINESS + crowding) / elsewhere.prefill_tokens_per_s
 
 
 def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
     """The summands of T."""
     prompt = request.prompt_tokens
-    bonus_s = stickiness(request, candidates) / _mean_rate(candidates)
+    costs = _without_hits(request, candidates)
+    bonus_s = stickiness_s(request, candidates[costs.index(min(costs))])
     table = []
     for position, candidate in enumerate(candidates):
         rate = candidate.prefill_tokens_per_s
