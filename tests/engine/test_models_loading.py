@@ -19,6 +19,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.models import loader, weights
 from argosy_engine.models.config import load_model_config
 from argosy_engine.models.gemma_config import GemmaConfig
+from argosy_engine.models.headers import checkpoint_elements
 from argosy_engine.models.loader import LoadProgress, load_model, plan_weights
 from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.rope_config import RopeParameters, rope_fields
@@ -146,8 +147,9 @@ def test_shards_outside_of_the_checkpoint_are_refused(sharded: Path, shard: Any)
     content = json.loads(index.read_text())
     content["weight_map"]["model.norm.weight"] = shard
     index.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="in its own folder"):
-        load(sharded)
+    for read in (load, checkpoint_elements):
+        with pytest.raises(ConfigError, match="in its own folder"):
+            read(sharded)
 
 
 def test_a_missing_shard_and_a_wrong_index_are_named(sharded: Path) -> None:
@@ -161,14 +163,16 @@ def test_a_missing_shard_and_a_wrong_index_are_named(sharded: Path) -> None:
     with pytest.raises(ConfigError, match=r"1 missing: model\.norm\.weight"):
         load(sharded)
     (sharded / shards[1]).unlink()
-    with pytest.raises(ConfigError, match=f"{shards[1]} is missing"):
-        load(sharded)
+    for read in (load, checkpoint_elements):
+        with pytest.raises(ConfigError, match=f"{shards[1]} is missing"):
+            read(sharded)
 
 
 def test_other_formats_are_refused(llama: Path) -> None:
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"no model\.safetensors; other weight formats"):
-        load(llama)
+    for read in (load, checkpoint_elements):
+        with pytest.raises(ConfigError, match=r"no model\.safetensors; other weight formats"):
+            read(llama)
 
 
 # Configs

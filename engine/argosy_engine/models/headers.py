@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.config import read_json
+from argosy_engine.models.checkpoint import checkpoint_shards
 
 MAX_HEADER_BYTES = 100 << 20
 """The format's own limit."""
@@ -27,19 +27,12 @@ def checkpoint_elements(path: Path) -> dict[str, int]:
     """Tensor name -> number of elements, over all shards of the checkpoint in directory `path`.
 
     Raises:
-        ConfigError: there is no safetensors file, or one is malformed.
+        ConfigError: there is no safetensors file, or one is missing or malformed.
     """
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or any("/" in str(name) for name in weight_map.values()):
-            raise ConfigError(f"{index} is malformed")
-        files = sorted({path / str(name) for name in weight_map.values()})
-    else:
-        files = [path / "model.safetensors"]
     elements: dict[str, int] = {}
-    for file in files:
-        elements |= _file_elements(file)
+    for file, wanted in checkpoint_shards(path).items():
+        found = _file_elements(file)
+        elements |= {name: count for name, count in found.items() if wanted is None or name in wanted}
     return elements
 
 
@@ -51,7 +44,7 @@ def _file_elements(file: Path) -> dict[str, int]:
                 raise ConfigError(f"{file}: the header is larger than {MAX_HEADER_BYTES} bytes")
             header = msgspec.json.decode(handle.read(length), type=dict[str, Any])
     except FileNotFoundError:
-        raise ConfigError(f"{file.parent} has no {file.name}; other weight formats are not loaded") from None
+        raise ConfigError(f"{file} is missing") from None
     except (OSError, struct.error, msgspec.DecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     header.pop("__metadata__", None)

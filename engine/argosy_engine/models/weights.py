@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.config import read_json
+from argosy_engine.models.checkpoint import checkpoint_shards
 from argosy_engine.models.layers import Linear
 
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -192,25 +192,13 @@ def _prefixed(name: str, prefix: str) -> str:
 
 
 def _open_checkpoint(path: Path) -> dict[str, tuple[Any, str]]:
-    """Tensor name -> (open file, name); of one file, or of the shards that an index lists."""
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index} has no weight_map")
-        for name in weight_map.values():
-            # A shard is a file beside its index; anything else would read outside of the checkpoint.
-            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                raise ConfigError(f"{index} names {name!r}; shards are .safetensors files in its own folder")
-        files = {name: _open_file(path / name) for name in sorted(set(weight_map.values()))}
-        names = {name: set(file.keys()) for name, file in files.items()}
-        return {tensor: (files[name], tensor) for tensor, name in weight_map.items() if tensor in names[name]}
-    if single.is_file():
-        file = _open_file(single)
-        return {name: (file, name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    raise ConfigError(
-        f"{path} has no model.safetensors; other weight formats are not loaded, because they can carry code"
-    )
+    """Tensor name -> (open file, name), of every shard."""
+    tensors: dict[str, tuple[Any, str]] = {}
+    for shard, wanted in checkpoint_shards(path).items():
+        file = _open_file(shard)
+        names = sorted(file.keys() if wanted is None else wanted.intersection(file.keys()))
+        tensors |= {name: (file, name) for name in names}
+    return tensors
 
 
 def _open_file(path: Path) -> Any:
