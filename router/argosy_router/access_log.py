@@ -1,6 +1,6 @@
-"""One line per request, `key=value`, on standard error.
+"""One line per request on standard error, as `key=value` or as JSON.
 
-Owns: buffering and writing. Must not know: what the fields mean.
+Owns: the fields, buffering and writing. Must not know: requests.
 Invariants: no prompt, no key, no client text that could break a line; the buffer is bounded and lines are dropped,
 not requests delayed.
 """
@@ -9,28 +9,63 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
 
 FLUSH_S = 0.2
 MAX_BUFFERED_LINES = 20_000
 """A few megabytes; reached only when nobody reads standard error."""
 
+AccessFormat = Literal["text", "json"]
+
+
+class AccessEntry(Struct, omit_defaults=True):
+    """What a line says; in JSON fields that do not apply are left out."""
+
+    time: float
+    """Unix time of the end; in text `2026-11-21T10:00:00.123Z`."""
+    request: str
+    status: int
+    key: str = ""
+    """Name of the client's API key."""
+    model: str = ""
+    replica: str = ""
+    """Of the last attempt."""
+    route: str = ""
+    attempts: int = 0
+    predicted_tokens: int | None = None
+    """Prompt tokens expected to be cached."""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    ttft_ms: float | None = None
+    """To the first byte of the answer."""
+    duration_ms: float | None = None
+
 
 class AccessLog:
-    """Collects lines and writes them a few times a second: one system call instead of one per request."""
+    """Collects entries and writes them a few times a second: one system call instead of one per request."""
 
-    def __init__(self, descriptor: int = 2, *, is_enabled: bool = True) -> None:
+    def __init__(
+        self, descriptor: int = 2, *, is_enabled: bool = True, line_format: AccessFormat = "text"
+    ) -> None:
         self._descriptor = descriptor
         self.is_enabled = is_enabled
-        self._lines: list[str] = []
+        self._render = _as_json if line_format == "json" else _as_text
+        self._entries: list[AccessEntry] = []
         self._timer: asyncio.TimerHandle | None = None
         self.dropped = 0
 
-    def write(self, line: str) -> None:
-        """Queues one line (without its end)."""
-        if len(self._lines) >= MAX_BUFFERED_LINES:
+    def write(self, entry: AccessEntry) -> None:
+        """Queues one entry."""
+        if len(self._entries) >= MAX_BUFFERED_LINES:
             self.dropped += 1
             return
-        self._lines.append(line)
+        self._entries.append(entry)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
 
@@ -38,10 +73,51 @@ class AccessLog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._lines:
-            text = "\n".join(self._lines) + "\n"
-            self._lines.clear()
+        if self._entries:
+            lines = [self._render(entry) for entry in self._entries]
+            self._entries.clear()
             try:
-                os.write(self._descriptor, text.encode("ascii", "backslashreplace"))
+                os.write(self._descriptor, b"\n".join(lines) + b"\n")
             except OSError:
-                self.dropped += text.count("\n")
+                self.dropped += len(lines)
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _as_json(entry: AccessEntry) -> bytes:
+    return _encode(entry)
+
+
+def _as_text(entry: AccessEntry) -> bytes:
+    """All fields in one order, `-` where one does not apply."""
+    e = entry
+    line = (
+        f"time={_second(int(e.time))}.{int(e.time * 1000) % 1000:03d}Z request={e.request} status={e.status} "
+        f"key={_word(e.key)} model={_word(e.model)} replica={_word(e.replica)} route={e.route or '-'} "
+        f"attempts={e.attempts} predicted_tokens={_count(e.predicted_tokens)} "
+        f"prompt_tokens={_count(e.prompt_tokens)} cached_tokens={_count(e.cached_tokens)} "
+        f"completion_tokens={_count(e.completion_tokens)} ttft_ms={_time(e.ttft_ms)} "
+        f"duration_ms={_time(e.duration_ms)}"
+    )
+    return line.encode("ascii", "backslashreplace")
+
+
+@lru_cache(maxsize=1024)
+def _word(name: str) -> str:
+    """A configured name, quoted where it could be taken for more than one field or line."""
+    plain = name.isprintable() and not any(character in name for character in ' ="')
+    return (name or "-") if plain else _encode(name).decode()
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _time(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+@lru_cache(maxsize=2)
+def _second(moment: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment))

@@ -5,9 +5,11 @@ Owns: names, defaults and their reasons. Must not know: argparse, the environmen
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from argosy_router.access_log import AccessFormat
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.server import ServerLimits
 from argosy_router.index import DEFAULT_CAPACITY
@@ -44,6 +46,14 @@ class RouterConfig:
     is_open: bool = False
     """No keys although the address is not loopback."""
     guards_metrics: bool = False
+    ssl_certfile: Path | None = None
+    """PEM: the endpoint's certificate and its chain, perhaps its key. Without it the endpoint is plain HTTP."""
+    ssl_keyfile: Path | None = None
+    ssl_ca_certs: Path | None = None
+    """PEM: clients must show a certificate of one of these authorities."""
+    replica_ca_certs: Path | None = None
+    """PEM: authorities of https replicas; none: the system's."""
+    verifies_replicas: bool = True
     fleet_key: bytes = b""
     policy: str = ""
     """Empty: each service's own."""
@@ -55,6 +65,9 @@ class RouterConfig:
     first_byte_timeout_s: float = FIRST_BYTE_TIMEOUT_S
     request_timeout_s: float = REQUEST_TIMEOUT_S
     access_log: bool = True
+    access_log_format: AccessFormat = "text"
+    usage_log: Path | None = None
+    """Directory of the usage files; None writes none."""
     server: ServerLimits = field(default_factory=ServerLimits)
     client: ClientLimits = field(default_factory=ClientLimits)
 
@@ -69,6 +82,13 @@ class RouterConfig:
                 f"refusing to serve {self.host} without API keys: pass --api-key or --api-keys-file, "
                 "or --no-auth if something in front checks them"
             )
+        usage_log = self.usage_log
+        if usage_log is not None and not (usage_log.is_dir() and os.access(usage_log, os.W_OK | os.X_OK)):
+            raise ConfigError(f"--usage-log {usage_log} must be a directory this process may write to")
+        if self.ssl_certfile is None and (self.ssl_keyfile is not None or self.ssl_ca_certs is not None):
+            raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        if self.replica_ca_certs is not None and not self.verifies_replicas:
+            raise ConfigError("--replica-ca-certs and --replica-insecure exclude each other")
         if self.kubernetes and not self.fleet_key:
             raise ConfigError("--kubernetes needs the fleet key in ARGOSY_FLEET_KEY")
         if self.fleet_key and len(self.fleet_key) < 16:

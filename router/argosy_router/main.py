@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from argosy_engine.protocol.fleet import RoutingPolicy
+from argosy_router.access_log import AccessFormat
 from argosy_router.config import ConfigError, RouterConfig
 
 EXIT_USAGE = 2
@@ -72,6 +73,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     access.add_argument("--no-auth", action="store_true", help="serve a non-loopback address without keys")
     access.add_argument("--guard-metrics", action="store_true", help="/metrics needs a key too")
+    tls = parser.add_argument_group("TLS (PEM files, reread when they change)")
+    tls.add_argument(
+        "--ssl-certfile", type=Path, metavar="FILE", help="certificate chain of the OpenAI endpoint"
+    )
+    tls.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, unless in --ssl-certfile")
+    tls.add_argument(
+        "--ssl-ca-certs", type=Path, metavar="FILE", help="clients must show a certificate of these authorities"
+    )
+    tls.add_argument(
+        "--replica-ca-certs", type=Path, metavar="FILE", help="authorities of https replicas (the system's)"
+    )
+    tls.add_argument(
+        "--replica-insecure", action="store_true", help="believe any certificate of an https replica"
+    )
     routing = parser.add_argument_group("routing")
     routing.add_argument(
         "--policy", choices=get_args(RoutingPolicy), default="", help="for all services, instead of their own"
@@ -91,6 +106,18 @@ def build_parser() -> argparse.ArgumentParser:
     times.add_argument("--drain-settle", type=float, default=_DEFAULTS.drain_settle_s, metavar="S")
     logs = parser.add_argument_group("logs")
     logs.add_argument("--no-access-log", action="store_true", help="no line per request")
+    logs.add_argument(
+        "--access-log-format",
+        choices=get_args(AccessFormat),
+        default=_DEFAULTS.access_log_format,
+        help="form of those lines (%(default)s)",
+    )
+    logs.add_argument(
+        "--usage-log",
+        type=Path,
+        metavar="DIR",
+        help="append tokens used per API key, model and hour to files in DIR, one JSON object a line",
+    )
     logs.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
 
@@ -119,6 +146,11 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         api_keys_file=arguments.api_keys_file,
         is_open=arguments.no_auth,
         guards_metrics=arguments.guard_metrics,
+        ssl_certfile=arguments.ssl_certfile,
+        ssl_keyfile=arguments.ssl_keyfile,
+        ssl_ca_certs=arguments.ssl_ca_certs,
+        replica_ca_certs=arguments.replica_ca_certs,
+        verifies_replicas=not arguments.replica_insecure,
         fleet_key=environment.get("ARGOSY_FLEET_KEY", "").encode(),
         policy=arguments.policy,
         index_capacity=arguments.index_max_chunks,
@@ -127,6 +159,8 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         first_byte_timeout_s=arguments.first_byte_timeout,
         request_timeout_s=arguments.request_timeout,
         access_log=not arguments.no_access_log,
+        access_log_format=arguments.access_log_format,
+        usage_log=arguments.usage_log,
     )
     config.check()
     return config

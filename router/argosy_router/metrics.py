@@ -1,109 +1,43 @@
 """The router's metrics: names, labels, buckets, in one place.
 
 Owns: every `argosy_router_*` series. Must not know: who counts what, and why.
-Invariant: counting is a dict or list operation on the loop's own thread; labels are model, replica and short closed
-sets, never anything a client sends.
-
-prometheus_client's own counters take a lock and a label lookup per event, some 10 us per request for what is counted
-here; a custom collector hands it the finished sums at scrape time instead.
+Invariant: labels are models, replicas and keys by their configured names and short closed sets, never anything a client
+sends; the series of a replica or model that left the fleet are dropped a while after, so a scrape stays as large as
+the fleet is.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from argosy_engine import __version__
 from argosy_router.fleet import Fleet
+from argosy_router.replica import Replica
+from argosy_router.series import Counter, Histogram, Labels, Reading, Rows, Series
+from argosy_router.service import Service
 
 PREFIX = "argosy_router_"
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
+    *(0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
 )
 """vLLM's time-to-first-token buckets up to 160 s, so that panels compare."""
+TOKEN_SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15),
+    *(0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5),
+)
+"""vLLM's buckets of time per output token, with finer ones for small models."""
 DECISION_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3)
 STATES = ("connecting", "synced", "stale", "foreign", "ejected", "draining")
-
-
-class Counter:
-    """A monotonic sum per label tuple."""
-
-    __slots__ = ("help", "labels", "name", "values")
-
-    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
-        self.name = name
-        self.help = text
-        self.labels = labels
-        self.values: defaultdict[tuple[str, ...], float] = defaultdict(float)
-
-    def add(self, labels: tuple[str, ...], amount: float = 1.0) -> None:
-        self.values[labels] += amount
-
-    def collect(self) -> Metric:
-        family = CounterMetricFamily(PREFIX + self.name, self.help, labels=self.labels)
-        for labels, value in self.values.items():
-            family.add_metric(labels, value)
-        return family
-
-
-class Histogram:
-    """Observations per label tuple, by bucket."""
-
-    __slots__ = ("bounds", "help", "labels", "name", "values")
-
-    def __init__(
-        self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float] = SECONDS
-    ) -> None:
-        self.name = name
-        self.help = text
-        self.labels = labels
-        self.bounds = bounds
-        self.values: dict[tuple[str, ...], list[float]] = {}
-        """bucket counts, then the sum"""
-
-    def observe(self, labels: tuple[str, ...], value: float) -> None:
-        row = self.values.get(labels)
-        if row is None:
-            row = self.values[labels] = [0.0] * (len(self.bounds) + 2)
-        row[bisect_left(self.bounds, value)] += 1.0
-        row[-1] += value
-
-    def collect(self) -> Metric:
-        family = HistogramMetricFamily(PREFIX + self.name, self.help, labels=self.labels)
-        for labels, row in self.values.items():
-            total = 0.0
-            buckets = []
-            for bound, count in zip((*map(str, self.bounds), "+Inf"), row, strict=False):
-                total += count
-                buckets.append((bound, total))
-            family.add_metric(labels, buckets, row[-1])
-        return family
+DEPARTED_S = 600.0
+"""How long the series of a replica that left are still shown: ten scrapes of a slow Prometheus."""
 
 
 class Metrics(Collector):
@@ -112,85 +46,188 @@ class Metrics(Collector):
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.connections = 0
-        by_model, by_replica = ("model",), ("model", "replica")
-        self.requests = Counter("requests", "Requests answered.", ("model", "code"))
-        self.duration = Histogram("request_duration_seconds", "From the whole request to the end.", by_model)
-        self.ttft = Histogram("ttft_seconds", "From the whole request to a stream's first event.", by_model)
-        self.decision = Histogram("decision_seconds", "Time to choose a replica.", (), DECISION_SECONDS)
-        self.routes = Counter("routes", "Requests dispatched, by reason of the choice.", ("model", "reason"))
-        self.retries = Counter("retries", "Attempts repeated before the first byte.", ("model", "reason"))
-        self.failures = Counter("upstream_failures", "Attempts that failed.", ("model", "replica", "reason"))
-        self.ejections = Counter("ejections", "Ejections begun or renewed.", by_replica)
-        self.interrupted = Counter("interrupted_streams", "Streams whose replica died.", by_replica)
-        self.disconnects = Counter("client_disconnects", "Clients gone before the end.", by_model)
-        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens, by usage of the answers.", by_replica)
-        self.predicted = Counter(
-            "predicted_cached_tokens", "Hits expected, for answers with usage.", by_replica
+        self._series: list[Series] = []
+        self._departed: dict[Labels, float] = {}
+        """(model, replica) or (model, "") -> when a scrape first missed it"""
+        model, replica = ("model",), ("model", "replica")
+
+        # requests
+        self.requests = self._counter("requests", "Requests answered.", ("model", "code"))
+        self.duration = self._histogram(
+            "request_duration_seconds", "From the whole request to the end.", model
         )
-        self.actual = Counter("actual_cached_tokens", "Hits, by usage of the same answers.", by_replica)
-        self.predicted_ttft = Counter(
-            "predicted_ttft_seconds", "Time to first token expected, for streams.", by_replica
+        self.ttft = self._histogram(
+            "ttft_seconds", "From the whole request to a stream's first event.", model
         )
-        self.actual_ttft = Counter(
-            "actual_ttft_seconds", "Time to first token of the same streams.", by_replica
+        self.itl = self._histogram(
+            "itl_seconds", "Mean time between the tokens of a stream.", model, TOKEN_SECONDS
         )
-        self.ttft_error = Histogram(
-            "ttft_error_seconds", "Difference between the two, either way.", by_replica
+        self.disconnects = self._counter("client_disconnects", "Clients gone before the end.", model)
+        self._gauge("client_connections", "Open client connections.", (), self._connections)
+
+        # choices
+        self.decision = self._histogram("decision_seconds", "Time to choose a replica.", (), DECISION_SECONDS)
+        self.routes = self._counter(
+            "routes",
+            "Attempts dispatched, by reason of the choice and by what the router knew of the replica.",
+            (*replica, "reason", "mode"),
         )
-        self._families: tuple[Counter | Histogram, ...] = (
-            self.requests,
-            self.duration,
-            self.ttft,
-            self.decision,
-            self.routes,
-            self.retries,
-            self.failures,
-            self.ejections,
-            self.interrupted,
-            self.disconnects,
-            self.prompt_tokens,
-            self.predicted,
-            self.actual,
-            self.predicted_ttft,
-            self.actual_ttft,
-            self.ttft_error,
+        self.predicted = self._counter(
+            "predicted_cached_tokens", "Hits expected, for answers with usage.", replica
         )
+        self.actual = self._counter("actual_cached_tokens", "Hits, by usage of the same answers.", replica)
+        self.prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens, by usage of the answers.", replica
+        )
+        self.completion_tokens = self._counter(
+            "completion_tokens", "Generated tokens, by usage of the answers.", replica
+        )
+        self.predicted_ttft = self._counter(
+            "predicted_ttft_seconds", "Time to first token expected, for streams.", replica
+        )
+        self.actual_ttft = self._counter(
+            "actual_ttft_seconds", "Time to first token of the same streams.", replica
+        )
+        self.ttft_error = self._histogram(
+            "ttft_error_seconds", "Difference between the two, either way.", replica
+        )
+
+        # failures
+        self.retries = self._counter(
+            "retries", "Attempts repeated before the first byte.", ("model", "reason")
+        )
+        self.failures = self._counter("upstream_failures", "Attempts that failed.", (*replica, "reason"))
+        self.ejections = self._counter("ejections", "Ejections begun or renewed.", replica)
+        self.interrupted = self._counter("interrupted_streams", "Streams whose replica died.", replica)
+
+        # replicas
+        self._gauge("replica_state", "1 for the current state.", (*replica, "state"), self._rows(_states))
+        self._gauge(
+            "inflight_requests",
+            "Requests without an end yet.",
+            replica,
+            self._each(lambda r: r.load.inflight),
+        )
+        self._gauge(
+            "queued_tokens",
+            "Uncached prompt tokens ahead.",
+            replica,
+            self._each(lambda r: r.load.queued_tokens),
+        )
+        self._gauge(
+            "kv_usage_ratio", "Share of the KV cache in use.", replica, self._each(lambda r: r.load.kv_usage)
+        )
+        self._gauge(
+            "telemetry_age_seconds", "Since the last heartbeat.", replica, self._rows(_telemetry_ages)
+        )
+        self._sum(
+            "telemetry_syncs", "Snapshots of residency taken in.", replica, self._each(lambda r: r.syncs)
+        )
+        self._sum(
+            "telemetry_skipped_frames",
+            "Frames of unknown type from newer engines.",
+            (),
+            lambda: [((), fleet.skipped_frames())],
+        )
+        self._gauge(
+            "index_chunks", "Chunks in the prefix index.", model, self._by_model(lambda s: len(s.index))
+        )
+        self._gauge("routable_replicas", "Replicas that may get requests.", model, self._by_model(_routable))
+        self._gauge("build_info", "Always 1.", ("version",), lambda: [((__version__,), 1.0)])
+
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    @property
+    def series(self) -> Iterable[Series]:
+        """Everything a scrape can show."""
+        return tuple(self._series)
+
+    def add(self, series: Series) -> None:
+        """Shows a series that another part counts."""
+        self._series.append(series)
 
     def render(self) -> bytes:
         """The text exposition."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        for family in self._families:
-            yield family.collect()
-        yield from self._fleet_gauges()
-        yield GaugeMetricFamily(
-            PREFIX + "client_connections", "Open client connections.", value=self.connections
-        )
-        yield CounterMetricFamily(
-            PREFIX + "telemetry_skipped_frames",
-            "Frames of unknown type from newer engines.",
-            value=self._fleet.skipped_frames(),
-        )
+        self._forget_departed(time.monotonic())
+        for series in self._series:
+            yield series.collect(PREFIX)
 
-    def _fleet_gauges(self) -> Iterable[Metric]:
-        labels = ("model", "replica")
-        state = GaugeMetricFamily(
-            PREFIX + "replica_state", "1 for the current state.", labels=(*labels, "state")
-        )
-        inflight = GaugeMetricFamily(
-            PREFIX + "inflight_requests", "Requests without an end yet.", labels=labels
-        )
-        queued = GaugeMetricFamily(PREFIX + "queued_tokens", "Uncached prompt tokens ahead.", labels=labels)
-        chunks = GaugeMetricFamily(PREFIX + "index_chunks", "Chunks in the prefix index.", labels=("model",))
-        for service in self._fleet.services.values():
-            model = service.spec.model
-            chunks.add_metric((model,), len(service.index))
-            for replica in service.replicas.values():
-                inflight.add_metric((model, replica.name), replica.load.inflight)
-                queued.add_metric((model, replica.name), replica.load.queued_tokens)
-                for name in STATES:
-                    state.add_metric((model, replica.name, name), float(replica.state == name))
-        return state, inflight, queued, chunks
+    # definitions
+
+    def _counter(self, name: str, text: str, labels: Labels) -> Counter:
+        counter = Counter(name, text, labels)
+        self._series.append(counter)
+        return counter
+
+    def _histogram(
+        self, name: str, text: str, labels: Labels, bounds: tuple[float, ...] = SECONDS
+    ) -> Histogram:
+        histogram = Histogram(name, text, labels, bounds)
+        self._series.append(histogram)
+        return histogram
+
+    def _gauge(self, name: str, text: str, labels: Labels, read: Callable[[], Rows]) -> None:
+        self._series.append(Reading("gauge", name, text, labels, read))
+
+    def _sum(self, name: str, text: str, labels: Labels, read: Callable[[], Rows]) -> None:
+        self._series.append(Reading("counter", name, text, labels, read))
+
+    # what is read from the fleet
+
+    def _connections(self) -> Rows:
+        return [((), self.connections)]
+
+    def _by_model(self, value: Callable[[Service], float]) -> Callable[[], Rows]:
+        return lambda: [((s.spec.model,), value(s)) for s in self._fleet.services.values()]
+
+    def _each(self, value: Callable[[Replica], float]) -> Callable[[], Rows]:
+        return self._rows(lambda replica: [((), value(replica))])
+
+    def _rows(self, rows: Callable[[Replica], Rows]) -> Callable[[], Rows]:
+        """`rows` of every replica, with its model and name before their labels."""
+
+        def read() -> Iterator[tuple[Labels, float]]:
+            for service in self._fleet.services.values():
+                for replica in service.replicas.values():
+                    for labels, value in rows(replica):
+                        yield (service.spec.model, replica.name, *labels), value
+
+        return read
+
+    def _forget_departed(self, now: float) -> None:
+        present = {
+            (service.spec.model, name)
+            for service in self._fleet.services.values()
+            for name in ("", *service.replicas)
+        } | {("", "")}
+        departed: dict[Labels, float] = {}
+        for series in self._series:
+            if isinstance(series, Reading) or "model" not in series.labels:
+                continue
+            model = series.labels.index("model")
+            replica = series.labels.index("replica") if "replica" in series.labels else None
+            for labels in list(series.values):
+                owner = (labels[model], labels[replica] if replica is not None else "")
+                if owner in present:
+                    continue
+                since = departed[owner] = self._departed.get(owner, now)
+                if now - since >= DEPARTED_S:
+                    del series.values[labels]
+        self._departed = departed
+
+
+def _states(replica: Replica) -> Rows:
+    return [((name,), float(replica.state == name)) for name in STATES]
+
+
+def _telemetry_ages(replica: Replica) -> Rows:
+    return [] if replica.heard_at is None else [((), time.monotonic() - replica.heard_at)]
+
+
+def _routable(service: Service) -> int:
+    return sum(replica.is_routable and not replica.health.is_ejected for replica in service.replicas.values())

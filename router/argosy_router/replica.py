@@ -24,6 +24,8 @@ class Member(NamedTuple):
     uid: str
     url: str
     is_draining: bool = False
+    hostname: str = ""
+    """What the replica is called where `url` has only its address: the name on its certificate."""
 
 
 class Replica:
@@ -48,6 +50,10 @@ class Replica:
         self.is_answering = False
         """Foreign replicas: whether the last health poll succeeded."""
         self.hello: Hello | None = None
+        self.heard_at: float | None = None
+        """Monotonic time of the last heartbeat."""
+        self.syncs = 0
+        """Snapshots taken in: one per connection of the telemetry stream, if nothing is lost."""
 
     @property
     def is_routable(self) -> bool:

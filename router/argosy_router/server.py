@@ -26,7 +26,9 @@ from argosy_router.http.server import ServerConnection
 from argosy_router.keys import ApiKeys
 from argosy_router.metrics import Metrics
 from argosy_router.proxy.application import RouterApplication
+from argosy_router.proxy.books import Books
 from argosy_router.proxy.dispatcher import Dispatcher
+from argosy_router.usage_ledger import UsageLedger
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +53,15 @@ class Router:
             policy=config.policy,
         )
         self.metrics = Metrics(self.fleet)
-        self._access_log = AccessLog(is_enabled=config.access_log)
+        self._access_log = AccessLog(is_enabled=config.access_log, line_format=config.access_log_format)
+        self._ledger = UsageLedger(config.usage_log, socket.gethostname())
+        for series in self._ledger.series():
+            self.metrics.add(series)
+        self._books = Books(self.metrics, self._access_log, self._ledger)
         self.dispatcher = Dispatcher(
             self.fleet,
             self.metrics,
-            self._access_log,
+            self._books,
             first_byte_timeout_s=config.first_byte_timeout_s,
             request_timeout_s=config.request_timeout_s,
         )
@@ -64,6 +70,7 @@ class Router:
             self.fleet,
             self.dispatcher,
             self.metrics,
+            self._books,
             lambda: self._keys.ring,
             guards_metrics=config.guards_metrics,
         )
@@ -134,6 +141,8 @@ class Router:
         self._own(self._discovery.run(self.fleet.apply), "discovery")
         self._own(self.fleet.maintain(), "maintenance")
         self._own(self._keys.watch(), "keys")
+        if config.usage_log is not None:
+            self._own(self._ledger.run(), "usage ledger")
         if config.admin_port >= 0:
             await self._start_admin()
 
@@ -142,7 +151,7 @@ class Router:
         app = build_admin(
             self.fleet,
             self.metrics,
-            self.dispatcher.decisions,
+            self._books.decisions,
             admin_keys(config.fleet_key),
             lambda: self.application.is_ready,
             socket.gethostname(),

@@ -148,6 +148,7 @@ class TelemetryClient:
 
     def _apply_load(self, load: Load) -> None:
         replica = self._replica
+        replica.heard_at = time.monotonic()
         replica.load.report(
             requests=load.num_running + load.num_waiting,
             tokens=load.queued_uncached_tokens,
@@ -162,6 +163,7 @@ class TelemetryClient:
 
     def _synced(self) -> None:
         self._replica.health.succeeded()
+        self._replica.syncs += 1
         self._set_link("synced")
 
     def _lose(self, reason: str) -> None:

@@ -28,6 +28,7 @@ from argosy_router.http.messages import Request
 from argosy_router.http.server import ServerConnection
 from argosy_router.metrics import CONTENT_TYPE, Metrics
 from argosy_router.proxy import headers
+from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import decode_call, unknown_model
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.exchange import Exchange
@@ -51,13 +52,14 @@ class RouterApplication:
         fleet: Fleet,
         dispatcher: Dispatcher,
         metrics: Metrics,
+        books: Books,
         keys: Keys,
         *,
         guards_metrics: bool = False,
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._metrics = metrics
+        self._books = books
         self._keys = keys
         self._created = int(time.time())
         self.is_draining = False
@@ -84,7 +86,7 @@ class RouterApplication:
         try:
             self._route(connection, request, request_id)
         except ApiError as error:
-            self._metrics.requests.add(("", str(error.http_status)))
+            self._books.refuse(request_id, error.http_status)
             connection.respond(
                 error.http_status,
                 self._dispatcher.error_headers(error) + b"x-request-id: %b\r\n" % request_id,

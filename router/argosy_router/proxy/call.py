@@ -45,6 +45,8 @@ class Call(NamedTuple):
     """Headers as every replica gets them, after the replica's own lines, up to the empty line."""
     body: bytes
     path: bytes
+    key_name: str = ""
+    """Name of the client's API key; empty where keys have no names."""
 
 
 SESSION_HEADER = b"x-session-id"

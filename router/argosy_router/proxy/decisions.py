@@ -34,6 +34,8 @@ class DecisionRecord(Struct):
     """Zero until the request has ended."""
     cached_tokens: int | None = None
     """By the answer's usage; absent when it has none."""
+    completion_tokens: int | None = None
+    """By the same usage."""
     ttft_s: float | None = None
     """Streams only."""
 

@@ -1,6 +1,6 @@
 """What exchanges need of the rest: the choice, the clock, the retry budget, and where events are counted.
 
-Owns: policy of attempts (deadlines, budget), health verdicts, metrics and the access line of every request.
+Owns: policy of attempts (deadlines, budget), health verdicts.
 Must not know: the bytes of requests and answers.
 """
 
@@ -12,13 +12,13 @@ import time
 from collections.abc import Sequence
 
 from argosy_engine.protocol.errors import ApiError
-from argosy_router.access_log import AccessLog
 from argosy_router.fleet import Fleet
 from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.messages import render_headers
 from argosy_router.metrics import Metrics
+from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import Call
-from argosy_router.proxy.decisions import DecisionLog, DecisionRecord
+from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.exchange import Exchange, Refused
 from argosy_router.proxy.retry import RetryBudget
 from argosy_router.proxy.usage import TokenUsage
@@ -41,20 +41,19 @@ class Dispatcher:
         self,
         fleet: Fleet,
         metrics: Metrics,
-        access_log: AccessLog,
+        books: Books,
         *,
         first_byte_timeout_s: float = FIRST_BYTE_TIMEOUT_S,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
-        self._access_log = access_log
+        self._books = books
         self._first_byte_timeout_s = first_byte_timeout_s
         self._request_timeout_s = request_timeout_s
         self.now = time.monotonic
         """Not the loop's clock, which stands still between turns and counts milliseconds."""
         self._budget = RetryBudget(self.now())
-        self.decisions = DecisionLog()
         self.inflight = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -74,22 +73,7 @@ class Dispatcher:
 
     def dispatched(self, call: Call, choice: Choice, attempt: int) -> DecisionRecord:
         call.service.dispatched(choice, call.prompt, self.now())
-        model, decision = call.service.spec.model, choice.decision
-        self._metrics.routes.add((model, decision.reason))
-        record = DecisionRecord(
-            time.time(),
-            call.request_id.decode(),
-            model,
-            choice.replica.name,
-            decision.reason,
-            attempt,
-            choice.uncached_tokens + decision.predicted_tokens,
-            decision.predicted_tokens,
-            choice.predicted_ttft_s,
-            decision.cost_s,
-        )
-        self.decisions.add(record)
-        return record
+        return self._books.dispatched(call, choice, attempt)
 
     def request_line(self, call: Call, replica: Replica) -> bytes:
         """Request line and the headers that differ by replica."""
@@ -132,61 +116,13 @@ class Dispatcher:
 
     def measured(self, call: Call, choice: Choice, record: DecisionRecord, usage: TokenUsage) -> None:
         """An answer told its token counts."""
-        service = call.service
-        record.prompt_tokens = usage.prompt_tokens
-        record.cached_tokens = usage.cached_tokens
-        labels = (service.spec.model, choice.replica.name)
-        self._metrics.prompt_tokens.add(labels, usage.prompt_tokens)
-        self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
-        self._metrics.actual.add(labels, usage.cached_tokens)
-        service.learn(call.prompt, usage.prompt_tokens)
+        self._books.measured(call, choice, record, usage)
 
     def finished(self, exchange: Exchange) -> None:
-        duration = self.now() - exchange.started
-        call = exchange.call
-        model = call.service.spec.model
-        metrics = self._metrics
-        metrics.requests.add((model, str(exchange.status)))
-        metrics.duration.observe((model,), duration)
-        if exchange.first_event_s is not None:
-            metrics.ttft.observe((model,), exchange.first_event_s)
-            if call.is_stream and exchange.attempts == 1 and exchange.status == 200:
-                self._calibrate(exchange, model, exchange.first_event_s)
-        if exchange.record is not None:
-            exchange.record.status = exchange.status
-        if self._access_log.is_enabled:
-            self._log(exchange, model, duration)
+        self._books.close(exchange, self.now() - exchange.started)
         self.inflight -= 1
         if not self.inflight:
             self.idle.set()
-
-    def _calibrate(self, exchange: Exchange, model: str, ttft_s: float) -> None:
-        """Holds the prediction against what happened."""
-        choice, record = exchange.choice, exchange.record
-        assert choice is not None
-        assert record is not None
-        record.ttft_s = ttft_s
-        labels = (model, choice.replica.name)
-        self._metrics.predicted_ttft.add(labels, choice.predicted_ttft_s)
-        self._metrics.actual_ttft.add(labels, ttft_s)
-        self._metrics.ttft_error.observe(labels, abs(ttft_s - choice.predicted_ttft_s))
-        choice.replica.load.learn(choice.tokens_ahead, ttft_s)
-
-    def _log(self, exchange: Exchange, model: str, duration: float) -> None:
-        choice = exchange.choice
-        replica, route, predicted = "-", "-", 0
-        if choice is not None:
-            replica, route, predicted = (
-                choice.replica.name,
-                choice.decision.reason,
-                choice.decision.predicted_tokens,
-            )
-        first = "-" if exchange.first_event_s is None else f"{exchange.first_event_s * 1000:.1f}"
-        self._access_log.write(
-            f"request={exchange.call.request_id.decode()} model={model} status={exchange.status} replica={replica} "
-            f"route={route} predicted_tokens={predicted} attempts={exchange.attempts} ttft_ms={first} "
-            f"duration_ms={duration * 1000:.1f}"
-        )
 
     def error_headers(self, error: ApiError) -> bytes:
         """Headers of an answer of our own; `x-should-retry` is what OpenAI's SDKs obey first."""

@@ -15,11 +15,15 @@ TAIL_BYTES = 2048
 
 _PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})')
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
+_COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})')
 
 
 class TokenUsage(NamedTuple):
     prompt_tokens: int
+    """Cached ones included."""
     cached_tokens: int
+    completion_tokens: int
+    """Zero where nothing is generated (embeddings)."""
 
 
 def find_usage(tail: bytes) -> TokenUsage | None:
@@ -31,4 +35,7 @@ def find_usage(tail: bytes) -> TokenUsage | None:
     if prompt is None:
         return None
     cached = _CACHED.search(tail, start)
-    return TokenUsage(int(prompt[1]), int(cached[1]) if cached else 0)
+    completion = _COMPLETION.search(tail, start)
+    return TokenUsage(
+        int(prompt[1]), int(cached[1]) if cached else 0, int(completion[1]) if completion else 0
+    )

@@ -1,0 +1,64 @@
+"""A file of whole lines that only grows.
+
+Owns: one open file. Must not know: what the lines say.
+Invariants: readers of the file never see part of a line once `append` has returned or raised, nor after a crash once
+the file is opened again; one process writes a file at a time. Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+_TAIL_BYTES = 1 << 20
+"""A torn line is looked for in this many last bytes; lines are a few kilobytes."""
+
+
+class AppendFile:
+    """Opens `path`, and takes back a line that a crash left unfinished.
+
+    Raises:
+        BlockingIOError: another process writes this file.
+        OSError: it cannot be opened or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.size = self._repaired_size()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _repaired_size(self) -> int:
+        size = os.fstat(self._descriptor).st_size
+        tail = os.pread(self._descriptor, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        torn = len(tail) - (tail.rfind(b"\n") + 1)
+        if torn:
+            os.ftruncate(self._descriptor, size - torn)
+        return size - torn
+
+    def append(self, lines: bytes) -> None:
+        """Writes whole lines through to the disk, or none of them.
+
+        Raises:
+            OSError: nothing was added; the same lines may be appended again.
+        """
+        assert lines.endswith(b"\n")
+        written = 0
+        try:
+            while written < len(lines):
+                written += os.write(self._descriptor, lines[written:])
+            os.fsync(self._descriptor)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self.size)
+            raise
+        self.size += written
+
+    def close(self) -> None:
+        os.close(self._descriptor)

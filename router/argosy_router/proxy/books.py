@@ -1,0 +1,136 @@
+"""What is written down about a request: metrics, decision, usage, access line.
+
+Owns: which event changes which figure. Must not know: connections, retries, how a replica is chosen.
+Invariant: `close` is called once per request, when nothing can change it any more; so a retried or migrated request is
+counted, logged and billed once.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from argosy_router.access_log import AccessEntry, AccessLog
+from argosy_router.metrics import Metrics
+from argosy_router.proxy.call import Call
+from argosy_router.proxy.decisions import DecisionLog, DecisionRecord
+from argosy_router.proxy.usage import TokenUsage
+from argosy_router.service import Choice
+from argosy_router.usage_ledger import UsageLedger
+
+if TYPE_CHECKING:
+    from argosy_router.proxy.exchange import Exchange
+
+CLIENT_GONE = 499
+"""nginx's status for a client that left before its answer began."""
+
+
+class Books:
+    """Shared by all requests of one router."""
+
+    def __init__(self, metrics: Metrics, access_log: AccessLog, ledger: UsageLedger) -> None:
+        self._metrics = metrics
+        self._access_log = access_log
+        self._ledger = ledger
+        self.decisions = DecisionLog()
+
+    def dispatched(self, call: Call, choice: Choice, attempt: int) -> DecisionRecord:
+        """An attempt is being sent."""
+        model, replica, decision = call.service.spec.model, choice.replica, choice.decision
+        self._metrics.routes.add((model, replica.name, decision.reason, replica.link))
+        record = DecisionRecord(
+            time.time(),
+            call.request_id.decode(),
+            model,
+            replica.name,
+            decision.reason,
+            attempt,
+            choice.uncached_tokens + decision.predicted_tokens,
+            decision.predicted_tokens,
+            choice.predicted_ttft_s,
+            decision.cost_s,
+        )
+        self.decisions.add(record)
+        return record
+
+    def measured(self, call: Call, choice: Choice, record: DecisionRecord, usage: TokenUsage) -> None:
+        """The answer told its token counts."""
+        record.prompt_tokens = usage.prompt_tokens
+        record.cached_tokens = usage.cached_tokens
+        record.completion_tokens = usage.completion_tokens
+        labels = (call.service.spec.model, choice.replica.name)
+        self._metrics.prompt_tokens.add(labels, usage.prompt_tokens)
+        self._metrics.completion_tokens.add(labels, usage.completion_tokens)
+        self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
+        self._metrics.actual.add(labels, usage.cached_tokens)
+        call.service.learn(call.prompt, usage.prompt_tokens)
+
+    def close(self, exchange: Exchange, duration_s: float) -> None:
+        """The request has ended, however it did."""
+        call, record = exchange.call, exchange.record
+        model, metrics = call.service.spec.model, self._metrics
+        metrics.requests.add((model, str(exchange.status)))
+        metrics.duration.observe((model,), duration_s)
+        if exchange.first_event_s is not None:
+            metrics.ttft.observe((model,), exchange.first_event_s)
+            if call.is_stream and exchange.attempts == 1 and exchange.status == 200:
+                self._calibrate(exchange, exchange.first_event_s)
+        if record is not None:
+            record.status = exchange.status
+            self._bill(exchange, record, duration_s)
+        if self._access_log.is_enabled:
+            self._access_log.write(_entry(exchange, duration_s))
+
+    def refuse(self, request_id: bytes, status: int) -> None:
+        """A request got an error before it became a call."""
+        self._metrics.requests.add(("", str(status)))
+        if self._access_log.is_enabled:
+            self._access_log.write(AccessEntry(time.time(), request_id.decode(), status))
+
+    def _calibrate(self, exchange: Exchange, ttft_s: float) -> None:
+        """Holds the prediction against what happened."""
+        choice, record = exchange.choice, exchange.record
+        assert choice is not None
+        assert record is not None
+        record.ttft_s = ttft_s
+        labels = (exchange.call.service.spec.model, choice.replica.name)
+        self._metrics.predicted_ttft.add(labels, choice.predicted_ttft_s)
+        self._metrics.actual_ttft.add(labels, ttft_s)
+        self._metrics.ttft_error.observe(labels, abs(ttft_s - choice.predicted_ttft_s))
+        choice.replica.load.learn(choice.tokens_ahead, ttft_s)
+
+    def _bill(self, exchange: Exchange, record: DecisionRecord, duration_s: float) -> None:
+        call = exchange.call
+        model = call.service.spec.model
+        if record.cached_tokens is None or record.completion_tokens is None:
+            if exchange.status in (200, CLIENT_GONE):
+                self._ledger.enter_unmetered(call.key_name, model)
+            return
+        generated = record.completion_tokens
+        self._ledger.enter(call.key_name, model, record.prompt_tokens, record.cached_tokens, generated)
+        if call.is_stream and exchange.first_event_s is not None and generated > 1:
+            self._metrics.itl.observe((model,), (duration_s - exchange.first_event_s) / (generated - 1))
+
+
+def _entry(exchange: Exchange, duration_s: float) -> AccessEntry:
+    call, choice, record = exchange.call, exchange.choice, exchange.record
+    entry = AccessEntry(
+        time.time(),
+        call.request_id.decode(),
+        exchange.status,
+        call.key_name,
+        call.service.spec.model,
+        attempts=exchange.attempts,
+        duration_ms=duration_s * 1000.0,
+    )
+    if exchange.first_event_s is not None:
+        entry.ttft_ms = exchange.first_event_s * 1000.0
+    if choice is not None and record is not None:
+        entry.replica = choice.replica.name
+        entry.route = choice.decision.reason
+        entry.predicted_tokens = choice.decision.predicted_tokens
+        entry.cached_tokens = record.cached_tokens
+        entry.completion_tokens = record.completion_tokens
+        if record.cached_tokens is not None:
+            entry.prompt_tokens = record.prompt_tokens
+    return entry

@@ -1,0 +1,256 @@
+"""Who used how much: tokens per API key, model and hour, for bills.
+
+Owns: the sums since start (metrics) and their increments in append-only files.
+Must not know: requests, prompts, secrets; keys appear by name.
+Invariants: a request is entered once, when its answer has ended, whatever attempts and replicas that took; the lines of
+all files add up to what was entered, except what a crash takes within `FLUSH_S`; while a disk refuses, increments
+wait and merge, so memory stays bounded by keys times models.
+
+A file is one hour of one router, `2026-11-21T10Z.ROUTER.jsonl`, with a number before the suffix when one grows beyond
+`MAX_FILE_BYTES`. Each line is an increment with an id of its own, so that loading a file twice can be noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from argosy_router.append_file import AppendFile
+from argosy_router.series import Labels, Reading
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 2.0
+MAX_FILE_BYTES = 64 * 1024 * 1024
+_HOUR_S = 3600
+
+
+class UsageLine(Struct, frozen=True, kw_only=True):
+    """One increment, as written."""
+
+    id: str
+    """Unique among all lines of all routers."""
+    router: str
+    hour: str
+    """Beginning of the hour in which the requests ended, as `2026-11-21T10:00:00Z`."""
+    key: str
+    """Name of the API key; empty where keys have no names."""
+    model: str
+    requests: int
+    """Answers with usage."""
+    unmetered_requests: int
+    """Answers without: clients that left, streams that were cut. Their tokens are not known."""
+    prompt_tokens: int
+    """Cached ones included."""
+    cached_tokens: int
+    completion_tokens: int
+
+
+class _Sums:
+    """What one key used of one model."""
+
+    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens", "requests", "unmetered_requests")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.unmetered_requests = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+
+    def add(self, other: _Sums) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+_Account = tuple[str, str]
+"""(key, model)"""
+
+
+class UsageLedger:
+    """The sums of one router. `directory` is None where nothing is written."""
+
+    def __init__(
+        self, directory: Path | None = None, router: str = "", *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._files = _HourlyFiles(directory, router) if directory is not None else None
+        self._router = router
+        self._clock = clock
+        self._totals: dict[_Account, _Sums] = {}
+        self._unwritten: dict[int, dict[_Account, _Sums]] = {}
+        """by hour since the epoch"""
+        self._ids = _ids()
+        self._writing = asyncio.Lock()
+        self.write_failures = 0
+
+    def enter(
+        self, key: str, model: str, prompt_tokens: int, cached_tokens: int, completion_tokens: int
+    ) -> None:
+        """A request has ended, and its answer said what it used."""
+        for sums in self._sums(key, model):
+            sums.requests += 1
+            sums.prompt_tokens += prompt_tokens
+            sums.cached_tokens += cached_tokens
+            sums.completion_tokens += completion_tokens
+
+    def enter_unmetered(self, key: str, model: str) -> None:
+        """A request has ended after its answer began, without usage."""
+        for sums in self._sums(key, model):
+            sums.unmetered_requests += 1
+
+    def _sums(self, key: str, model: str) -> Iterator[_Sums]:
+        account = (key, model)
+        tables = [self._totals]
+        if self._files is not None:
+            tables.append(self._unwritten.setdefault(int(self._clock()) // _HOUR_S, {}))
+        for table in tables:
+            sums = table.get(account)
+            if sums is None:
+                sums = table[account] = _Sums()
+            yield sums
+
+    # metrics
+
+    def series(self) -> list[Reading]:
+        """The sums as metrics."""
+        labels = ("key", "model")
+        return [
+            Reading(
+                "counter",
+                "usage_requests",
+                "Requests answered per API key; without usage: clients that left, streams that were cut.",
+                (*labels, "metered"),
+                self._request_rows,
+            ),
+            Reading(
+                "counter",
+                "usage_tokens",
+                "Tokens used per API key; cached ones are among the prompt's.",
+                (*labels, "kind"),
+                self._token_rows,
+            ),
+            Reading(
+                "counter",
+                "usage_write_failures",
+                "Failed attempts to append to the usage files; what they held is written later.",
+                (),
+                lambda: [((), self.write_failures)],
+            ),
+        ]
+
+    def _request_rows(self) -> Iterator[tuple[Labels, float]]:
+        for account, sums in self._totals.items():
+            yield (*account, "yes"), sums.requests
+            yield (*account, "no"), sums.unmetered_requests
+
+    def _token_rows(self) -> Iterator[tuple[Labels, float]]:
+        for account, sums in self._totals.items():
+            yield (*account, "prompt"), sums.prompt_tokens
+            yield (*account, "cached"), sums.cached_tokens
+            yield (*account, "completion"), sums.completion_tokens
+
+    # files
+
+    async def run(self) -> None:
+        """Until cancelled: writes increments down, then once more."""
+        try:
+            while True:
+                await asyncio.sleep(FLUSH_S)
+                await self.flush()
+        finally:
+            await self.flush()
+            if self._files is not None:
+                self._files.close()
+
+    async def flush(self) -> None:
+        """Appends what is not written yet. What cannot be written waits for the next time."""
+        await asyncio.shield(asyncio.ensure_future(self._flush()))  # a write that began is seen to its end
+
+    async def _flush(self) -> None:
+        async with self._writing:
+            if self._files is None:
+                return
+            pending, self._unwritten = self._unwritten, {}
+            for hour, table in sorted(pending.items()):
+                lines = [self._line(hour, account, sums) for account, sums in table.items()]
+                try:
+                    await asyncio.to_thread(self._files.append, hour, b"".join(lines))
+                except OSError as error:
+                    self.write_failures += 1
+                    log.error("usage cannot be written, it is kept in memory: %s", error)
+                    self._keep(hour, table)
+
+    def _keep(self, hour: int, table: dict[_Account, _Sums]) -> None:
+        kept = self._unwritten.setdefault(hour, {})
+        for account, sums in table.items():
+            if account in kept:
+                kept[account].add(sums)
+            else:
+                kept[account] = sums
+
+    def _line(self, hour: int, account: _Account, sums: _Sums) -> bytes:
+        line = UsageLine(
+            id=next(self._ids),
+            router=self._router,
+            hour=time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(hour * _HOUR_S)),
+            key=account[0],
+            model=account[1],
+            requests=sums.requests,
+            unmetered_requests=sums.unmetered_requests,
+            prompt_tokens=sums.prompt_tokens,
+            cached_tokens=sums.cached_tokens,
+            completion_tokens=sums.completion_tokens,
+        )
+        return msgspec.json.encode(line) + b"\n"
+
+
+def _ids() -> Iterator[str]:
+    process = secrets.token_hex(8)
+    number = 0
+    while True:
+        number += 1
+        yield f"{process}-{number}"
+
+
+class _HourlyFiles:
+    """The files of one router in a directory, one open at a time."""
+
+    def __init__(self, directory: Path, router: str) -> None:
+        self._directory = directory
+        self._router = router
+        self._hour = -1
+        self._file: AppendFile | None = None
+
+    def append(self, hour: int, lines: bytes) -> None:
+        """Raises: OSError, and nothing was added."""
+        if self._file is None or hour != self._hour or self._file.size >= MAX_FILE_BYTES:
+            self.close()
+            self._hour = hour
+            self._file = self._open(time.strftime("%Y-%m-%dT%HZ", time.gmtime(hour * _HOUR_S)))
+        self._file.append(lines)
+
+    def _open(self, hour: str) -> AppendFile:
+        """The hour's first file that has room and that no other process writes."""
+        part = 0
+        while True:
+            number = f".{part}" if part else ""
+            part += 1
+            try:
+                file = AppendFile(self._directory / f"{hour}.{self._router}{number}.jsonl")
+            except BlockingIOError:
+                continue
+            if file.size < MAX_FILE_BYTES:
+                return file
+            file.close()
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

@@ -1,0 +1,133 @@
+"""What a scrape shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+
+from argosy_engine.protocol.fleet import FleetDocument
+from argosy_router import metrics
+from argosy_router.access_log import AccessEntry, AccessLog
+from argosy_router.series import Counter
+
+from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
+from .harness import chat, rig, service
+
+DESCRIBED = (
+    *("requests_total", "ttft_seconds", "itl_seconds", "ttft_error_seconds", "predicted_cached_tokens_total"),
+    *("actual_cached_tokens_total", "index_chunks", "replica_state", "telemetry_age_seconds"),
+    *("telemetry_syncs_total", "queued_tokens", "decision_seconds"),
+)
+"""What research into other routers found missing in one or another of them."""
+
+
+async def answer(connection: Connection, request: Received) -> None:
+    if request.json.get("stream"):
+        usage = {**json.loads(completion(prompt_tokens=120, cached=96))["usage"], "completion_tokens": 3}
+        connection.begin_stream()
+        connection.chunk(event("a"))
+        connection.chunk(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+        connection.chunk(DONE)
+        connection.end_stream()
+    else:
+        connection.answer(200, completion(prompt_tokens=120, cached=96))
+
+
+async def test_a_scrape_holds_every_described_series() -> None:
+    async with rig([FakeEngine(script=answer)]) as r:
+        await r.chat("word " * 100, stream=True, stream_options={"include_usage": True})
+        await r.chat("word " * 100)
+        text = r.router.metrics.render().decode()
+        for name in DESCRIBED:
+            assert re.search(rf"^argosy_router_{name}(_count)?[ {{]", text, re.MULTILINE), name
+        assert r.metric('itl_seconds_count{model="tiny"}') == 1
+        assert r.metric('routes_total{mode="synced",model="tiny",reason="only",replica="r0"}') == 2
+        assert r.metric('telemetry_syncs_total{model="tiny",replica="r0"}') == 1
+        assert r.metric('completion_tokens_total{model="tiny",replica="r0"}') == 4
+        assert "process_cpu_seconds_total" in text
+        names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+        assert len(names) == len(set(names))
+
+
+async def test_services_that_share_a_model_name_share_a_sample() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    async with rig(engines) as r:
+        first = service(engines[:1])
+        second = service(engines[1:], namespace="other", uid="uid-2")
+        r.discovery.set(FleetDocument(services=(first, second)))
+        await r.until(lambda: len(list(r.router.fleet.replicas())) == 2)
+        samples = [line.partition(" ")[0] for line in r.router.metrics.render().decode().splitlines()]
+        assert len([s for s in samples if s.startswith("argosy_router_index_chunks{")]) == 1
+
+
+async def test_series_of_replicas_that_left_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    async with rig(engines, policy="round-robin") as r:
+        for _ in range(4):
+            await r.chat()
+        r.discovery.set(FleetDocument(services=(service(engines[:1]),)))
+        gone = 'routes_total{mode="synced",model="tiny",reason="load",replica="r1"}'
+        assert r.metric(gone) == 2, "a last scrape still sees it"
+        assert r.metric("requests_total") == 4
+        monkeypatch.setattr(metrics, "DEPARTED_S", 0.0)
+        assert r.metric(gone) == 0
+        assert r.metric(gone.replace("r1", "r0")) == 2
+        assert r.metric("requests_total") == 4, "the model is still served"
+
+
+def test_a_counter_sums_by_label() -> None:
+    counter = Counter("c", "", ("model", "code"))
+    counter.add(("a", "200"), 2)
+    counter.add(("a", "500"))
+    counter.add(("b", "200"))
+    assert (counter.total(), counter.total(model="a"), counter.total(model="a", code="500")) == (4, 3, 1)
+
+
+# the access log
+
+
+@pytest.mark.parametrize("line_format", ["text", "json"])
+async def test_every_request_has_one_line(line_format: str) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as lines:
+        async with rig([FakeEngine(script=answer)]) as r:
+            log = AccessLog(writer, line_format=line_format)  # type: ignore[arg-type]
+            r.router._books._access_log = log
+            await r.http.post(
+                "/v1/chat/completions",
+                json=chat(stream=True, stream_options={"include_usage": True}),
+                headers={"x-request-id": "one"},
+            )
+            await r.http.post("/v1/chat/completions", content=b"{", headers={"x-request-id": "two"})
+            log.flush()
+            os.close(writer)
+        written = lines.read().splitlines()
+    assert len(written) == 2
+    if line_format == "json":
+        one, two = (json.loads(line) for line in written)
+    else:
+        one, two = (dict(field.split("=", 1) for field in line.split(" ")) for line in written)
+    assert (one["request"], str(one["status"]), one["model"], one["replica"]) == ("one", "200", "tiny", "r0")
+    assert [
+        str(one[name]) for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "attempts")
+    ] == [*("120", "96", "3", "1")]
+    assert float(one["ttft_ms"]) <= float(one["duration_ms"])
+    assert (two["request"], str(two["status"])) == ("two", "415")
+
+
+async def test_lines_are_dropped_rather_than_kept_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("argosy_router.access_log.MAX_BUFFERED_LINES", 3)
+    reader, writer = os.pipe()
+    log = AccessLog(writer)
+    for number in range(5):
+        log.write(AccessEntry(0.0, f"id-{number}", 200, model="a\nb"))
+    log.flush()
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        written = lines.read().splitlines()
+    assert [line.split()[1] for line in written] == ["request=id-0", "request=id-1", "request=id-2"]
+    assert 'model="a\\nb"' in written[0]
+    assert log.dropped == 2
