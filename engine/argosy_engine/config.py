@@ -88,6 +88,9 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         str,
         Meta(min_length=1, max_length=512, description="subclass of Worker to run, as package.module.Class"),
     ] = "auto"
+    structured_outputs_cache_bytes: Annotated[
+        int, Meta(ge=0, le=1 << 40, description="compiled grammars kept for later requests")
+    ] = 256 << 20
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
         Meta(description="CPU compute threads; default: the cores this process may use"),

@@ -86,7 +86,10 @@ class EngineCore:
             policy=args.scheduling_policy,
         )
         self.structured = StructuredOutputManager.for_model(
-            info.model_path, info.config.vocab_size, info.config.eos_token_ids
+            info.model_path,
+            info.config.vocab_size,
+            info.config.eos_token_ids,
+            args.structured_outputs_cache_bytes,
         )
         self.last_step: SchedulerOutput | None = None
         """For the dump of a core that dies."""

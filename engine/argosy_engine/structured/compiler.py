@@ -18,7 +18,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from argosy_engine.structured.params import GrammarSpec
 
@@ -30,15 +30,26 @@ logger = logging.getLogger("argosy.structured")
 DEADLINE_S = 30.0
 """Usual schemas take milliseconds to a second; the most that a schema
 of a large tool catalogue needs with a vocabulary of 150k tokens is about ten."""
-CACHE_BYTES = 256 << 20
 MAX_OVERDUE = 4
 """Threads past their deadline that are waited for no longer; more would leave the engine no cores."""
 MAX_QUEUED = 1024
 _MAX_EXPIRED = 256
 _NICENESS = 10
-_TOO_MANY = "too many grammars are taking too long to compile; retry later"
 
-Done = Callable[["CompiledGrammar | str"], None]
+
+class NoGrammar(NamedTuple):
+    """Why there is no grammar."""
+
+    reason: str
+    is_overload: bool = False
+    """Whether the grammar may well compile later."""
+
+
+_TOO_MANY = NoGrammar("too many grammars are taking too long to compile", is_overload=True)
+_QUEUE_FULL = NoGrammar("too many grammars are waiting to be compiled", is_overload=True)
+_CLOSED = NoGrammar("the engine is shutting down", is_overload=True)
+
+Done = Callable[["CompiledGrammar | NoGrammar"], None]
 """Called once, from a thread of the compiler: the grammar, or why there is none."""
 
 
@@ -80,7 +91,7 @@ class GrammarCompiler:
         *,
         num_threads: int,
         deadline_s: float = DEADLINE_S,
-        cache_bytes: int = CACHE_BYTES,
+        cache_bytes: int = 256 << 20,
     ) -> None:
         self.deadline_s = deadline_s
         self.cache_bytes = cache_bytes
@@ -139,11 +150,11 @@ class GrammarCompiler:
                 job.is_over = True
             self._changed.notify_all()
         for job in jobs:
-            _answer(job, "the engine is shutting down")
+            _answer(job, _CLOSED)
 
-    def _refusal(self, spec: GrammarSpec) -> str | None:
+    def _refusal(self, spec: GrammarSpec) -> NoGrammar | None:
         if self._is_closed:
-            return "the engine is shutting down"
+            return _CLOSED
         if spec in self._jobs:
             return None
         if spec in self._expired:
@@ -151,12 +162,12 @@ class GrammarCompiler:
         if self._num_overdue >= MAX_OVERDUE:
             return _TOO_MANY
         if len(self._queue) >= MAX_QUEUED:
-            return "too many grammars are waiting to be compiled; retry later"
+            return _QUEUE_FULL
         return None
 
     @property
-    def _expiry(self) -> str:
-        return f"the grammar did not compile within {self.deadline_s:g} s; make it simpler"
+    def _expiry(self) -> NoGrammar:
+        return NoGrammar(f"the grammar did not compile within {self.deadline_s:g} s; make it simpler")
 
     def _start_threads(self) -> None:
         if self._num_idle < len(self._queue) and self._num_workers < self._num_threads:
@@ -182,7 +193,7 @@ class GrammarCompiler:
 
     def _run(self, job: _Job) -> bool:
         """Compiles; False when it took so long that the pool has given this thread up."""
-        result: CompiledGrammar | str
+        result: CompiledGrammar | NoGrammar
         try:
             self._backend.prepare()
             with self._changed:
@@ -190,12 +201,12 @@ class GrammarCompiler:
                 self._changed.notify_all()
             result = self._backend.compile(job.spec)
         except (RuntimeError, ValueError, TypeError) as error:
-            result = f"the grammar does not compile: {_reason(error)}"
+            result = NoGrammar(f"the grammar does not compile: {_reason(error)}")
         except Exception as error:
             logger.exception("compiling a grammar failed")
-            result = f"structured outputs are not available: {error}"
+            result = NoGrammar(f"structured outputs are not available: {error}")
         with self._changed:
-            if not isinstance(result, str):
+            if not isinstance(result, NoGrammar):
                 self._remember(job.spec, result)
                 self._expired.pop(job.spec, None)
             if job.is_over:
@@ -255,7 +266,7 @@ class GrammarCompiler:
             self.cached_bytes -= old
 
 
-def _answer(job: _Job, result: CompiledGrammar | str) -> None:
+def _answer(job: _Job, result: CompiledGrammar | NoGrammar) -> None:
     for done in job.done:
         done(result)
 

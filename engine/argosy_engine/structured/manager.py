@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
-from argosy_engine.structured.compiler import GrammarCompiler
+from argosy_engine.structured.compiler import GrammarCompiler, NoGrammar
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.params import GrammarSpec
 from argosy_engine.structured.reasoning import Reasoning
@@ -41,6 +41,8 @@ class Compiled(Struct, frozen=True):
 
     request_id: str
     error: str | None
+    is_overload: bool = False
+    """Whether the error may be gone later."""
 
 
 class StructuredOutputManager:
@@ -63,21 +65,22 @@ class StructuredOutputManager:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._waiting: dict[str, tuple[GrammarRequest, Sequence[int]]] = {}
         self._states: dict[str, GrammarState] = {}
-        self._done: deque[tuple[str, CompiledGrammar | str]] = deque()
+        self._done: deque[tuple[str, CompiledGrammar | NoGrammar]] = deque()
         """From compile threads; append and popleft are atomic."""
         self._compiled = threading.Event()
         self._bitmask = np.empty((0, self._num_words), np.int32)
 
     @classmethod
     def for_model(
-        cls, model_path: str, vocab_size: int, eos_token_ids: Collection[int]
+        cls, model_path: str, vocab_size: int, eos_token_ids: Collection[int], cache_bytes: int
     ) -> StructuredOutputManager:
         """For a model's directory, compiling with half of the cores. Nothing is loaded before the first grammar."""
         num_threads = max(1, min(_MAX_COMPILE_THREADS, len(os.sched_getaffinity(0)) // 2))
         backend = XGrammarBackend(
             lambda: Vocabulary(Path(model_path), vocab_size, eos_token_ids), num_threads
         )
-        return cls(GrammarCompiler(backend, num_threads=num_threads), vocab_size, eos_token_ids)
+        compiler = GrammarCompiler(backend, num_threads=num_threads, cache_bytes=cache_bytes)
+        return cls(compiler, vocab_size, eos_token_ids)
 
     @property
     def is_waiting(self) -> bool:
@@ -117,11 +120,11 @@ class StructuredOutputManager:
             if request_id not in self._waiting:
                 continue  # aborted meanwhile
             request, output = self._waiting.pop(request_id)
-            error = result if isinstance(result, str) else None
-            if not isinstance(result, str):
+            if isinstance(result, NoGrammar):
+                compiled.append(Compiled(request_id, result.reason, result.is_overload))
+            else:
                 self._states[request_id] = GrammarState(result, request.reasoning, self._eos_token_ids)
-                error = self.accept(request_id, output)
-            compiled.append(Compiled(request_id, error))
+                compiled.append(Compiled(request_id, self.accept(request_id, output)))
         return compiled
 
     def wait(self) -> None:
@@ -163,7 +166,7 @@ class StructuredOutputManager:
     def close(self) -> None:
         self.compiler.close()
 
-    def _finished(self, request_id: str, result: CompiledGrammar | str) -> None:
+    def _finished(self, request_id: str, result: CompiledGrammar | NoGrammar) -> None:
         self._done.append((request_id, result))
         self._compiled.set()
         self.wake()
