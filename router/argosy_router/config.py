@@ -12,6 +12,7 @@ from pathlib import Path
 from argosy_router.access_log import AccessFormat
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.server import ServerLimits
+from argosy_router.http.tls import ClientTls, ServerTls
 from argosy_router.index import DEFAULT_CAPACITY
 from argosy_router.proxy.dispatcher import FIRST_BYTE_TIMEOUT_S, REQUEST_TIMEOUT_S
 
@@ -33,8 +34,10 @@ class RouterConfig:
     admin_port: int = 8081
     """Zero: any free port; negative: no admin port."""
     replicas: tuple[str, ...] = ()
+    replica_dns: tuple[str, ...] = ()
+    """URLs whose host names resolve to the replicas' addresses."""
     replica_key: str = ""
-    """Bearer key of the replicas named by `replicas`."""
+    """Bearer key of the replicas named by `replicas` and `replica_dns`."""
     fleet_file: Path | None = None
     kubernetes: bool = False
     fleet_namespace: str = ""
@@ -73,9 +76,11 @@ class RouterConfig:
 
     def check(self) -> None:
         """Raises ConfigError."""
-        sources = [bool(self.replicas), self.fleet_file is not None, self.kubernetes]
+        sources = [bool(self.replicas), bool(self.replica_dns), self.fleet_file is not None, self.kubernetes]
         if sum(sources) != 1:
-            raise ConfigError("name the replicas by exactly one of --replica, --fleet-file and --kubernetes")
+            raise ConfigError(
+                "name the replicas by exactly one of --replica, --replica-dns, --fleet-file and --kubernetes"
+            )
         has_keys = bool(self.api_keys) or self.api_keys_file is not None
         if not has_keys and self.host not in LOOPBACK and not self.is_open:
             raise ConfigError(
@@ -93,3 +98,27 @@ class RouterConfig:
             raise ConfigError("--kubernetes needs the fleet key in ARGOSY_FLEET_KEY")
         if self.fleet_key and len(self.fleet_key) < 16:
             raise ConfigError("ARGOSY_FLEET_KEY must have at least 16 bytes")
+
+    def server_tls(self) -> ServerTls | None:
+        """The endpoint's TLS, or None for plain HTTP.
+
+        Raises:
+            ConfigError: a file cannot be used.
+        """
+        if self.ssl_certfile is None:
+            return None
+        try:
+            return ServerTls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+        except OSError as error:
+            raise ConfigError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs: {error}") from None
+
+    def replica_tls(self) -> ClientTls:
+        """TLS towards https replicas.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        try:
+            return ClientTls(self.replica_ca_certs, verifies=self.verifies_replicas)
+        except OSError as error:
+            raise ConfigError(f"--replica-ca-certs: {error}") from None

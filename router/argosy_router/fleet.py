@@ -20,6 +20,7 @@ from argosy_engine.protocol.report import RoutableReport
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import ConnectionPool
+from argosy_router.http.tls import ClientTls
 from argosy_router.index import DEFAULT_CAPACITY
 from argosy_router.replica import Member, Replica
 from argosy_router.residency import Residency
@@ -50,6 +51,7 @@ class Fleet:
         wheel: TimerWheel,
         limits: ClientLimits,
         *,
+        tls: ClientTls | None = None,
         fleet_key: bytes = b"",
         index_capacity: int = DEFAULT_CAPACITY,
         policy: str = "",
@@ -57,6 +59,7 @@ class Fleet:
     ) -> None:
         self._wheel = wheel
         self._limits = limits
+        self._tls = tls or ClientTls()
         self._fleet_key = fleet_key
         self._index_capacity = index_capacity
         self.policy = policy
@@ -187,7 +190,7 @@ class Fleet:
 
     def _add_replica(self, service: Service, member: Member) -> None:
         try:
-            pool = ConnectionPool(member.url, self._limits, self._wheel)
+            pool = ConnectionPool(member.url, self._limits, self._wheel, self._tls, member.hostname)
         except ValueError as error:
             log.error("replica %s of %s is left out: %s", member.name, service.spec.key, error)
             return

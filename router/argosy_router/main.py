@@ -41,13 +41,20 @@ def build_parser() -> argparse.ArgumentParser:
     listen.add_argument(
         "--admin-port", type=int, default=_DEFAULTS.admin_port, help="admin port; -1 for none (%(default)s)"
     )
-    replicas = parser.add_argument_group("replicas (one of the three)")
+    replicas = parser.add_argument_group("replicas (one of the four)")
     replicas.add_argument(
         "--replica",
         action="append",
         default=[],
         metavar="URL",
-        help="http://HOST:PORT of an engine; repeatable",
+        help="http://HOST:PORT or https://HOST:PORT of an engine; repeatable",
+    )
+    replicas.add_argument(
+        "--replica-dns",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="the same for all addresses HOST resolves to, such as a headless Service's pods; repeatable",
     )
     replicas.add_argument(
         "--fleet-file", type=Path, metavar="FILE", help="fleet document, followed as it changes"
@@ -63,7 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=_DEFAULTS.fleet_configmap,
         help="ConfigMap of the fleet document (%(default)s)",
     )
-    replicas.add_argument("--replica-key", help="bearer key of the engines given by --replica")
+    replicas.add_argument(
+        "--replica-key", help="bearer key of the engines given by --replica or --replica-dns"
+    )
     access = parser.add_argument_group("access")
     access.add_argument(
         "--api-key", action="append", default=[], metavar="KEY", help="key of clients; repeatable"
@@ -79,7 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     tls.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, unless in --ssl-certfile")
     tls.add_argument(
-        "--ssl-ca-certs", type=Path, metavar="FILE", help="clients must show a certificate of these authorities"
+        "--ssl-ca-certs",
+        type=Path,
+        metavar="FILE",
+        help="clients must show a certificate of these authorities",
     )
     tls.add_argument(
         "--replica-ca-certs", type=Path, metavar="FILE", help="authorities of https replicas (the system's)"
@@ -137,6 +149,7 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         admin_host=arguments.admin_host,
         admin_port=arguments.admin_port,
         replicas=tuple(arguments.replica),
+        replica_dns=tuple(arguments.replica_dns),
         replica_key=arguments.replica_key or environment.get("ARGOSY_REPLICA_KEY", ""),
         fleet_file=arguments.fleet_file,
         kubernetes=arguments.kubernetes,

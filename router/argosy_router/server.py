@@ -18,13 +18,17 @@ from argosy_router.access_log import AccessLog
 from argosy_router.admin import AdminServer, admin_keys, build_admin
 from argosy_router.config import RouterConfig
 from argosy_router.discovery.base import Discovery
+from argosy_router.discovery.dns import DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet import Fleet
+from argosy_router.history import History
 from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server import ServerConnection
+from argosy_router.http.tls import watch as watch_tls
 from argosy_router.keys import ApiKeys
 from argosy_router.metrics import Metrics
+from argosy_router.overview import Overviews
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.dispatcher import Dispatcher
@@ -45,9 +49,12 @@ class Router:
         self.config = config
         self._loop = asyncio.get_running_loop()
         self._wheel = TimerWheel(self._loop, tick_s)
+        self._tls = config.server_tls()
+        self._replica_tls = config.replica_tls()
         self.fleet = Fleet(
             self._wheel,
             config.client,
+            tls=self._replica_tls,
             fleet_key=config.fleet_key,
             index_capacity=config.index_capacity,
             policy=config.policy,
@@ -91,7 +98,9 @@ class Router:
             from argosy_router.discovery.kubernetes import KubernetesDiscovery
 
             return KubernetesDiscovery(config.fleet_namespace, config.fleet_configmap)
-        return StaticDiscovery(config.replicas, config.replica_key, self._wheel)
+        if config.replica_dns:
+            return DnsDiscovery(config.replica_dns, config.replica_key, self._wheel, self._replica_tls)
+        return StaticDiscovery(config.replicas, config.replica_key, self._wheel, self._replica_tls)
 
     # addresses
 
@@ -103,7 +112,7 @@ class Router:
 
     @property
     def url(self) -> str:
-        return "http://{}:{}".format(*self.address)
+        return "{}://{}:{}".format("https" if self._tls else "http", *self.address)
 
     @property
     def admin_url(self) -> str:
@@ -135,9 +144,17 @@ class Router:
 
     async def _start(self) -> None:
         config = self.config
+        tls: dict[str, Any] = {}
+        if self._tls is not None:
+            tls["ssl"] = self._tls.context
+            tls["ssl_handshake_timeout"] = config.server.tls_handshake_timeout_s
+            tls["ssl_shutdown_timeout"] = config.server.linger_s
         self._listener = await self._loop.create_server(
-            self._connection, config.host, config.port, backlog=BACKLOG, start_serving=True
+            self._connection, config.host, config.port, backlog=BACKLOG, start_serving=True, **tls
         )
+        for files in (self._tls, self._replica_tls):
+            if files is not None:
+                self._own(watch_tls(files), "TLS files")
         self._own(self._discovery.run(self.fleet.apply), "discovery")
         self._own(self.fleet.maintain(), "maintenance")
         self._own(self._keys.watch(), "keys")
@@ -148,14 +165,17 @@ class Router:
 
     async def _start_admin(self) -> None:
         config = self.config
+        history = History(self.metrics)
         app = build_admin(
             self.fleet,
             self.metrics,
             self._books.decisions,
             admin_keys(config.fleet_key),
-            lambda: self.application.is_ready,
+            self.application,
+            Overviews(self.fleet, self.metrics, history, socket.gethostname()),
             socket.gethostname(),
         )
+        self._own(history.run(), "history")
         self._admin = AdminServer(app, config.admin_host or config.host, config.admin_port)
         listening = _bind(config.admin_host or config.host, config.admin_port)
         self._own(self._admin.serve([listening]), "admin")

@@ -19,6 +19,7 @@ from argosy_router.discovery.kubernetes import KubernetesDiscovery, pod_selector
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet import FleetSnapshot
 from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.tls import ClientTls
 from argosy_router.replica import Member
 
 from .fake_api_server import FakeApiServer
@@ -64,7 +65,7 @@ async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
     ):
         await late.stop()
         urls = [engine.url for engine in (first, second, late)]
-        async with following(StaticDiscovery(urls, "", wheel)) as published:
+        async with following(StaticDiscovery(urls, "", wheel, ClientTls())) as published:
             await until(lambda: len(published.members.get("static/tiny", ())) == 2)
             assert published[-1].document.services[0].aliases == ("small",)
             await late.start()
@@ -73,11 +74,11 @@ async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["https://a:1", "a:1", "http://", "http://a:1/v1", "http://u:p@a:1", "http://a:99999"]
+    "url", ["ftp://a:1", "a:1", "http://", "http://a:1/v1", "http://u:p@a:1", "http://a:99999"]
 )
 async def test_replica_urls_are_checked(url: str) -> None:
     with pytest.raises(ValueError):
-        StaticDiscovery([url], "", TimerWheel(asyncio.get_running_loop()))
+        StaticDiscovery([url], "", TimerWheel(asyncio.get_running_loop()), ClientTls())
 
 
 # file

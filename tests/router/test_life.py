@@ -60,7 +60,7 @@ def test_flags_win_over_the_environment() -> None:
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--host", "0.0.0.0", "--replica", "http://a:1"]) == EXIT_USAGE
     assert "--api-key" in capsys.readouterr().err
-    assert main(["--replica", "https://a:1"]) == EXIT_USAGE
+    assert main(["--replica", "ftp://a:1"]) == EXIT_USAGE
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["--replica", "http://127.0.0.1:1", "--port", port, "--admin-port", "-1"]) == EXIT_ADDRESS

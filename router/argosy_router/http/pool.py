@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from argosy_router.http.client import ClientConnection, ClientLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import ConnectFailed
+from argosy_router.http.tls import ClientTls
 
 
 class Waiter(Protocol):
@@ -28,11 +29,20 @@ class Waiter(Protocol):
 
 
 class ConnectionPool:
-    """Connections to one `http://host:port`."""
+    """Connections to one `http://host:port` or `https://host:port`.
 
-    def __init__(self, url: str, limits: ClientLimits, wheel: TimerWheel) -> None:
-        self.host, self.port = split_url(url)
-        self.authority = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+    `hostname` is what the replica is called where that differs from its address: on its certificate and in `Host`.
+    """
+
+    def __init__(
+        self, url: str, limits: ClientLimits, wheel: TimerWheel, tls: ClientTls, hostname: str = ""
+    ) -> None:
+        self.is_tls, self.host, self.port = split_url(url)
+        self._tls = tls
+        self._hostname = hostname or self.host
+        self.authority = (
+            f"[{self._hostname}]:{self.port}" if ":" in self._hostname else f"{self._hostname}:{self.port}"
+        )
         self.authority_bytes = self.authority.encode("latin-1")
         self._limits = limits
         self._wheel = wheel
@@ -67,6 +77,8 @@ class ConnectionPool:
                     lambda: ClientConnection(self._limits, self._wheel, on_idle, self._on_closed),
                     self.host,
                     self.port,
+                    ssl=self._tls.context if self.is_tls else None,
+                    server_hostname=self._hostname if self.is_tls else None,
                 )
         except TimeoutError:
             raise ConnectFailed("connect deadline passed") from None
@@ -111,19 +123,20 @@ class ConnectionPool:
             waiter.on_connected(connection)
 
 
-def split_url(url: str) -> tuple[str, int]:
-    """Host and port of a replica's `http://host:port`.
+def split_url(url: str) -> tuple[bool, str, int]:
+    """Whether it is TLS, host and port of a replica's `http://host:port` or `https://host:port`.
 
     Raises:
         ValueError: another scheme, a path, credentials, or no host.
     """
     parts = urlsplit(url)
     if (
-        parts.scheme != "http"
+        parts.scheme not in ("http", "https")
         or not parts.hostname
         or parts.path not in ("", "/")
         or parts.query
         or parts.username
     ):
-        raise ValueError(f"replica URL must look like http://HOST:PORT, not {url!r}")
-    return parts.hostname, parts.port or 80
+        raise ValueError(f"replica URL must look like http://HOST:PORT or https://HOST:PORT, not {url!r}")
+    is_tls = parts.scheme == "https"
+    return is_tls, parts.hostname, parts.port or (443 if is_tls else 80)

@@ -48,6 +48,8 @@ class ServerLimits:
     """Above this the replica is paused."""
     max_held_bytes: int = 64 * 1024
     """Bytes accepted ahead of the answer being written; then reading stops until it is finished."""
+    tls_handshake_timeout_s: float = 10.0
+    """From accepting a connection to the end of its handshake."""
     linger_s: float = 1.0
     """After refusing a request: how long to discard input, so that the refusal is not lost to a TCP reset."""
 
@@ -60,6 +62,22 @@ class Exchange(Protocol):
     def on_client_paused(self) -> None: ...
 
     def on_client_resumed(self) -> None: ...
+
+
+class Client(Protocol):
+    """Whoever asked, as an exchange sees it (`ServerConnection` says what each call does)."""
+
+    def attach(self, exchange: Exchange) -> None: ...
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None: ...
+
+    def start(self, status: int, headers: bytes, first: bytes) -> None: ...
+
+    def send(self, data: bytes) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 class Application(Protocol):

@@ -1,0 +1,129 @@
+"""Replicas from `--replica-dns URL`: one per address that the URL's host name resolves to, such as the pods behind a
+headless Service.
+
+Owns: resolving, and when an address counts as gone. Must not know: requests, health.
+Invariants: a failed or empty answer changes nothing; an address leaves once `MISSES` answers in a row were without it,
+because a server may answer with a part of them. Replicas that died meanwhile are the health checks' concern.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+from argosy_router.discovery.base import Publish
+from argosy_router.discovery.census import Census
+from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.pool import split_url
+from argosy_router.http.tls import ClientTls
+from argosy_router.replica import Member
+
+log = logging.getLogger(__name__)
+
+RESOLVE_S = 5.0
+"""Period: the usual TTL of a headless Service's records."""
+MISSES = 3
+MAX_ADDRESSES = 1024
+"""Per name."""
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Addresses of a host, IPv4 or IPv6, for a port. Raises OSError."""
+
+
+class DnsDiscovery:
+    """The addresses behind some names, all with one bearer key.
+
+    Raises:
+        ValueError: a URL is not `http://HOST:PORT` or `https://HOST:PORT`.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        key: str,
+        wheel: TimerWheel,
+        tls: ClientTls,
+        *,
+        resolve: Resolve | None = None,
+        resolve_s: float = RESOLVE_S,
+    ) -> None:
+        self._names = [_Name(*split_url(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self._key = key
+        self._wheel = wheel
+        self._tls = tls
+        self._resolve = resolve or system_resolver
+        self._resolve_s = resolve_s
+
+    async def run(self, publish: Publish) -> None:
+        """Until cancelled. Nothing is published before some name has resolved."""
+        census = Census("dns", self._key, self._wheel, self._tls, publish)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name in self._names:
+                    group.create_task(self._follow(name, census))
+        finally:
+            await census.close()
+
+    async def _follow(self, name: _Name, census: Census) -> None:
+        while True:
+            before = name.members()
+            try:
+                name.answered(
+                    await self._resolve(name.host, name.port)
+                )  # the C library bounds how long it tries
+            except OSError as error:
+                name.failed(str(error))
+            if name.members() != before:
+                census.keep([member for each in self._names for member in each.members()])
+            await asyncio.sleep(self._resolve_s)
+
+
+class _Name:
+    """One host name and what it was last known to mean."""
+
+    def __init__(self, is_tls: bool, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+        self._scheme = "https" if is_tls else "http"
+        self._misses: dict[str, int] = {}
+        """address -> answers without it since it was last seen"""
+        self._is_failing = False
+
+    def answered(self, addresses: Sequence[str]) -> None:
+        found = list(dict.fromkeys(addresses))
+        if not found:
+            self.failed("no addresses")
+            return
+        if len(found) > MAX_ADDRESSES:
+            log.error("%s has %d addresses, using %d", self.host, len(found), MAX_ADDRESSES)
+        self._is_failing = False
+        kept = dict.fromkeys(found[:MAX_ADDRESSES], 0)
+        for address, misses in self._misses.items():
+            if address not in kept and misses + 1 < MISSES and len(kept) < MAX_ADDRESSES:
+                kept[address] = misses + 1
+        self._misses = kept
+
+    def failed(self, reason: str) -> None:
+        if not self._is_failing:
+            log.warning(
+                "%s does not resolve (%s), keeping %d addresses", self.host, reason, len(self._misses)
+            )
+        self._is_failing = True
+
+    def members(self) -> list[Member]:
+        """By address."""
+        authorities = sorted(f"[{a}]:{self.port}" if ":" in a else f"{a}:{self.port}" for a in self._misses)
+        return [Member(at, "", f"{self._scheme}://{at}", hostname=self.host) for at in authorities]
+
+
+async def system_resolver(host: str, port: int) -> Sequence[str]:
+    """What the system says, hosts file and search domains included: the addresses of the family it prefers, since a
+    replica with addresses in both must not count twice.
+
+    Raises:
+        OSError: the name does not resolve.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for family, _, _, _, address in found if family == found[0][0]]
