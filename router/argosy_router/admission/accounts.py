@@ -1,0 +1,144 @@
+"""Accounts: what a key's holder may ask for, and what it has under way.
+
+Owns: a key's terms applied to requests. Must not know: keys themselves, queues, HTTP.
+Invariant: a reservation is closed once; what a request took and did not use comes back, and what it used beyond that is
+owed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from argosy_engine.protocol.errors import TooManyRequests
+from argosy_engine.protocol.fleet import ModelName
+from argosy_router.admission.limits import RateLimits
+
+MAX_PER_MINUTE = 1_000_000_000
+MAX_PRIORITY = (1 << 31) - 1
+"""Bound of the request field `priority`."""
+
+
+class KeyTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What stands behind a key in a key file. Zero means no limit."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    """What logs and metrics call the key. Keys of the same name share one account, as while one replaces another."""
+    models: tuple[ModelName, ...] = ()
+    """Names as requests may give them; none means all models."""
+    requests_per_minute: Annotated[int, Meta(ge=0, le=MAX_PER_MINUTE)] = 0
+    tokens_per_minute: Annotated[int, Meta(ge=0, le=MAX_PER_MINUTE)] = 0
+    """Prompt and completion together."""
+    max_parallel_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Waiting ones included."""
+    weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
+    """Share of a saturated service, relative to the other keys that wait for it."""
+    priority: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)] = 0
+    """Class of all its requests: lower goes first."""
+
+
+class RateLimited(TooManyRequests):
+    """An account is over one of its limits."""
+
+    default_code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float, limits: dict[str, str]) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self._limits = limits
+
+    def headers(self) -> dict[str, str]:
+        return super().headers() | self._limits
+
+
+class Account:
+    """One key's holder. Times are a monotonic clock's."""
+
+    def __init__(self, terms: KeyTerms, now: float) -> None:
+        self._limits = RateLimits()
+        self._active = 0
+        """Requests with an open reservation."""
+        self.apply(terms, now)
+
+    def apply(self, terms: KeyTerms, now: float) -> None:
+        """New terms, as of the next request; what was used of the old limits stays used."""
+        self.name = terms.name
+        self.weight = terms.weight
+        self._terms = terms
+        self._limits.apply(terms.requests_per_minute, terms.tokens_per_minute, now)
+        self.is_limited = self._limits.is_limited or terms.max_parallel_requests > 0
+
+    def may_use(self, *names: str) -> bool:
+        """Whether it may use the model that has these names."""
+        models = self._terms.models
+        return not models or any(name in models for name in names)
+
+    def priority(self, asked: int) -> int:
+        """The priority of a request that asks for `asked`: nobody gets ahead of the key's own class."""
+        return min(MAX_PRIORITY, self._terms.priority + max(0, asked))
+
+    def reserve(self, tokens: int, now: float) -> Reservation:
+        """Takes one request of about so many tokens off the limits.
+
+        Raises:
+            RateLimited: one of the limits is reached; nothing was taken.
+        """
+        terms = self._terms
+        wait_s = self._limits.wait_s(tokens, now)
+        if wait_s > 0.0:
+            raise RateLimited(
+                f"the rate limit of API key {self.name!r} is reached",
+                retry_after_s=wait_s,
+                limits=self._limits.headers(),
+            )
+        if terms.max_parallel_requests and self._active >= terms.max_parallel_requests:
+            raise RateLimited(
+                f"API key {self.name!r} has its {terms.max_parallel_requests} requests under way",
+                retry_after_s=1.0,
+                limits=self._limits.headers(),
+            )
+        self._active += 1
+        self._limits.take(1, tokens)
+        return Reservation(self, tokens, self._limits.headers())
+
+    def close(self, requests: int, tokens: int) -> None:
+        """For `Reservation` alone: takes the difference to what was reserved."""
+        self._active -= 1
+        self._limits.take(requests, tokens)
+
+
+class Anyone(Account):
+    """Whoever asks a router without keys: everything is allowed, and `priority` is taken at its word."""
+
+    def __init__(self) -> None:
+        super().__init__(KeyTerms(name="anyone"), 0.0)
+        self.name = ""
+
+    def priority(self, asked: int) -> int:
+        return asked
+
+
+class Reservation:
+    """What one request took off its account's limits."""
+
+    __slots__ = ("_account", "_is_open", "_tokens", "headers")
+
+    def __init__(self, account: Account, tokens: int, headers: dict[str, str]) -> None:
+        self._account = account
+        self._tokens = tokens
+        self._is_open = True
+        self.headers = headers
+        """For the answer."""
+
+    def settle(self, tokens: int | None) -> None:
+        """The request is over, having used so many tokens; None leaves it at what was reserved."""
+        self._close(0, 0 if tokens is None else tokens - self._tokens)
+
+    def cancel(self) -> None:
+        """The request never reached a replica: it counts for nothing."""
+        self._close(-1, -self._tokens)
+
+    def _close(self, requests: int, tokens: int) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._account.close(requests, tokens)

@@ -1,0 +1,140 @@
+"""API keys: from the text a client sends to its account.
+
+Owns: the format of key files, the table of keys. Must not know: files, requests.
+Invariants: keys are kept as SHA-256 digests only, and a key's text appears in no message; a table with keys or a file
+stays closed, whatever becomes of them; a line that cannot be read denies its own key and no other.
+
+A key file has one key per line: the key itself, or `sha256:` and its digest in hexadecimal, then its terms
+(`accounts.KeyTerms`) as NAME=VALUE in any order. `#` begins a comment line.
+
+    sha256:5994471abb01112afcc18159f6cc74b4f511b99806da59b3caf5a9c173cacfc5 name=shop models=tiny,large weight=2
+    sk-a-plain-key name=batch tokens_per_minute=100000 priority=10
+
+Looking a digest up in a table takes no time from which a key could be guessed: the digest of a guess cannot be steered,
+and its bytes are compared only where the table's own keyed hash already agrees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import msgspec
+
+from argosy_router.admission.accounts import Account, Anyone, KeyTerms
+
+MAX_FILE_BYTES = 16 * 1024 * 1024
+"""A hundred thousand keys; a Kubernetes Secret holds one."""
+_DIGEST_PREFIX = "sha256:"
+_FIELDS = tuple(KeyTerms.__struct_fields__)
+
+
+class KeyFileError(ValueError):
+    """A line of a key file cannot be used; the message names no key."""
+
+
+class KeyTable:
+    """The keys in force. Times are a monotonic clock's."""
+
+    def __init__(self, keys: Iterable[str] = (), *, is_closed: bool = False, now: float = 0.0) -> None:
+        """`keys` hold forever; `is_closed` when a key file will add others."""
+        self._fixed = {_digest(key): _default_terms(_digest(key)) for key in keys if key}
+        self._anyone = None if self._fixed or is_closed else Anyone()
+        self._by_name: dict[str, Account] = {}
+        self._by_digest: dict[bytes, Account] = {}
+        self._install(self._fixed, now)
+
+    def load(self, text: str, now: float) -> list[str]:
+        """Replaces the keys of the file by those of `text`. Accounts that stay keep what they have used.
+
+        Returns:
+            What is wrong with lines that were left out.
+        """
+        keys = dict(self._fixed)
+        terms_of: dict[str, KeyTerms] = {terms.name: terms for terms in keys.values()}
+        problems = []
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            try:
+                digest, terms = parse_line(line)
+                if digest in keys:
+                    raise KeyFileError("the key was given before")
+                if terms_of.setdefault(terms.name, terms) != terms:
+                    raise KeyFileError(f"keys named {terms.name!r} must have the same terms")
+            except KeyFileError as error:
+                problems.append(f"line {number}: {error}")
+            else:
+                keys[digest] = terms
+        self._install(keys, now)
+        return problems
+
+    def account_of(self, authorization: bytes | None) -> Account | None:
+        """The account behind an `Authorization` header (`Bearer KEY`, scheme case-insensitive), or None."""
+        if self._anyone is not None:
+            return self._anyone
+        scheme, _, key = (authorization or b"").partition(b" ")
+        account = self._by_digest.get(hashlib.sha256(key.strip()).digest())
+        return account if scheme.lower() == b"bearer" else None
+
+    def _install(self, keys: dict[bytes, KeyTerms], now: float) -> None:
+        before, self._by_name = self._by_name, {}
+        for terms in keys.values():
+            account = before.get(terms.name)
+            if account is None:
+                account = Account(terms, now)
+            else:
+                account.apply(terms, now)
+            self._by_name[terms.name] = before[terms.name] = account
+        self._by_digest = {digest: self._by_name[terms.name] for digest, terms in keys.items()}
+
+
+def parse_line(line: str) -> tuple[bytes, KeyTerms]:
+    """The digest and the terms of one key.
+
+    Raises:
+        KeyFileError: a field is unknown, twice, malformed or out of bounds.
+    """
+    key, *words = line.split()
+    if key.startswith(_DIGEST_PREFIX):
+        digest = _read_digest(key[len(_DIGEST_PREFIX) :])
+    else:
+        digest = _digest(key)
+    fields: dict[str, str | list[str]] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise KeyFileError("after the key, terms are written NAME=VALUE")
+        if name not in _FIELDS or name in fields:
+            raise KeyFileError(f"terms are, once each: {', '.join(_FIELDS)}")
+        fields[name] = value.split(",") if name == "models" else value
+    if not fields:
+        return digest, _default_terms(digest)
+    try:
+        return digest, msgspec.convert({"name": _default_name(digest), **fields}, KeyTerms, strict=False)
+    except msgspec.ValidationError as error:
+        raise KeyFileError(str(error)) from None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _read_digest(text: str) -> bytes:
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != hashlib.sha256().digest_size:
+        raise KeyFileError(f"{_DIGEST_PREFIX} must be followed by 64 hexadecimal digits")
+    if digest == _digest(""):
+        raise KeyFileError("this is the digest of nothing at all, which would let anybody in")
+    return digest
+
+
+def _default_name(digest: bytes) -> str:
+    return f"key-{digest.hex()[:8]}"
+
+
+def _default_terms(digest: bytes) -> KeyTerms:
+    return KeyTerms(name=_default_name(digest))

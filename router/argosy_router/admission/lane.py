@@ -1,0 +1,192 @@
+"""One service's way in: admit a request now, have it wait, or refuse it.
+
+Owns: how many admitted requests the service has under way, who waits, and when waiting ends without success.
+Must not know: replicas (it asks how much room they have), sockets, timers.
+Invariants: who waits is told exactly one thing, `admit` or `refuse`, unless it leaves first, and then nothing; nobody
+is admitted past those who wait; who has waited longer than allowed is refused at the next `tick`.
+
+A service takes as many requests as its replicas have room for together; to which of them a request goes is the policy's
+choice, made when it is admitted, not when it arrives. The room is looked up anew when the last answer is old or used
+up, so that a request of a service at ease costs two comparisons here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from argosy_engine.protocol.errors import ApiError, TooManyRequests, Unavailable
+from argosy_router.admission.accounts import Account
+from argosy_router.admission.queue import Entry, FairQueue, QueueFull
+
+ROOM_MAX_AGE_S = 0.25
+"""Within this, replicas may report that others than this router fill them."""
+DRAIN_WINDOW_S = 10.0
+MAX_RETRY_AFTER_S = 60.0
+"""OpenAI's SDKs ignore a longer hint."""
+
+
+class Bounds(NamedTuple):
+    """What may wait for one service, and how long."""
+
+    max_entries: int
+    max_bytes: int
+    queue_timeout_s: float
+    """While the service has replicas."""
+    hold_timeout_s: float
+    """While it has none."""
+
+
+class Waiter(Entry):
+    """A waiting request that hears what becomes of it."""
+
+    __slots__ = ("since",)
+
+    def __init__(self, account: Account, priority: int, cost: float, size: int) -> None:
+        super().__init__(account, priority, cost, size)
+        self.since = 0.0
+        """When it began to wait."""
+
+    def admit(self) -> None:
+        """It is sent, within this call."""
+        raise NotImplementedError
+
+    def refuse(self, error: ApiError) -> None:
+        """It is answered with `error`."""
+        raise NotImplementedError
+
+
+class DrainRate:
+    """Requests that end per second, averaged over about `DRAIN_WINDOW_S`."""
+
+    __slots__ = ("_born", "_sum", "_time")
+
+    def __init__(self, now: float) -> None:
+        self._born = self._time = now
+        self._sum = 0.0
+
+    def ended(self, now: float) -> None:
+        self._sum = self._decayed(now) + 1.0
+        self._time = now
+
+    def retry_after_s(self, ahead: int, now: float) -> float:
+        """When `ahead` requests will have ended, at this rate; within what clients heed."""
+        seen_s = DRAIN_WINDOW_S * -math.expm1((self._born - now) / DRAIN_WINDOW_S)
+        ended = self._decayed(now)
+        predicted = ahead * seen_s / ended if ended > 0.0 else 1.0
+        return min(MAX_RETRY_AFTER_S, max(1.0, predicted))
+
+    def _decayed(self, now: float) -> float:
+        return self._sum * math.exp((self._time - now) / DRAIN_WINDOW_S)
+
+
+class Lane:
+    """The way in to one service. Times are a monotonic clock's, passed in."""
+
+    def __init__(
+        self, model: str, room: Callable[[float], int], bounds: Callable[[], Bounds], now: float
+    ) -> None:
+        """`room(now)` says how many more requests the replicas take now, or raises Unavailable when there is none."""
+        self._model = model
+        self._room = room
+        self._bounds = bounds
+        self._queue: FairQueue[Waiter] = FairQueue()
+        self._drain = DrainRate(now)
+        self.active = 0
+        """Requests admitted and without an end yet."""
+        self._allowed = 0
+        """`active` may grow to this ..."""
+        self._fresh_until = now
+        """... until then."""
+        self._is_deserted = False
+        self._turned = now
+        """When the service last got its first replica or lost its last one."""
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def enter(self, now: float) -> bool:
+        """Whether a request is admitted at once; it is counted then. Otherwise it has to `wait`."""
+        if self._queue:
+            return False
+        if self.active >= self._allowed or now >= self._fresh_until:
+            try:
+                self._allowed = self.active + self._room(now)
+            except Unavailable:
+                return False
+            self._fresh_until = now + ROOM_MAX_AGE_S
+            if self.active >= self._allowed:
+                return False
+        self.active += 1
+        return True
+
+    def retract(self, now: float) -> None:
+        """A request was admitted but could not be sent: it has not entered after all."""
+        self.active -= 1
+        self._fresh_until = now
+
+    def wait(self, waiter: Waiter, now: float) -> None:
+        """Queues a request that was not admitted.
+
+        Raises:
+            Unavailable: the service has no replica, and requests are not held until there is one.
+            TooManyRequests: the queue is full.
+        """
+        bounds = self._bounds()
+        self._look(now)
+        if self._is_deserted and not bounds.hold_timeout_s:
+            raise self._refusal(now)
+        try:
+            unlucky = self._queue.push(waiter, bounds.max_entries, bounds.max_bytes)
+        except QueueFull:
+            raise self._refusal(now) from None
+        waiter.since = now
+        if unlucky is not None:
+            unlucky.refuse(self._refusal(now))
+
+    def leave(self, waiter: Waiter) -> None:
+        """A waiting request is given up by its client."""
+        self._queue.remove(waiter)
+
+    def ended(self, now: float) -> None:
+        """An admitted request is over."""
+        self.active -= 1
+        self._drain.ended(now)
+
+    def tick(self, now: float) -> None:
+        """Admits as many as there is room for and refuses those who have waited too long. Call it when a request has
+        ended, and now and then while somebody waits."""
+        room = self._look(now)
+        while room > 0 and self._queue:
+            self.active += 1
+            waiter = self._queue.pop()
+            waiter.admit()
+            room = self._look(now)
+        bounds = self._bounds()
+        patience_s = bounds.hold_timeout_s if self._is_deserted else bounds.queue_timeout_s
+        while (oldest := self._queue.oldest) is not None:
+            if max(oldest.since, self._turned) + patience_s > now:
+                return
+            self._queue.remove(oldest)
+            oldest.refuse(self._refusal(now))
+
+    def _look(self, now: float) -> int:
+        """The room there is; notes whether there are replicas at all."""
+        try:
+            room, is_deserted = self._room(now), False
+        except Unavailable:
+            room, is_deserted = 0, True
+        if is_deserted is not self._is_deserted:
+            self._is_deserted = is_deserted
+            self._turned = now
+        return room
+
+    def _refusal(self, now: float) -> ApiError:
+        if self._is_deserted:
+            return Unavailable(f"no replica of model {self._model!r} is ready", retry_after_s=1.0)
+        return TooManyRequests(
+            f"model {self._model!r} has more requests than it can take",
+            retry_after_s=self._drain.retry_after_s(len(self._queue) + 1, now),
+        )

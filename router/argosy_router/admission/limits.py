@@ -1,0 +1,114 @@
+"""Requests and tokens per minute, as token buckets.
+
+Owns: how much of its limits an account has left. Must not know: keys, requests.
+Invariants: a bucket never holds more than one minute's worth; it may owe (an answer was longer than reserved), and then
+nothing passes until the debt is refilled.
+
+Times are a monotonic clock's, passed in. The header names and the forms of their values are OpenAI's.
+"""
+
+from __future__ import annotations
+
+import math
+
+PERIOD_S = 60.0
+
+
+class TokenBucket:
+    """Refills at `per_minute`, continuously; begins full."""
+
+    __slots__ = ("_level", "_time", "per_minute")
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._time = now
+
+    def resize(self, per_minute: int, now: float) -> None:
+        """Another limit from now on; what was used stays used."""
+        self._refill(now)
+        self.per_minute = per_minute
+        self._level = min(self._level, per_minute)
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until `amount` could be taken; zero if it can be now. More than the bucket holds takes all of it."""
+        self._refill(now)
+        missing = min(amount, self.per_minute) - self._level
+        return missing * PERIOD_S / self.per_minute if missing > 0 else 0.0
+
+    def take(self, amount: float) -> None:
+        """Takes what `wait_s` allowed, or more afterwards; negative amounts give back."""
+        self._level = min(self.per_minute, self._level - amount)
+
+    def remaining(self) -> int:
+        return max(0, math.floor(self._level))
+
+    def reset_s(self) -> float:
+        """Seconds until it is full again."""
+        return (self.per_minute - self._level) * PERIOD_S / self.per_minute
+
+    def _refill(self, now: float) -> None:
+        self._level = min(self.per_minute, self._level + (now - self._time) * self.per_minute / PERIOD_S)
+        self._time = now
+
+
+class RateLimits:
+    """The two buckets of an account; either may be missing."""
+
+    __slots__ = ("requests", "tokens")
+
+    def __init__(self) -> None:
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
+
+    def apply(self, requests_per_minute: int, tokens_per_minute: int, now: float) -> None:
+        """Sets the limits; zero is none."""
+        self.requests = _resized(self.requests, requests_per_minute, now)
+        self.tokens = _resized(self.tokens, tokens_per_minute, now)
+
+    @property
+    def is_limited(self) -> bool:
+        return self.requests is not None or self.tokens is not None
+
+    def wait_s(self, tokens: int, now: float) -> float:
+        """Seconds until one more request of so many tokens may pass; zero if it may now."""
+        requests_s = self.requests.wait_s(1, now) if self.requests is not None else 0.0
+        tokens_s = self.tokens.wait_s(tokens, now) if self.tokens is not None else 0.0
+        return max(requests_s, tokens_s)
+
+    def take(self, requests: int, tokens: int) -> None:
+        """Takes a request that may pass; negative numbers give back."""
+        if self.requests is not None:
+            self.requests.take(requests)
+        if self.tokens is not None:
+            self.tokens.take(tokens)
+
+    def headers(self) -> dict[str, str]:
+        """`x-ratelimit-*` as OpenAI sends them, as of the last `wait_s`."""
+        lines = {}
+        for kind, bucket in (("requests", self.requests), ("tokens", self.tokens)):
+            if bucket is not None:
+                lines[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
+                lines[f"x-ratelimit-remaining-{kind}"] = str(bucket.remaining())
+                lines[f"x-ratelimit-reset-{kind}"] = duration(bucket.reset_s())
+        return lines
+
+
+def _resized(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBucket | None:
+    if not per_minute:
+        return None
+    if bucket is None:
+        return TokenBucket(per_minute, now)
+    bucket.resize(per_minute, now)
+    return bucket
+
+
+def duration(seconds: float) -> str:
+    """`120ms`, `1.5s`, `6m0s`, rounded up."""
+    ms = math.ceil(seconds * 1000)
+    if ms < 1000:
+        return f"{ms}ms"
+    if ms < 60_000:
+        return f"{ms / 1000:g}s"
+    minutes, rest = divmod(math.ceil(ms / 1000), 60)
+    return f"{minutes}m{rest}s"
