@@ -129,8 +129,8 @@ def test_rows_that_come_go_and_mix_give_what_they_give_alone(
             own = single.step([0], logits[row : row + 1])
             token = own.token_ids.item()
             assert result.token_ids[row].item() == token
-            logprobs = result.logprobs[row] if result.logprobs is not None else None
-            assert logprobs == (own.logprobs[0] if own.logprobs is not None else None)
+            logprobs = result.logprobs.by_row().get(row) if result.logprobs is not None else None
+            assert logprobs == (own.logprobs.by_row()[0] if own.logprobs is not None else None)
             assert (logprobs is not None) == (params.logprobs is not None)
             expected = reference(
                 logits[row].numpy(), params, histories[row][:num_prompt], histories[row][num_prompt:]
@@ -172,7 +172,7 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
 
 
 def _rows(batch: Batch, offset: int) -> Any:
-    from argosy_engine.sample.logits_processors import Rows
+    from argosy_engine.sample.interface import Rows
 
     positions = np.array([len(batch.tokens[slot]) + offset for slot in range(SLOTS)])
     return Rows(np.arange(SLOTS), positions, SLOTS)
@@ -187,8 +187,9 @@ def test_logprobs_are_those_of_the_model_not_of_what_the_request_made_of_them() 
     batch.add(2, SamplingParams(temperature=0.0, logprobs=0), [3], [])
     out = batch.step([0, 1, 2], logits)
     expected = logits.log_softmax(-1)
-    first, none, last = out.logprobs
-    assert none is None
+    logprobs = out.logprobs.by_row()
+    assert logprobs.keys() == {0, 2}
+    first, last = logprobs[0], logprobs[2]
     assert first.token_ids[0] == out.token_ids[0].item() == 5
     assert first.token_ids[1:] == expected[0].topk(4).indices.tolist()
     torch.testing.assert_close(torch.tensor(first.logprobs), expected[0, first.token_ids])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,6 +15,7 @@ from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+from scheduler_fakes import FakeWorker, next_token
 
 BLOCK = 4
 EOS = 0
@@ -364,3 +366,108 @@ def test_every_request_is_answered_and_nothing_leaks(
     assert set(finished) | aborted == {str(index) for index in range(len(prompts))}
     assert not set(finished) & aborted
     assert scheduler.kv.usage == 0.0
+
+
+# Two steps in flight
+
+
+class Pipeline:
+    """Steps that are booked only when the test says so, computed by a worker that knows what comes next."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.worker = FakeWorker(BLOCK)
+        self.results: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.received: dict[str, list[int]] = {}
+
+    def launch(self) -> dict[str, int]:
+        step = self.scheduler.schedule()
+        self.results.append((step, self.worker.execute(step)))
+        return step.num_scheduled_tokens
+
+    def book(self) -> list[EngineCoreOutput]:
+        outputs = self.scheduler.update(*self.results.popleft())
+        for output in outputs:
+            self.received.setdefault(output.request_id, []).extend(output.new_token_ids)
+        self.scheduler.check()
+        return outputs
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tuple(tokens)))
+    return tokens[len(prompt) :]
+
+
+def test_a_step_is_scheduled_before_the_last_ones_tokens_are_known() -> None:
+    pipeline = Pipeline(make())
+    pipeline.scheduler.add(request("a", [1, 2, 3], max_tokens=3, ignore_eos=True))
+    assert [pipeline.launch(), pipeline.launch(), pipeline.launch()] == [{"a": 3}, {"a": 1}, {"a": 1}]
+    assert pipeline.launch() == {}, "the last token is under way"
+    for _ in range(3):
+        (output,) = pipeline.book()
+    assert output.finish_reason is FinishReason.LENGTH
+    assert pipeline.received["a"] == answer([1, 2, 3], 3)
+
+
+def test_what_is_computed_beyond_a_stop_is_dropped() -> None:
+    pipeline = Pipeline(make())
+    first, second = answer([1, 2, 3], 2)
+    assert first != second
+    pipeline.scheduler.add(request("a", [1, 2, 3], stop_token_ids=(first,), ignore_eos=True))
+    pipeline.launch()
+    assert pipeline.launch() == {"a": 1}
+    (output,) = pipeline.book()
+    assert output.finish_reason is FinishReason.STOP
+    assert pipeline.book() == []
+    assert pipeline.received["a"] == [first]
+    assert pipeline.scheduler.kv.usage == 0.0
+
+
+def test_a_new_request_does_not_get_what_was_under_way_for_one_of_the_same_id() -> None:
+    pipeline = Pipeline(make())
+    pipeline.scheduler.add(request("a", [1, 2, 3], ignore_eos=True))
+    pipeline.launch()
+    pipeline.scheduler.abort(["a"])
+    pipeline.scheduler.add(request("a", [4, 5], max_tokens=2, ignore_eos=True))
+    pipeline.launch()
+    pipeline.launch()
+    for _ in range(3):
+        pipeline.book()
+    assert pipeline.received["a"] == answer([4, 5], 2)
+
+
+def preempt_in_flight(max_tokens: int) -> Pipeline:
+    """Two requests grow until there is no room; the younger one is preempted while its token is under way."""
+    pipeline = Pipeline(make(num_blocks=5, caching=False))
+    pipeline.scheduler.add(request("a", [1] * 7, max_tokens=9, ignore_eos=True))
+    pipeline.scheduler.add(request("b", [2] * 7, max_tokens=max_tokens, ignore_eos=True))
+    assert pipeline.launch() == {"a": 7, "b": 7}
+    assert pipeline.launch() == {"a": 1, "b": 1}
+    pipeline.book()
+    assert pipeline.launch() == {"a": 1}
+    assert pipeline.scheduler.requests["b"].status is RequestStatus.PREEMPTED
+    return pipeline
+
+
+def test_a_preempted_request_gets_what_was_under_way_and_comes_back_after_it() -> None:
+    pipeline = preempt_in_flight(max_tokens=4)
+    pipeline.scheduler.abort(["a"])
+    assert pipeline.launch() == {}, "its token would come twice"
+    pipeline.book()
+    assert pipeline.received["b"] == answer([2] * 7, 2)
+    assert pipeline.launch() == {"b": 9}
+    while pipeline.results or pipeline.scheduler.has_work:
+        pipeline.book()
+        pipeline.launch()
+        if not pipeline.scheduler.requests:
+            break
+    assert pipeline.received["b"] == answer([2] * 7, 4)
+
+
+def test_a_preempted_request_may_end_with_what_was_under_way() -> None:
+    pipeline = preempt_in_flight(max_tokens=2)
+    (finished,) = [output for output in pipeline.book() if output.finish_reason is not None]
+    assert (finished.request_id, pipeline.received["b"]) == ("b", answer([2] * 7, 2))
+    assert "b" not in pipeline.scheduler.requests

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +19,7 @@ from argosy_engine.worker.kv_cache_interface import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
+from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 from scheduler_fakes import FakeWorker, next_token
 
 BLOCK = 4
@@ -56,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         num_drafts=st.sampled_from([0, 0, 2]),
         watermark=st.sampled_from([0.0, 0.2]),
+        max_in_flight=st.sampled_from([1, 2, 2, 3]),
     )
     def start(
         self,
@@ -68,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         num_drafts: int,
         watermark: float,
+        max_in_flight: int,
     ) -> None:
         self.budget, self.max_num_seqs = budget, max_num_seqs
         self.capacity = (num_blocks - 1) * BLOCK
@@ -87,6 +92,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,  # type: ignore[arg-type]
         )
         self.worker = FakeWorker(BLOCK, num_drafts, specs)
+        self.max_in_flight = max_in_flight
+        self.results: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        """Of steps that were computed and are not booked yet."""
         self.expected: dict[str, tuple[list[int], FinishReason]] = {}
         self.received: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
@@ -176,20 +184,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.rebuild()
 
     def _step(self, victim: str | None = None) -> None:
+        """Schedules and computes a step; books the oldest one if no more may be in flight, or nothing is left."""
         step = self.scheduler.schedule()
         assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens <= self.budget
         assert len(self.scheduler.running) <= self.max_num_seqs
         assert not self.blocked & set(step.num_scheduled_tokens)
         if self.scheduler.requests.keys() - self.blocked:
-            assert step.num_scheduled_tokens or self.scheduler.has_work, "a livelock"
-        result = self.worker.execute(step)
+            assert step.num_scheduled_tokens or self.results or self.scheduler.has_work, "a livelock"
+        self.results.append((step, self.worker.execute(step)))
         if victim is not None:
             self.scheduler.abort([victim])
             self.blocked.discard(victim)
             if victim not in self.finished:
                 self.forgiven.add(victim)
-        for output in self.scheduler.update(step, result):
-            self._receive(output)
+        if len(self.results) == self.max_in_flight or not step.num_scheduled_tokens:
+            for output in self.scheduler.update(*self.results.popleft()):
+                self._receive(output)
 
     def _receive(self, output: EngineCoreOutput) -> None:
         name = output.request_id
@@ -215,8 +225,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name in sorted(self.blocked):
             self.scheduler.unblock(name)
         self.blocked.clear()
-        for _ in range(60 * len(self.expected) + 1):
-            if not self.scheduler.has_work:
+        for _ in range(60 * len(self.expected) + 4):
+            if not self.scheduler.has_work and not any(step.num_scheduled_tokens for step, _ in self.results):
                 break
             self._step()
             self.is_consistent()

@@ -18,6 +18,7 @@ from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
+    ErrorKind,
     SchedulerStats,
     UtilityCall,
     UtilityOutput,
@@ -64,6 +65,9 @@ class EngineCore:
             scheduling_policy=args.scheduling_policy,
             epoch=secrets.token_hex(8),
             eos_token_ids=info.config.eos_token_ids,
+            logits_processors=args.logits_processors,
+            max_logprobs=args.max_logprobs,
+            logprobs_mode=args.logprobs_mode,
             startup_phases=info.phases,
             memory=info.memory,
         )
@@ -149,6 +153,8 @@ class EngineCore:
         result = self.executor.execute(step)
         self._measure(step, time.perf_counter() - started)
         try:
+            for request_id, error in result.errors.items():
+                self.scheduler.fail(request_id, error, ErrorKind.INTERNAL)
             if self.structured:
                 self._follow_grammars(result)
             outputs = self.scheduler.update(step, result)
@@ -169,7 +175,8 @@ class EngineCore:
             if compiled.error is None:
                 self.scheduler.unblock(compiled.request_id)
             else:
-                self.scheduler.fail(compiled.request_id, compiled.error)
+                kind = ErrorKind.BUSY if compiled.is_overload else ErrorKind.INVALID
+                self.scheduler.fail(compiled.request_id, compiled.error, kind)
 
     def _grammar_bitmask(self, step: SchedulerOutput) -> GrammarBitmask | None:
         """What the requests with a grammar that sample in this step may say next."""

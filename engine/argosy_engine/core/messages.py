@@ -38,6 +38,17 @@ class FinishReason(IntEnum):
         return self.name.lower()
 
 
+class ErrorKind(IntEnum):
+    """Who must act on a request that ended with an error."""
+
+    INVALID = 0
+    """The client: the request as it is cannot be served."""
+    INTERNAL = 1
+    """Nobody but us."""
+    BUSY = 2
+    """The client, later."""
+
+
 class ChunkEnd(Struct, array_like=True, gc=False, frozen=True):
     """A chunk hash of the prompt and the number of prompt tokens up to its end (DESIGN: chunk ends)."""
 
@@ -96,6 +107,7 @@ class EngineCoreOutput(Struct, array_like=True, omit_defaults=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of all prompt tokens but the first; sent with the first output."""
     pooling_output: list[float] | None = None
+    error_kind: ErrorKind = ErrorKind.INVALID
 
 
 class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):

@@ -26,6 +26,7 @@ from argosy_engine.core.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    ErrorKind,
     Failed,
     FinishReason,
     Handshake,
@@ -36,7 +37,7 @@ from argosy_engine.core.messages import (
     RequestType,
     UtilityCall,
 )
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import ConfigError, EngineBusy
 from argosy_engine.executor.lifeline import die_with_parent
 from argosy_engine.worker.memory import check_model
 
@@ -186,11 +187,16 @@ class CoreProcess:
     def _add(self, payload: bytes) -> None:
         try:
             self.core.add_request(self._add_decoder.decode(payload))
+        except EngineBusy as error:
+            self._refuse(payload, str(error), ErrorKind.BUSY)
         except Exception as error:
-            request_id = msgspec.msgpack.decode(payload, type=_OnlyId).request_id
-            logger.exception("request %s could not be added", request_id)
-            failed = EngineCoreOutput(request_id, [], FinishReason.ERROR, error=str(error))
-            self._outputs.put(EngineCoreOutputs(outputs=[failed]))
+            logger.exception("a request could not be added")
+            self._refuse(payload, f"{type(error).__name__}: {error}", ErrorKind.INTERNAL)
+
+    def _refuse(self, payload: bytes, error: str, kind: ErrorKind) -> None:
+        request_id = msgspec.msgpack.decode(payload, type=_OnlyId).request_id
+        refused = EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error, error_kind=kind)
+        self._outputs.put(EngineCoreOutputs(outputs=[refused]))
 
     def _receive(self) -> None:
         while True:

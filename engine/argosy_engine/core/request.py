@@ -7,7 +7,7 @@ import time
 from array import array
 from enum import IntEnum
 
-from argosy_engine.core.messages import ChunkEnd, EngineCoreRequest, FinishReason
+from argosy_engine.core.messages import ChunkEnd, EngineCoreRequest, FinishReason, PrefillStats
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.worker.step import BlockIds
@@ -43,6 +43,7 @@ class Request:
         "first_scheduled_at",
         "has_extras",
         "has_first_token",
+        "has_grammar",
         "max_num_tokens",
         "num_allocated_tokens",
         "num_cached_blocks",
@@ -77,7 +78,7 @@ class Request:
         self.num_tokens = len(self.all_token_ids)
         """Known tokens: prompt and output."""
         self.num_tokens_with_spec = self.num_tokens
-        """Known tokens and drafts."""
+        """Known tokens, tokens that steps in flight will give, and drafts."""
         self.spec_token_ids: list[int] = []
         """Drafts: guesses at the next tokens, which the next step verifies."""
         self.arrival_time = message.arrival_time
@@ -92,6 +93,7 @@ class Request:
         """Tokens that end the request. Set by the scheduler, which knows the model's EOS."""
         self.max_num_tokens = 0
         """Prompt and output together end here. Set by the scheduler."""
+        self.has_grammar = message.grammar is not None
         self.has_first_token = False
         """Whether this run of the request gave a token; output that it continues does not count."""
         params = message.sampling_params
@@ -132,7 +134,35 @@ class Request:
     def append_output(self, token_id: int) -> None:
         self.all_token_ids.append(token_id)
         self.num_tokens += 1
-        self.num_tokens_with_spec = self.num_tokens
+        self.num_tokens_with_spec = max(self.num_tokens_with_spec, self.num_tokens)
+
+    def check_stop(self, eos_token_ids: frozenset[int]) -> None:
+        """Sets `finish_reason` and `stop_reason` if the last token ends the request. With a grammar EOS always does: it
+        comes before `min_tokens` only when the grammar allows nothing else."""
+        params, token_id = self.sampling_params, self.all_token_ids[-1]
+        has_minimum = self.num_output_tokens >= params.min_tokens
+        repetition = params.repetition_detection
+        must_end = self.has_grammar and token_id in eos_token_ids
+        if must_end or (has_minimum and token_id in self.stop_ids):
+            self.finish_reason = FinishReason.STOP
+            if params.ignore_eos or token_id not in eos_token_ids:
+                self.stop_reason = token_id
+        elif self.num_tokens >= self.max_num_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        elif (
+            repetition is not None
+            and has_minimum
+            and repetition.is_met_by(self.all_token_ids, self.num_output_tokens)
+        ):
+            self.finish_reason, self.stop_reason = FinishReason.REPETITION, "repetition_detected"
+
+    def prefill_stats(self) -> PrefillStats:
+        """Of a request whose first token has just come."""
+        return PrefillStats(
+            max(self.num_cached_tokens, 0),
+            max(self.first_scheduled_at - self.queued_at, 0.0),
+            max(time.monotonic() - self.first_scheduled_at, 0.0),
+        )
 
     def hash_full_blocks(self) -> None:
         """Brings `block_hashes` up to the known tokens; does nothing without prefix caching."""

@@ -5,6 +5,11 @@ There are no prefill or decode phases: every request has `num_computed_tokens` a
 full the least urgent, then newest one is preempted and will be recomputed. Waiting requests are admitted, most urgent
 first, while budget, slots and blocks last. (vLLM V1, `v1/core/sched/scheduler.py`.)
 
+The next step may be scheduled before the last one is booked (async scheduling): a step that samples for a request
+gives it one token at least, which counts as a token to compute although nobody knows it yet. A request is left alone
+while such a token may be its last by length, while drafts of it are verified, and, once preempted, until what is under
+way has come.
+
 Knows no tensors, no text, no clients. Invariants: the scheduled tokens of a step never exceed the budget; every
 request that was added is answered by exactly one output with a finish reason, unless its client aborted it.
 
@@ -19,9 +24,10 @@ from collections.abc import Iterable
 from typing import Literal
 
 from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import EngineCoreOutput, FinishReason, PrefillStats
+from argosy_engine.core.messages import EngineCoreOutput, FinishReason
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.request_queue import RequestQueue
+from argosy_engine.core.steps_in_flight import StepsInFlight
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.worker.step import BlockIds, ModelRunnerOutput, NewRequest, SchedulerOutput
 
@@ -62,6 +68,7 @@ class Scheduler:
         self.blocked: dict[str, Request] = {}
         """Requests that wait for something other than room; no step looks at them."""
         self.running: list[Request] = []
+        self.in_flight = StepsInFlight()
         self.num_preemptions = 0
         self.queued_uncached_tokens = 0
         """Tokens that admitted, waiting and blocked requests have to compute before their next token."""
@@ -102,7 +109,7 @@ class Scheduler:
         request.queue_key = (request.priority if self.policy == "priority" else 0, self._num_arrivals)
         self._num_arrivals += 1
         if request.num_output_tokens:
-            self._check_stop(request, request.all_token_ids[-1])
+            request.check_stop(self.eos_token_ids)
             if request.finish_reason is not None:  # the run that it continues got to its end
                 self._outputs.append(
                     EngineCoreOutput(request.request_id, [], request.finish_reason, request.stop_reason)
@@ -145,6 +152,7 @@ class Scheduler:
     # One step
 
     def schedule(self) -> SchedulerOutput:
+        """Plans the next step, which is in flight from now on: `update` must follow, in the order of the steps."""
         scheduled: dict[str, int] = {}
         new_block_ids: dict[str, BlockIds] = {}
         drafts: dict[str, list[int]] = {}
@@ -156,7 +164,10 @@ class Scheduler:
         assert budget >= 0
         released, self._released = self._released, []
         num_scheduled = self.max_num_batched_tokens - budget
-        return SchedulerOutput(new_requests, new_block_ids, scheduled, num_scheduled, released, drafts)
+        step = SchedulerOutput(new_requests, new_block_ids, scheduled, num_scheduled, released, drafts)
+        if scheduled:
+            self.in_flight.push(step)
+        return step
 
     def _schedule_running(
         self,
@@ -171,8 +182,13 @@ class Scheduler:
             if budget <= 0:
                 break
             num_computed = request.num_computed_tokens + 1
-            if num_computed == request.num_tokens_with_spec and num_computed <= request.num_allocated_tokens:
+            if (
+                num_computed == request.num_tokens_with_spec
+                and num_computed <= request.num_allocated_tokens
+                and num_computed < request.max_num_tokens - 1
+            ):
                 request.num_computed_tokens = num_computed
+                request.num_tokens_with_spec = num_computed + 1
                 scheduled[request.request_id] = 1
                 budget -= 1
             elif request.status is RequestStatus.RUNNING:  # else preempted a moment ago
@@ -191,6 +207,8 @@ class Scheduler:
     ) -> int:
         """Gives a running request its tokens and blocks, preempting others if need be; the budget that is left."""
         num_new = self._limit(request.num_tokens_with_spec - request.num_computed_tokens, budget)
+        if num_new == 0:
+            return budget  # waits for what is in flight
         while (block_ids := self.kv.grow(request, num_new)) is None:
             victim = max(
                 (r for r in self.running if r.status is RequestStatus.RUNNING), key=lambda r: r.queue_key
@@ -204,10 +222,11 @@ class Scheduler:
                 return budget
         if block_ids:
             new_block_ids[request.request_id] = block_ids
+        if request.spec_token_ids:
+            num_drafts = request.num_computed_tokens + num_new - request.num_tokens
+            if num_drafts > 0:
+                drafts[request.request_id] = request.spec_token_ids[:num_drafts]
         self._advance(request, num_new)
-        num_drafts = request.num_computed_tokens - request.num_tokens
-        if num_drafts > 0:
-            drafts[request.request_id] = request.spec_token_ids[:num_drafts]
         scheduled[request.request_id] = num_new
         return budget - num_new
 
@@ -217,7 +236,7 @@ class Scheduler:
         """Admits waiting requests in order, up to the first that must wait; the budget that is left."""
         while budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek()
-            if request is None:
+            if request is None or request.request_id in self.in_flight:
                 break
             num_new = self._admit(request, budget)
             if num_new is None:
@@ -273,8 +292,13 @@ class Scheduler:
         return num_new
 
     def _advance(self, request: Request, num_new: int) -> None:
-        request.num_computed_tokens += num_new
-        self._set_pending(request, request.num_tokens_with_spec - request.num_computed_tokens)
+        """Counts tokens as computed, and the one that is sampled behind the last known one as to be computed."""
+        request.num_computed_tokens = num_computed = request.num_computed_tokens + num_new
+        self._set_pending(request, request.num_tokens_with_spec - num_computed)
+        if request.spec_token_ids and num_computed >= request.num_tokens:
+            request.num_tokens_with_spec = num_computed  # how many tokens it brings is open
+        elif num_computed == request.num_tokens_with_spec and num_computed < request.max_num_tokens - 1:
+            request.num_tokens_with_spec = num_computed + 1
 
     def _preempt(self, request: Request, num_computed_tokens: int) -> None:
         """Takes the blocks of a running request; `num_computed_tokens` without what this step would have added. The
@@ -297,16 +321,18 @@ class Scheduler:
         Should it raise, what it answered until then is not lost: the next call returns it (`rebuild`).
         """
         outputs, requests = self._outputs, self.requests
+        stale = self.in_flight.pop(step) if step.num_scheduled_tokens else ()
+        drafts = step.scheduled_spec_token_ids
         has_stopped = False
         for request_id, (start, entries) in result.prompt_logprobs.items():
-            if request_id in requests:
+            if request_id in requests and request_id not in stale:
                 requests[request_id].prompt_logprobs[start:] = entries
         for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
             if not token_ids:
                 continue  # its prompt is still being computed
             request = requests.get(request_id)
-            if request is None:
-                continue  # aborted while the step ran
+            if request is None or request_id in stale:
+                continue  # ended while the step ran
             token_id = token_ids[0]
             num_tokens = request.num_tokens + 1
             if (
@@ -314,25 +340,33 @@ class Scheduler:
                 and token_id not in request.stop_ids
                 and request.has_first_token
                 and not request.has_extras
-                and request.num_computed_tokens < num_tokens  # no drafts were verified
+                and num_tokens <= request.num_tokens_with_spec  # not preempted meanwhile
+                and request_id not in drafts
             ):
                 request.all_token_ids.append(token_id)
-                request.num_tokens = request.num_tokens_with_spec = num_tokens
+                request.num_tokens = num_tokens
                 outputs.append(EngineCoreOutput(request_id, token_ids))
                 continue
             outputs.append(self._book(request, token_ids, result.logprobs.get(request_id)))
+            if request_id in drafts:  # those that were not accepted count as not computed
+                request.spec_token_ids = []
+                request.num_computed_tokens = request.num_tokens - 1
+                request.num_tokens_with_spec = request.num_tokens
             if request_id in result.pooler_output:
                 # The token only carried it: its reader gets the vector alone.
                 outputs[-1].pooling_output = result.pooler_output[request_id]
                 outputs[-1].new_token_ids, outputs[-1].finish_reason = [], FinishReason.STOP
             if request.finish_reason is not None:
-                has_stopped = True
+                if request.status is RequestStatus.RUNNING:
+                    has_stopped = True
+                else:  # preempted while its last token was under way
+                    self._remove(request)
                 self._finish(request, request.finish_reason)
         if has_stopped:
             self.running = [request for request in self.running if not request.is_finished]
         for request_id, token_ids in result.draft_token_ids.items():
             request = requests.get(request_id)
-            if request is not None:
+            if request is not None and request.num_computed_tokens < request.num_tokens:
                 # The last position up to the limit is for the token that follows the drafts.
                 self._set_drafts(request, token_ids[: request.max_num_tokens - request.num_tokens - 1])
         self._outputs = []
@@ -341,19 +375,17 @@ class Scheduler:
     def _book(
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> EngineCoreOutput:
-        """Appends tokens up to a stop. Drafts that were not accepted count as not computed."""
-        request.spec_token_ids = []
+        """Appends tokens up to a stop."""
         for position, token_id in enumerate(token_ids):
             request.append_output(token_id)
-            self._check_stop(request, token_id)
+            request.check_stop(self.eos_token_ids)
             if request.finish_reason is not None:
                 token_ids = token_ids[: position + 1]
                 break
-        request.num_computed_tokens = request.num_tokens - 1
         output = EngineCoreOutput(request.request_id, token_ids, request.finish_reason, request.stop_reason)
         if not request.has_first_token:
             request.has_first_token = True
-            output.prefill_stats = self._prefill_stats(request)
+            output.prefill_stats = request.prefill_stats()
             if request.prompt_logprobs:
                 output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
         if logprobs is not None:
@@ -361,31 +393,6 @@ class Scheduler:
         if request.finish_reason is not None:
             output.num_preemptions = request.num_preemptions
         return output
-
-    def _check_stop(self, request: Request, token_id: int) -> None:
-        params = request.sampling_params
-        has_minimum = request.num_output_tokens >= params.min_tokens
-        repetition = params.repetition_detection
-        if has_minimum and token_id in request.stop_ids:
-            request.finish_reason = FinishReason.STOP
-            if params.ignore_eos or token_id not in self.eos_token_ids:
-                request.stop_reason = token_id
-        elif request.num_tokens >= request.max_num_tokens:
-            request.finish_reason = FinishReason.LENGTH
-        elif (
-            repetition is not None
-            and has_minimum
-            and repetition.is_met_by(request.all_token_ids, request.num_output_tokens)
-        ):
-            request.finish_reason, request.stop_reason = FinishReason.REPETITION, "repetition_detected"
-
-    def _prefill_stats(self, request: Request) -> PrefillStats:
-        now = time.monotonic()
-        return PrefillStats(
-            max(request.num_cached_tokens, 0),
-            max(request.first_scheduled_at - request.queued_at, 0.0),
-            max(now - request.first_scheduled_at, 0.0),
-        )
 
     def _remove(self, request: Request) -> None:
         """Takes an unfinished request out of the collection that its status names."""
@@ -403,6 +410,7 @@ class Scheduler:
         del self.requests[request.request_id]
         self._set_pending(request, 0)
         self._released.append(request.request_id)
+        self.in_flight.forget(request.request_id)
         self.kv.free(request, request.num_computed_tokens)
 
     def _set_drafts(self, request: Request, token_ids: list[int]) -> None:
@@ -423,6 +431,7 @@ class Scheduler:
             error: instead, end them all with this error.
         """
         self.kv.rebuild()
+        self.in_flight.forget_all()
         unanswered = [request for request in self.requests.values() if request.finish_reason is None]
         self._released += self.requests
         self.requests, self.waiting, self.blocked, self.running = {}, RequestQueue(), {}, []

@@ -1,86 +1,19 @@
-"""Logits processors: per-request changes to logits, applied to a whole batch at once.
-
-A processor is told about requests as they come and go (`update`) and keeps flat arrays over all of them, so that
-`apply` is a handful of array operations however many requests use it: no Python per row and step. While no live
-request uses a processor it is false and never called.
-
-The interface is vLLM V1's (v1/sample/logits_processor/interface.py) with one difference: a request keeps its slot
-for as long as it lives, so there are no moved rows; `apply` gets the slots of the rows it is given.
+"""The sampler's own logits processors (`interface` says what these are): flat arrays over all live requests, rebuilt
+when one comes or goes. While no live request uses a processor it is false and never called.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.interface import BatchUpdate, Ints, LogitsProcessor, Rows
 
-Ints = NDArray[np.int64]
-
-
-class Added(NamedTuple):
-    """A request that took a slot: new, or back after a preemption with the output it had."""
-
-    slot: int
-    params: SamplingParams
-    token_ids: list[int]
-    """prompt and output so far"""
-    num_prompt_tokens: int
-
-
-@dataclass(slots=True)
-class BatchUpdate:
-    """What changed since the last step: first the slots that became free, then the requests that took one."""
-
-    removed: list[int] = field(default_factory=list)
-    added: list[Added] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.removed or self.added)
-
-
-class Rows:
-    """The rows of a logits tensor: parallel arrays [R]."""
-
-    def __init__(self, slots: Ints, positions: Ints, num_slots: int) -> None:
-        self.slots = slots
-        self.positions = positions
-        """index in its sequence of the token that is sampled"""
-        self._num_slots = num_slots
-
-    @cached_property
-    def of_slot(self) -> Ints:
-        """Slot -> row, -1 for slots without one."""
-        rows = np.full(self._num_slots, -1, np.int64)
-        rows[self.slots] = np.arange(len(self.slots))
-        return rows
-
-    @cached_property
-    def position_of_slot(self) -> Ints:
-        positions = np.zeros(self._num_slots, np.int64)
-        positions[self.slots] = self.positions
-        return positions
-
-
-class LogitsProcessor(ABC):
-    @abstractmethod
-    def update(self, update: BatchUpdate) -> None:
-        """Books requests that came and went."""
-
-    @abstractmethod
-    def apply(self, logits: torch.Tensor, rows: Rows) -> None:
-        """Changes float32 logits [R, vocab_size] in place."""
-
-    @abstractmethod
-    def __bool__(self) -> bool:
-        """Whether any live request uses this processor."""
+_UNLIKELY = -1e30
+"""As good as impossible, and the only choice where everything else is impossible."""
 
 
 class _SlotTokens:
@@ -122,7 +55,7 @@ class AllowedTokenIds(LogitsProcessor):
     def __bool__(self) -> bool:
         return bool(self._tokens)
 
-    def update(self, update: BatchUpdate) -> None:
+    def update_state(self, update: BatchUpdate) -> None:
         self._tokens.remove(update.removed)
         for slot, params, _, _ in update.added:
             if params.allowed_token_ids is not None:
@@ -140,7 +73,8 @@ class AllowedTokenIds(LogitsProcessor):
 
 
 class MinTokens(LogitsProcessor):
-    """A request with fewer than `min_tokens` outputs cannot end: end-of-sequence and stop ids are impossible."""
+    """A request with fewer than `min_tokens` outputs does not end: end-of-sequence and stop ids are taken only where
+    nothing else is possible, as behind a grammar's last token."""
 
     def __init__(self, eos_token_ids: Iterable[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
@@ -150,7 +84,7 @@ class MinTokens(LogitsProcessor):
     def __bool__(self) -> bool:
         return bool(self._tokens)
 
-    def update(self, update: BatchUpdate) -> None:
+    def update_state(self, update: BatchUpdate) -> None:
         self._tokens.remove(update.removed)
         for slot, params, _, num_prompt in update.added:
             ids = {*self._eos_token_ids, *params.stop_token_ids}
@@ -163,7 +97,7 @@ class MinTokens(LogitsProcessor):
         blocked = (index >= 0) & (rows.position_of_slot[slots] < first_free)
         if blocked.any():
             row, token = _pairs(index[blocked], tokens[blocked], logits.device)
-            logits[row, token] = float("-inf")
+            logits[row, token] = logits[row, token].clamp(max=_UNLIKELY)
 
 
 class LogitBias(LogitsProcessor):
@@ -175,7 +109,7 @@ class LogitBias(LogitsProcessor):
     def __bool__(self) -> bool:
         return bool(self._tokens)
 
-    def update(self, update: BatchUpdate) -> None:
+    def update_state(self, update: BatchUpdate) -> None:
         self._tokens.remove(update.removed)
         for slot, params, _, _ in update.added:
             if params.logit_bias:
@@ -197,6 +131,8 @@ class BadWords(LogitsProcessor):
         token_ids: int32 [num_slots, max_len], every request's tokens so far; the owner keeps it current.
     """
 
+    reads_tokens = True
+
     def __init__(self, token_ids: NDArray[np.int32]) -> None:
         self._token_ids = token_ids
         self._words: dict[int, list[tuple[int, ...]]] = {}
@@ -206,7 +142,7 @@ class BadWords(LogitsProcessor):
     def __bool__(self) -> bool:
         return bool(self._words)
 
-    def update(self, update: BatchUpdate) -> None:
+    def update_state(self, update: BatchUpdate) -> None:
         gone = [self._words.pop(slot, None) is not None for slot in update.removed]
         came = [added for added in update.added if added.params.bad_words_token_ids]
         for slot, params, _, num_prompt in came:

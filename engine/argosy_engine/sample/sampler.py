@@ -1,44 +1,29 @@
 """Sampler: logits to token ids for a whole batch.
 
 Order as in vLLM V1 (v1/sample/sampler.py): snapshot of the raw log probabilities, grammar mask, allowed ids, bad
-words, min_tokens, logit_bias, penalties, temperature, min_p, top-k, top-p, draw, then the log probabilities of what
-was drawn. The draw is an inverse CDF with one stateless uniform per row (`noise`), so a row's token depends on its
-own logits, parameters, seed and position only, never on its neighbours.
+words, min_tokens, logit_bias, penalties, the processors of `--logits-processors`, then the draw (`draw`: temperature,
+min_p, top-k, top-p) and the log probabilities of what was drawn.
 
-`Sampler` keeps what lives as long as a request, by slot; `sample` is the pure part behind it. A step pays only for
-what its live requests use: an all-greedy batch is one argmax.
+`Sampler` keeps what lives as long as a request, by slot. A step pays only for what its live requests use: an
+all-greedy batch is one argmax.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from argosy_engine.native.library import DTYPES, kernels
-from argosy_engine.sample.logits_processors import (
-    Added,
-    AllowedTokenIds,
-    BadWords,
-    BatchUpdate,
-    Ints,
-    LogitBias,
-    LogitsProcessor,
-    MinTokens,
-    Rows,
-)
-from argosy_engine.sample.logprobs import gather_logprobs
-from argosy_engine.sample.noise import uniform
+from argosy_engine.sample.draw import SamplingBatch, processed_logits, sample
+from argosy_engine.sample.interface import Added, BatchUpdate, Ints, LogitsProcessor, ProcessorConfig, Rows
+from argosy_engine.sample.isolation import IsolatedProcessor
+from argosy_engine.sample.logits_processors import AllowedTokenIds, BadWords, LogitBias, MinTokens
+from argosy_engine.sample.logprobs import LogprobsTensors, gather_logprobs, score
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.penalties import Penalties
-from argosy_engine.sample.token_logprobs import TokenLogprobs
-
-_CANDIDATES = 1024
-"""Top-k and top-p first look at this many best tokens: a partial sort instead of a full one. Rows whose nucleus is
-larger fall back to the full vocabulary."""
+from argosy_engine.sample.token_logprobs import LogprobsMode, TokenLogprobs
 
 
 class GrammarMask(NamedTuple):
@@ -50,22 +35,56 @@ class GrammarMask(NamedTuple):
     """[G, ceil(vocab_size / 32)], token t allowed if bit t % 32 of word t // 32 is set (xgrammar's layout)"""
 
 
+class SampledLogprobs(NamedTuple):
+    """Of the rows whose requests asked for them: parallel lists [N] and N rows of tensors, still on the device."""
+
+    rows: list[int]
+    counts: list[int]
+    """alternatives"""
+    tensors: LogprobsTensors
+
+    def by_row(self) -> dict[int, TokenLogprobs]:
+        """Waits for the device."""
+        return dict(zip(self.rows, self.tensors.tolists(self.counts), strict=True))
+
+
 class SamplerOutput(NamedTuple):
     token_ids: torch.Tensor
-    """int64 [R]"""
-    logprobs: list[TokenLogprobs | None] | None
-    """Per row, where its request asked for them; None if no row did."""
+    """int64 [R], on the device"""
+    logprobs: SampledLogprobs | None
+    failed: dict[int, str]
+    """Row -> why its request cannot go on; its token means nothing."""
+
+
+class SamplerOptions(NamedTuple):
+    """What the engine's flags say about sampling."""
+
+    model_path: str = ""
+    vocab_size: int = 0
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    logits_processors: tuple[type[LogitsProcessor], ...] = ()
+
+
+_DEFAULTS = SamplerOptions()
 
 
 class Sampler:
     """
     Args:
-        token_ids: int32 [num_slots, max_len], every request's tokens so far, kept current by the owner.
+        token_ids: int32 [num_slots, max_len], every request's tokens so far, kept current by the owner whenever
+            `reads_tokens` is true.
         eos_token_ids: what ends a sequence, for min_tokens.
+
+    Raises (from the constructor):
+        ConfigError: a logits processor of the options cannot be constructed.
     """
 
     def __init__(
-        self, token_ids: NDArray[np.int32], eos_token_ids: tuple[int, ...], device: torch.device
+        self,
+        token_ids: NDArray[np.int32],
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        options: SamplerOptions = _DEFAULTS,
     ) -> None:
         num_slots = len(token_ids)
         self._num_slots = num_slots
@@ -75,13 +94,17 @@ class Sampler:
         self._min_p = np.zeros(num_slots, np.float32)
         self._seeds = np.zeros(num_slots, np.int64)
         self._num_logprobs = np.full(num_slots, -1, np.int64)
+        self._logprobs_mode = options.logprobs_mode
         self._penalties = Penalties(num_slots, device)
+        config = ProcessorConfig(options.model_path, options.vocab_size, eos_token_ids, token_ids, device)
+        self._isolated = tuple(IsolatedProcessor(kind, config) for kind in options.logits_processors)
         self._processors: tuple[LogitsProcessor, ...] = (
             AllowedTokenIds(),
             BadWords(token_ids),
             MinTokens(eos_token_ids),
             LogitBias(),
             self._penalties,
+            *self._isolated,
         )
         self._update = BatchUpdate()
 
@@ -100,6 +123,12 @@ class Sampler:
         self._flush_if_taken(slot)
         self._update.removed.append(slot)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the next `sample` looks at the requests' latest tokens."""
+        self._flush()
+        return any(processor.reads_tokens for processor in self._processors if processor)
+
     def sample(
         self, logits: torch.Tensor, slots: Ints, positions: Ints, grammar: GrammarMask | None = None
     ) -> SamplerOutput:
@@ -114,10 +143,10 @@ class Sampler:
         rows = Rows(slots, positions, self._num_slots)
         counts = self._num_logprobs[slots]
         with_logprobs = np.flatnonzero(counts >= 0)
-        raw = None
-        if len(with_logprobs):
-            index = torch.from_numpy(with_logprobs).to(logits.device)
-            raw = logits[index].float().log_softmax(-1)
+        index = torch.from_numpy(with_logprobs).to(logits.device)
+        scores = None
+        if len(with_logprobs) and not self._logprobs_mode.startswith("processed"):
+            scores = score(logits[index], self._logprobs_mode)
         active = [processor for processor in self._processors if processor]
         if active or grammar is not None:
             logits = logits.float()
@@ -125,32 +154,41 @@ class Sampler:
                 apply_grammar(logits, grammar)
             for processor in active:
                 processor.apply(logits, rows)
-        tokens = sample(
-            logits,
-            SamplingBatch(
-                self._temperature[slots],
-                self._top_p[slots],
-                self._top_k[slots],
-                self._min_p[slots],
-                self._seeds[slots],
-                positions,
-            ),
+        batch = SamplingBatch(
+            self._temperature[slots],
+            self._top_p[slots],
+            self._top_k[slots],
+            self._min_p[slots],
+            self._seeds[slots],
+            positions,
         )
+        tokens = sample(logits, batch)
         if self._penalties:
             self._penalties.observe(rows, tokens)
-        if raw is None:
-            return SamplerOutput(tokens, None)
+        failed = self._failed(slots)
+        if not len(with_logprobs):
+            return SamplerOutput(tokens, None, failed)
+        if scores is None:
+            scores = score(processed_logits(logits, batch)[index], self._logprobs_mode)
         wanted = counts[with_logprobs]
-        gathered = gather_logprobs(raw, tokens[index], int(wanted.max())).tolists(wanted.tolist())
-        logprobs: list[TokenLogprobs | None] = [None] * len(slots)
-        for row, entry in zip(with_logprobs.tolist(), gathered, strict=True):
-            logprobs[row] = entry
-        return SamplerOutput(tokens, logprobs)
+        gathered = gather_logprobs(scores, tokens[index], int(wanted.max()))
+        return SamplerOutput(
+            tokens, SampledLogprobs(with_logprobs.tolist(), wanted.tolist(), gathered), failed
+        )
+
+    def _failed(self, slots: Ints) -> dict[int, str]:
+        """The rows with which a processor has failed."""
+        failures = {slot: why for processor in self._isolated for slot, why in processor.failures.items()}
+        return (
+            {row: failures[slot] for row, slot in enumerate(slots.tolist()) if slot in failures}
+            if failures
+            else {}
+        )
 
     def _flush(self) -> None:
         if self._update:
             for processor in self._processors:
-                processor.update(self._update)
+                processor.update_state(self._update)
             self._update = BatchUpdate()
 
     def _flush_if_taken(self, slot: int) -> None:
@@ -166,133 +204,3 @@ def apply_grammar(logits: torch.Tensor, grammar: GrammarMask) -> None:
     words = torch.from_numpy(grammar.bitmask).to(device)
     bits = (words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=device)) & 1
     logits[rows] = logits[rows].masked_fill_(bits.flatten(1)[:, :vocab_size] == 0, float("-inf"))
-
-
-@dataclass(slots=True)
-class SamplingBatch:
-    """Parallel arrays, one entry per sampled row."""
-
-    temperature: NDArray[np.float32]
-    """0 means greedy"""
-    top_p: NDArray[np.float32]
-    top_k: Ints
-    """0 means off"""
-    min_p: NDArray[np.float32]
-    """0 means off"""
-    seeds: Ints
-    positions: Ints
-    """index in the sequence of the token being sampled"""
-
-
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Token ids int64 [R] for logits [R, vocab_size] of any float dtype: temperature, min_p, top-k, top-p, draw."""
-    is_random = batch.temperature > 0
-    if not is_random.any():
-        return _greedy(logits, batch)
-    is_cut = is_random & ((batch.top_p < 1.0) | (batch.top_k > 0))
-    is_plain = is_random & ~is_cut
-    if is_plain.all():
-        return _plain(logits, batch)
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    for rows, kind in ((~is_random, _greedy), (is_plain, _plain), (is_cut, _cut)):
-        if rows.any():
-            index = torch.from_numpy(np.flatnonzero(rows)).to(logits.device)
-            tokens[index] = kind(logits[index], _take(batch, rows))
-    return tokens
-
-
-def _take(batch: SamplingBatch, rows: NDArray[np.bool_]) -> SamplingBatch:
-    return SamplingBatch(
-        batch.temperature[rows],
-        batch.top_p[rows],
-        batch.top_k[rows],
-        batch.min_p[rows],
-        batch.seeds[rows],
-        batch.positions[rows],
-    )
-
-
-def _greedy(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    if logits.device.type == "cpu" and logits.dtype in DTYPES and (loaded := kernels()) is not None:
-        return loaded.argmax(logits.contiguous())
-    return logits.argmax(dim=-1)
-
-
-def _plain(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    return _draw(_probs(logits, batch), _noise(batch, logits.device))
-
-
-def _cut(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Top-k, then top-p over what is left; ties at the edge are broken by token id."""
-    device = logits.device
-    probs = _probs(logits, batch)
-    vocab_size = probs.shape[-1]
-    mass = torch.ones(len(probs), dtype=torch.float64, device=device)
-    if (batch.min_p > 0.0).any():
-        has_floor = torch.from_numpy(batch.min_p > 0.0).to(device)
-        mass = torch.where(has_floor, probs.double().sum(-1), mass)  # a row's mass is its own affair
-    top_k = torch.from_numpy(np.where(batch.top_k > 0, batch.top_k, vocab_size)).to(device)
-    top_p = torch.from_numpy(batch.top_p).to(device)
-    u = _noise(batch, device)
-    values, ids = _best(probs, min(_CANDIDATES, vocab_size))
-    # Of what top-k keeps, top-p takes its share; unless top-k is off, that mass is that of the k best.
-    mass = torch.where(top_k < vocab_size, -1.0, mass)
-    tokens = _draw_nucleus(values, ids, top_k, top_p, mass, u)
-    if vocab_size > _CANDIDATES:
-        is_larger = (top_k > _CANDIDATES) & ((mass < 0) | (values.double().sum(-1) < top_p * mass))
-        if bool(is_larger.any()):
-            rest = is_larger.nonzero().squeeze(1)
-            values, ids = _best(probs[rest], vocab_size)
-            tokens[rest] = _draw_nucleus(values, ids, top_k[rest], top_p[rest], mass[rest], u[rest])
-    return tokens
-
-
-def _draw_nucleus(
-    values: torch.Tensor,
-    ids: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    mass: torch.Tensor,
-    u: torch.Tensor,
-) -> torch.Tensor:
-    """Draws from sorted candidates [R, N]. `mass` is what top-p is a share of; below 0, the mass of the k best."""
-    is_beyond = torch.arange(values.shape[-1], device=values.device) >= top_k.unsqueeze(1)
-    values = values.masked_fill(is_beyond, 0.0)
-    cumulative = values.double().cumsum(-1)
-    limit = top_p * torch.where(mass < 0, cumulative[:, -1], mass)
-    values = torch.where(cumulative - values < limit.unsqueeze(1), values, 0.0)
-    return ids.gather(1, _draw(values, u).unsqueeze(1)).squeeze(1)
-
-
-def _best(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` most probable tokens, best first, equal ones by id."""
-    if count == probs.shape[-1]:
-        values, tokens = torch.sort(probs, dim=-1, descending=True, stable=True)
-        return values, tokens
-    tokens = torch.topk(probs, count, dim=-1, sorted=False).indices.sort(dim=-1).values
-    values, order = torch.sort(probs.gather(1, tokens), dim=-1, descending=True, stable=True)
-    return values, tokens.gather(1, order)
-
-
-def _probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Probabilities at the rows' temperatures, 0 where min_p drops a token."""
-    temperature = torch.from_numpy(batch.temperature).to(logits.device)
-    probs = torch.softmax(logits.float() / temperature.unsqueeze(1), dim=-1)
-    if (batch.min_p > 0.0).any():
-        share = torch.from_numpy(batch.min_p).to(logits.device)
-        probs = torch.where(probs < share.unsqueeze(1) * probs.amax(-1, keepdim=True), 0.0, probs)
-    return probs
-
-
-def _noise(batch: SamplingBatch, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(uniform(batch.seeds, batch.positions)).to(device)
-
-
-def _draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF over unnormalised probabilities [R, N]: the first index whose cumulative sum exceeds u * total."""
-    cumulative = probs.double().cumsum(-1)
-    target = (u * cumulative[:, -1]).unsqueeze(1)
-    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    # u < 1, but rounding may put the target on the last sum: then the last token with any probability.
-    last = cumulative.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(index, last)

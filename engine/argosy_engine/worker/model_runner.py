@@ -16,7 +16,7 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.sample.logprobs import score_prompt
-from argosy_engine.sample.sampler import GrammarMask
+from argosy_engine.sample.sampler import GrammarMask, SamplerOptions
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.kv_cache_interface import kv_cache_groups
 from argosy_engine.worker.pooler import Pooler
@@ -35,6 +35,7 @@ class ModelRunner:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        sampling: SamplerOptions,
     ) -> None:
         self.model = model
         self.pooler = Pooler(model)
@@ -70,7 +71,9 @@ class ModelRunner:
             len(self.groups),
             config.eos_token_ids,
             device,
+            sampling,
         )
+        self._logprobs_mode = sampling.logprobs_mode
         self.vocab_size = config.vocab_size
 
     @torch.inference_mode()
@@ -102,12 +105,13 @@ class ModelRunner:
             rows = np.flatnonzero(is_sampled).tolist()
             grammar = _grammar_mask(step, [request_ids[row] for row in rows])
             sampled = self.batch.sampler.sample(logits, slots[is_sampled], seq_lens[is_sampled], grammar)
+            output.errors = {request_ids[rows[index]]: why for index, why in sampled.failed.items()}
             tokens = sampled.token_ids.tolist()
             for row, token in zip(rows, tokens, strict=True):
                 output.sampled_token_ids[row] = [token]
-            for row, logprobs in zip(rows, sampled.logprobs or (), strict=False):
-                if logprobs is not None:
-                    output.logprobs[request_ids[row]] = [logprobs]
+            if sampled.logprobs is not None:
+                for index, logprobs in sampled.logprobs.by_row().items():
+                    output.logprobs[request_ids[rows[index]]] = [logprobs]
             self._append(slots[is_sampled], tokens)
         self.batch.num_computed[slots] = seq_lens
         return output
@@ -177,6 +181,7 @@ class ModelRunner:
                     self._tensor(batch.token_ids[slot, first + 1 : first + 1 + count].astype(np.int64)),
                     int(batch.num_prompt_logprobs[slot]),
                     self.vocab_size,
+                    self._logprobs_mode,
                 )
                 output.prompt_logprobs[output.request_ids[row]] = int(first), scored
 
