@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from kubernetes.aio import client as kubernetes_client
 
 from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_router.discovery import dns
 from argosy_router.discovery.base import Discovery, revision_of
+from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.kubernetes import KubernetesDiscovery, pod_selectors
 from argosy_router.discovery.static import StaticDiscovery
@@ -79,6 +82,90 @@ async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
 async def test_replica_urls_are_checked(url: str) -> None:
     with pytest.raises(ValueError):
         StaticDiscovery([url], "", TimerWheel(asyncio.get_running_loop()), ClientTls())
+
+
+# DNS
+
+
+class Zone:
+    """What a name server answers, and how often it was asked."""
+
+    def __init__(self, *answer: str) -> None:
+        self.answer: list[str] | OSError = list(answer)
+        self.asked = 0
+
+    async def resolve(self, host: str, port: int) -> list[str]:
+        self.asked += 1
+        if isinstance(self.answer, OSError):
+            raise self.answer
+        return self.answer
+
+    async def until_asked(self, more: int) -> None:
+        goal = self.asked + more
+        await until(lambda: self.asked > goal)
+
+
+@contextlib.asynccontextmanager
+async def resolving(zone: Zone, port: int, host: str = "engines") -> AsyncIterator[Published]:
+    wheel = TimerWheel(asyncio.get_running_loop())
+    url = f"http://{host}:{port}"
+    discovery = DnsDiscovery([url], "", wheel, ClientTls(), resolve=zone.resolve, resolve_s=0.001)
+    async with following(discovery) as published:
+        yield published
+    wheel.close()
+
+
+async def test_every_address_of_a_name_is_a_replica() -> None:
+    async with FakeEngine() as engine:
+        zone = Zone("127.0.0.1", "127.0.0.1")
+        async with resolving(zone, engine.port) as published:
+            await until(lambda: bool(published.members.get("dns/tiny")))
+            (member,) = published[-1].members["dns/tiny"]
+            assert member == Member(f"127.0.0.1:{engine.port}", "", engine.url, hostname="engines")
+
+
+async def test_what_a_name_meant_stays_while_it_does_not_resolve() -> None:
+    async with FakeEngine() as engine:
+        zone = Zone("127.0.0.1")
+        async with resolving(zone, engine.port) as published:
+            await until(lambda: bool(published.members.get("dns/tiny")))
+            for failure in (socket.gaierror("no such name"), TimeoutError(), []):
+                zone.answer = failure
+                await zone.until_asked(2 * MISSES)
+                assert published.members["dns/tiny"] == [f"127.0.0.1:{engine.port}"]
+
+
+async def test_an_address_leaves_once_several_answers_were_without_it() -> None:
+    name = dns._Name(False, "engines", 80)
+    name.answered(["10.0.0.1", "10.0.0.2"])
+    for _ in range(MISSES - 1):
+        name.answered(["10.0.0.2"])
+        assert len(name.members()) == 2, "an answer may have been partial"
+    name.answered(["10.0.0.1"])
+    for _ in range(MISSES):
+        assert len(name.members()) == 2
+        name.answered(["10.0.0.2"])
+    assert [member.name for member in name.members()] == ["10.0.0.2:80"]
+
+
+async def test_addresses_of_both_families_and_their_bound() -> None:
+    name = dns._Name(True, "engines", 443)
+    name.answered(["fd00::1", "10.0.0.1"])
+    assert [member.url for member in name.members()] == ["https://10.0.0.1:443", "https://[fd00::1]:443"]
+    for start in range(0, 3 * MAX_ADDRESSES, 700):
+        name.answered([f"10.1.{number >> 8}.{number & 255}" for number in range(start, start + 2000)])
+        assert len(name.members()) == MAX_ADDRESSES
+
+
+async def test_nothing_is_known_before_a_name_has_resolved() -> None:
+    zone = Zone()
+    async with resolving(zone, 80) as published:
+        await zone.until_asked(2)
+        assert not published, "a router that knows nothing is not ready"
+
+
+async def test_the_system_resolves() -> None:
+    assert set(await dns.system_resolver("localhost", 80)) & {"127.0.0.1", "::1"}
 
 
 # file

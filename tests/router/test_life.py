@@ -36,6 +36,7 @@ def request_bytes(**fields: object) -> bytes:
     [
         ([], {}, "exactly one of"),
         (["--replica", "http://a:1", "--kubernetes"], {}, "exactly one of"),
+        (["--replica", "http://a:1", "--replica-dns", "http://a:1"], {}, "exactly one of"),
         (["--replica", "http://a:1", "--host", "0.0.0.0"], {}, "without API keys"),
         (["--kubernetes"], {}, "ARGOSY_FLEET_KEY"),
         (["--fleet-file", "f"], {"ARGOSY_FLEET_KEY": "short"}, "16 bytes"),

@@ -1,0 +1,257 @@
+"""TLS with clients and with replicas, on certificates made here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from argosy_router.config import ConfigError, RouterConfig
+from argosy_router.http import tls
+from argosy_router.http.client import ClientLimits
+from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.errors import ConnectFailed
+from argosy_router.http.fetch import fetch
+from argosy_router.http.pool import ConnectionPool
+from argosy_router.http.server import ServerLimits
+from argosy_router.main import EXIT_USAGE, main
+
+from .fake_engine import FakeEngine
+from .harness import Rig, chat, rig
+
+
+@dataclass(frozen=True)
+class Authority:
+    """One CA; all files of a test lie in its folder."""
+
+    folder: Path
+    name: str
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / f"{self.name}.pem"
+
+    def issue(self, name: str, *, into: str | None = None, san: str = "IP:127.0.0.1") -> tuple[Path, Path]:
+        """Certificate and key, in files called `into`, else `name`."""
+        key, request = self.folder / f"{into or name}.key", self.folder / f"{name}.csr"
+        certificate = self.folder / f"{into or name}.pem"
+        _openssl("req", "-new", *_NEW_KEY, "-keyout", key, "-subj", f"/CN={name}", "-out", request)
+        extensions = self.folder / f"{name}.cnf"
+        extensions.write_text(f"subjectAltName={san}\n")
+        _openssl("x509", "-req", "-in", request, "-CA", self.ca, "-CAkey", self.folder / f"{self.name}.key",
+                 "-CAcreateserial", "-days", "2", "-extfile", extensions, "-out", certificate)  # fmt: skip
+        return certificate, key
+
+
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+def _openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Callable[[str], Authority]:
+    """Makes authorities by name."""
+
+    def make(name: str) -> Authority:
+        made = Authority(tmp_path, name)
+        _openssl("req", "-x509", *_NEW_KEY, "-keyout", tmp_path / f"{name}.key", "-subj", f"/CN={name}",
+                 "-days", "2", "-out", made.ca)  # fmt: skip
+        return made
+
+    return make
+
+
+def trusting(authority: Authority, certificate: tuple[Path, Path] | None = None) -> ssl.SSLContext:
+    """What a client of the router believes, and shows."""
+    context = ssl.create_default_context(cafile=authority.ca)
+    if certificate is not None:
+        context.load_cert_chain(*certificate)
+    return context
+
+
+async def served_name(r: Rig, context: ssl.SSLContext) -> str:
+    """Common name on the certificate a new connection sees."""
+    _, writer = await asyncio.open_connection(*r.router.address, ssl=context)
+    try:
+        subject = dict(pair[0] for pair in writer.get_extra_info("peercert")["subject"])
+        return str(subject["commonName"])
+    finally:
+        writer.transport.abort()
+
+
+# clients
+
+
+async def test_clients_speak_tls(authority: Callable[[str], Authority]) -> None:
+    ca = authority("ca")
+    certificate, key = ca.issue("router")
+    async with rig([FakeEngine()], ssl_certfile=certificate, ssl_keyfile=key) as r:
+        assert r.router.url.startswith("https://")
+        async with httpx.AsyncClient(base_url=r.router.url, verify=trusting(ca), trust_env=False) as client:
+            for stream in (False, True, False):
+                answer = await client.post("/v1/chat/completions", json=chat(stream=stream))
+                assert answer.status_code == 200
+                assert answer.text.endswith("data: [DONE]\n\n" if stream else "}")
+        with pytest.raises(httpx.ConnectError):  # the rig's own client believes no authority
+            await r.chat()
+
+
+async def test_plain_http_to_a_tls_port_costs_only_its_connection(
+    authority: Callable[[str], Authority],
+) -> None:
+    ca = authority("ca")
+    certificate, key = ca.issue("router")
+    limits = ServerLimits(tls_handshake_timeout_s=0.1)
+    async with rig([FakeEngine()], ssl_certfile=certificate, ssl_keyfile=key, server=limits) as r:
+        for sent in (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", b"\x16\x03\x01", b""):
+            reader, writer = await asyncio.open_connection(*r.router.address)
+            writer.write(sent)  # the last two wait for the deadline
+            with contextlib.suppress(ConnectionError):
+                answer = await asyncio.wait_for(reader.read(), 5)
+                assert not answer.startswith(b"HTTP/1.1")
+            writer.transport.abort()
+        assert await served_name(r, trusting(ca)) == "router"
+
+
+async def test_a_renewed_certificate_is_used_and_cuts_nothing(authority: Callable[[str], Authority]) -> None:
+    ca = authority("ca")
+    certificate, key = ca.issue("first", into="router")
+    context = trusting(ca)
+    async with (
+        rig([FakeEngine()], ssl_certfile=certificate, ssl_keyfile=key) as r,
+        httpx.AsyncClient(base_url=r.router.url, verify=context, trust_env=False) as client,
+    ):
+        assert (await client.get("/health")).status_code == 200
+        (connection,) = r.router._connections
+        assert await served_name(r, context) == "first"
+        ca.issue("second", into="router")
+        async with asyncio.timeout(10):
+            while await served_name(r, context) != "second":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
+        assert connection in r.router._connections
+
+
+async def test_unusable_files_keep_the_last_certificate(authority: Callable[[str], Authority]) -> None:
+    ca = authority("ca")
+    certificate, key = ca.issue("router")
+    files = tls.ServerTls(certificate, key)
+    good = certificate.read_text()
+    ca.issue("other")
+    for broken in ("", "no certificate", (certificate.parent / "other.pem").read_text()):
+        certificate.write_text(broken)
+        with pytest.raises(OSError):
+            files.reload()
+    certificate.write_text(good)
+    files.reload()
+
+
+async def test_clients_may_have_to_show_a_certificate(authority: Callable[[str], Authority]) -> None:
+    ca, clients, strangers = authority("ca"), authority("clients"), authority("strangers")
+    certificate, key = ca.issue("router")
+    known, unknown = clients.issue("known"), strangers.issue("unknown")
+    fields = {"ssl_certfile": certificate, "ssl_keyfile": key, "ssl_ca_certs": clients.ca}
+    async with rig([FakeEngine()], **fields) as r:
+
+        async def status(context: ssl.SSLContext) -> int:
+            async with httpx.AsyncClient(base_url=r.router.url, verify=context, trust_env=False) as client:
+                return (await client.get("/health")).status_code
+
+        assert await status(trusting(ca, known)) == 200
+        for shown in (None, unknown):
+            with pytest.raises(httpx.TransportError):
+                await status(trusting(ca, shown))
+        clients.ca.write_bytes(strangers.ca.read_bytes())
+        assert r.router._tls is not None
+        r.router._tls.reload()
+        assert await status(trusting(ca, unknown)) == 200, "the new authority counts at once"
+        with pytest.raises(httpx.TransportError):
+            await status(trusting(ca, known))
+
+
+def test_configuration(
+    authority: Callable[[str], Authority], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ca = authority("ca")
+    certificate, _ = ca.issue("router")
+    flags = ["--replica", "http://a:1", "--port", "0", "--admin-port", "-1"]
+    encrypted = tmp_path / "encrypted.key"
+    _openssl("ec", "-in", tmp_path / "router.key", "-aes128", "-passout", "pass:secret", "-out", encrypted)
+    for broken, message in (
+        (["--ssl-keyfile", "k"], "need --ssl-certfile"),
+        (["--ssl-certfile", str(tmp_path / "absent")], "No such file"),
+        (["--ssl-certfile", str(certificate), "--ssl-keyfile", str(tmp_path / "ca.key")], "mismatch"),
+        (["--ssl-certfile", str(certificate), "--ssl-keyfile", str(encrypted)], "without a password"),
+        (["--replica-ca-certs", str(tmp_path / "absent")], "No such file"),
+        (["--replica-ca-certs", str(ca.ca), "--replica-insecure"], "exclude"),
+    ):
+        assert main([*flags, *broken]) == EXIT_USAGE
+        assert message.lower() in capsys.readouterr().err.lower()
+    with pytest.raises(ConfigError):
+        RouterConfig(replicas=("http://a:1",), ssl_ca_certs=ca.ca).check()
+
+
+# replicas
+
+
+class TlsEngine(FakeEngine):
+    """A replica that speaks TLS."""
+
+    def __init__(self, certificate: tuple[Path, Path]) -> None:
+        super().__init__()
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.context.load_cert_chain(*certificate)
+
+    async def start(self) -> None:
+        self.epoch += 1
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, ssl=self.context)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+
+async def test_replicas_speak_tls(authority: Callable[[str], Authority]) -> None:
+    ca = authority("ca")
+    async with rig([TlsEngine(ca.issue("engine"))], replica_ca_certs=ca.ca) as r:
+        await r.until_state(0, "synced")
+        for stream in (False, True):
+            assert (await r.chat(stream=stream)).status_code == 200
+        assert r.replica(0).pool.idle == 1, "connections are kept and used again"
+
+
+@pytest.mark.parametrize("wrong", ["authority", "name"])
+async def test_a_replica_that_cannot_be_believed_gets_nothing(
+    authority: Callable[[str], Authority], wrong: str
+) -> None:
+    ca, other = authority("ca"), authority("other")
+    certificate = ca.issue("engine", san="IP:127.0.0.1" if wrong == "authority" else "DNS:elsewhere")
+    believed = other.ca if wrong == "authority" else ca.ca
+    async with rig([TlsEngine(certificate)], replica_ca_certs=believed, wait=False) as r:
+        with pytest.raises(ConnectFailed, match="certificate verify failed"):
+            await r.replica(0).pool.connect()
+        assert (await r.chat()).status_code == 503
+    async with rig([TlsEngine(certificate)], verifies_replicas=False) as r:
+        assert (await r.chat()).status_code == 200
+
+
+async def test_a_replica_may_be_reached_by_address_and_known_by_name(
+    authority: Callable[[str], Authority],
+) -> None:
+    ca = authority("ca")
+    wheel = TimerWheel(asyncio.get_running_loop())
+    async with TlsEngine(ca.issue("engine", san="DNS:engines.local")) as engine:
+        pool = ConnectionPool(engine.url, ClientLimits(), wheel, tls.ClientTls(ca.ca), "engines.local")
+        assert (await fetch(pool, "/health", "", 5.0)).status == 200
+        assert pool.authority == f"engines.local:{engine.port}"
+    wheel.close()
