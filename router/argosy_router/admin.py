@@ -1,7 +1,8 @@
 """The admin port: what operators, probes and people ask the router about itself.
 
 Owns: the admin routes. Must not know: the data plane's connections.
-Invariant: with a fleet key, everything but `/health`, `/ready` and `/metrics` needs the admin key derived from it.
+Invariants: with a fleet key, everything but `/health`, `/ready`, `/metrics` and the page's own files needs the admin
+key derived from it; the admin port never lets somebody chat whom the main port would not.
 """
 
 from __future__ import annotations
@@ -10,27 +11,53 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from importlib.resources import files
 from typing import Annotated
 
 import msgspec
 import uvicorn
 from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
-from argosy_engine.protocol.errors import ApiError, BadRequest, PayloadTooLarge, Unauthorized
+from argosy_engine.protocol.errors import ApiError, BadRequest, Forbidden, PayloadTooLarge, Unauthorized
 from argosy_engine.protocol.keys import KeyRing, internal_key
 from argosy_engine.protocol.openai import decode_request
 from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH
 from argosy_router.explain import explain
 from argosy_router.fleet import Fleet
+from argosy_router.http.messages import Request as RouterRequest
 from argosy_router.metrics import CONTENT_TYPE, Metrics
+from argosy_router.overview import Overviews
+from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.call import SESSION_HEADER, find_service, prompt_of
 from argosy_router.proxy.decisions import CAPACITY, DecisionLog
+from argosy_router.proxy.inner_client import InnerClient
 
 MAX_WAIT_S = 60.0
 MAX_EXPLAINED_BYTES = 4 * 1024 * 1024
 """A million tokens of text; decoding more would hold up the data plane, which shares this loop."""
+MAX_CHAT_BYTES = 4 * 1024 * 1024
 _JSON = "application/json"
+PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{
+        f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
+        for name in ("api", "dom", "fleet", "main", "playground")
+    },
+}
+"""path -> file, content type"""
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
 
 
 def admin_keys(fleet_key: bytes) -> KeyRing:
@@ -43,7 +70,8 @@ def build_admin(
     metrics: Metrics,
     decisions: DecisionLog,
     keys: KeyRing,
-    is_ready: Callable[[], bool],
+    application: RouterApplication,
+    overviews: Overviews,
     name: str,
 ) -> FastAPI:
     """The admin application. `name` is how the router calls itself in reports."""
@@ -65,7 +93,7 @@ def build_admin(
 
     @app.get("/ready")
     async def ready() -> Response:
-        return Response(b"{}", 200 if is_ready() else 503, media_type=_JSON)
+        return Response(b"{}", 200 if application.is_ready else 503, media_type=_JSON)
 
     @app.get("/metrics")
     async def exposition() -> Response:
@@ -99,18 +127,54 @@ def build_admin(
     @app.post("/explain", dependencies=guarded)
     async def explain_request(request: Request) -> Response:
         session = request.headers.get(SESSION_HEADER.decode(), "").encode("latin-1")
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MAX_EXPLAINED_BYTES:
-                raise PayloadTooLarge(f"a request to explain may have {MAX_EXPLAINED_BYTES} bytes")
-        return Response(_explain(fleet, bytes(body), session), media_type=_JSON)
+        body = await _body(request, MAX_EXPLAINED_BYTES)
+        return Response(_explain(fleet, body, session), media_type=_JSON)
 
-    @app.get("/debug/replicas", dependencies=guarded)
-    async def replicas() -> Response:
-        return Response(msgspec.json.encode(_describe(fleet)), media_type=_JSON)
+    @app.get("/overview", dependencies=guarded)
+    async def overview() -> Response:
+        return Response(msgspec.json.encode(overviews.now(is_ready=application.is_ready)), media_type=_JSON)
+
+    @app.post("/playground/chat/completions", dependencies=guarded)
+    async def chat(request: Request) -> Response:
+        if not keys and not application.is_open:
+            raise Forbidden("the playground is closed: the router asks clients for keys and has no admin key")
+        inner = RouterRequest(
+            b"POST", b"/v1/chat/completions", list(request.headers.raw), is_http10=False, keep_alive=True
+        )
+        inner.body = await _body(request, MAX_CHAT_BYTES)
+        client = InnerClient()
+        application.chat(client, inner)
+        try:
+            status, headers = await client.head
+        except asyncio.CancelledError:
+            client.leave()
+            raise
+        answer = StreamingResponse(client.body(), status)
+        answer.raw_headers = headers
+        return answer
+
+    for path, (file, content_type) in PAGE.items():
+        _serve(app, path, files("argosy_router").joinpath("page", file).read_bytes(), content_type)
 
     return app
+
+
+def _serve(app: FastAPI, path: str, content: bytes, content_type: str) -> None:
+    """A file of the page: nothing secret in it, and nothing it shows comes without the key."""
+
+    @app.get(path)
+    async def file() -> Response:
+        return Response(content, headers=PAGE_HEADERS | {"content-type": content_type})
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """Raises: PayloadTooLarge."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            raise PayloadTooLarge(f"the request may have {limit} bytes")
+    return bytes(body)
 
 
 class _Kind(msgspec.Struct):
@@ -134,31 +198,6 @@ def _explain(fleet: Fleet, body: bytes, session: bytes) -> bytes:
     return msgspec.json.encode(
         explain(fleet, service, prompt_of(service, decoded, session), time.monotonic())
     )
-
-
-def _describe(fleet: Fleet) -> list[dict[str, object]]:
-    return [
-        {
-            "service": service.spec.key,
-            "model": service.spec.model,
-            "replica": replica.name,
-            "url": replica.url,
-            "state": replica.state,
-            "routable": replica.is_routable,
-            "suspect": replica.health.is_suspect,
-            "inflight": replica.load.inflight,
-            "requests": replica.load.requests,
-            "queued_tokens": replica.load.queued_tokens,
-            "kv_usage": replica.load.kv_usage,
-            "prefill_tokens_per_s": replica.load.prefill_tokens_per_s,
-            "decode_step_s": replica.load.decode_step_s,
-            "idle_connections": replica.pool.idle,
-            "bytes_per_token": round(service.bytes_per_token, 3),
-            "index_chunks": len(service.index),
-        }
-        for service in fleet.services.values()
-        for replica in service.replicas.values()
-    ]
 
 
 class AdminServer(uvicorn.Server):

@@ -123,7 +123,7 @@ async def test_the_report_is_a_long_poll() -> None:
     ("path", "status"),
     [
         (REPORT_PATH, 401),
-        ("/debug/replicas", 401),
+        ("/overview", 401),
         ("/health", 200),
         ("/metrics", 200),
         ("/ready", 200),
@@ -136,9 +136,3 @@ async def test_admin_routes_need_the_admin_key(path: str, status: int) -> None:
         assert (await r.http.get(url)).status_code == status
         wrong = internal_key(FLEET_KEY, "uid-1")
         assert (await r.http.get(url, headers={"authorization": f"Bearer {wrong}"})).status_code == status
-
-
-async def test_replicas_are_described() -> None:
-    async with rig([FakeEngine()], admin_port=0) as r:
-        (described,) = (await r.http.get(r.router.admin_url + "/debug/replicas")).json()
-        assert (described["replica"], described["state"], described["inflight"]) == ("r0", "synced", 0)

@@ -25,7 +25,7 @@ from argosy_engine.protocol.keys import KeyRing
 from argosy_engine.protocol.openai import Endpoint, ModelCard, ModelList
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
-from argosy_router.http.server import ServerConnection
+from argosy_router.http.server import Client
 from argosy_router.metrics import CONTENT_TYPE, Metrics
 from argosy_router.proxy import headers
 from argosy_router.proxy.books import Books
@@ -81,19 +81,35 @@ class RouterApplication:
         """Discovery has spoken and we are not leaving. Replicas are not needed: readiness of pods waits for us."""
         return self._fleet.is_loaded and not self.is_draining
 
-    def on_request(self, connection: ServerConnection, request: Request) -> None:
+    def on_request(self, connection: Client, request: Request) -> None:
         request_id = headers.request_id(request.header(b"x-request-id"))
         try:
             self._route(connection, request, request_id)
         except ApiError as error:
-            self._books.refuse(request_id, error.http_status)
-            connection.respond(
-                error.http_status,
-                self._dispatcher.error_headers(error) + b"x-request-id: %b\r\n" % request_id,
-                error.body(),
-            )
+            self._refuse(connection, request_id, error)
 
-    def _route(self, connection: ServerConnection, request: Request, request_id: bytes) -> None:
+    def chat(self, client: Client, request: Request) -> None:
+        """Answers a chat of somebody whose right to ask was checked elsewhere."""
+        request_id = headers.request_id(None)
+        try:
+            self._generate(client, request, "chat/completions", request_id)
+        except ApiError as error:
+            self._refuse(client, request_id, error)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the routes of models need no key."""
+        return not self._keys()
+
+    def _refuse(self, connection: Client, request_id: bytes, error: ApiError) -> None:
+        self._books.refuse(request_id, error.http_status)
+        connection.respond(
+            error.http_status,
+            self._dispatcher.error_headers(error) + b"x-request-id: %b\r\n" % request_id,
+            error.body(),
+        )
+
+    def _route(self, connection: Client, request: Request, request_id: bytes) -> None:
         path = request.target.partition(b"?")[0]
         public = self._public.get(path)
         if public is None:
@@ -122,9 +138,7 @@ class RouterApplication:
         if not keys.accepts(value.decode("latin-1") if value is not None else None):
             raise Unauthorized("missing or wrong API key: send `Authorization: Bearer KEY`")
 
-    def _generate(
-        self, connection: ServerConnection, request: Request, endpoint: Endpoint, request_id: bytes
-    ) -> None:
+    def _generate(self, connection: Client, request: Request, endpoint: Endpoint, request_id: bytes) -> None:
         started = self._dispatcher.now()
         call = decode_call(self._fleet, endpoint, request, request_id)
         exchange = Exchange(self._dispatcher, connection, call, started)

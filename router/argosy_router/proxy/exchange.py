@@ -32,7 +32,7 @@ from argosy_router.http.errors import (
     UpstreamError,
 )
 from argosy_router.http.messages import Headers
-from argosy_router.http.server import ServerConnection
+from argosy_router.http.server import Client
 from argosy_router.http.sse import EventCutter, EventTooLarge
 from argosy_router.load import Charge
 from argosy_router.proxy import headers as header_rules
@@ -80,7 +80,7 @@ class Finished(Protocol):
 class Exchange:
     """One request under way."""
 
-    def __init__(self, dispatcher: Dispatcher, client: ServerConnection, call: Call, started: float) -> None:
+    def __init__(self, dispatcher: Dispatcher, client: Client, call: Call, started: float) -> None:
         self._dispatcher = dispatcher
         self._client = client
         self.call = call

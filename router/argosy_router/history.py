@@ -1,0 +1,164 @@
+"""The last minutes of traffic per model, for people who look at the admin page.
+
+Owns: samples of the metrics' sums, and the rates between them. Must not know: requests.
+Invariant: at most `SAMPLES` samples per model, whatever the load; figures are differences of sums, so nothing is
+counted for this alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from argosy_router.metrics import Metrics
+from argosy_router.series import Counter, Histogram
+
+INTERVAL_S = 5.0
+SAMPLES = 61
+"""Five minutes of intervals."""
+RECENT = 13
+"""A minute of them: headline figures are steadier than the curve."""
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """Traffic over a time. Ratios and quantiles are None where nothing happened."""
+
+    requests_per_s: float
+    failed_ratio: float | None
+    """Share of answers with a status of 500 and above."""
+    hit_ratio: float | None
+    """Share of prompt tokens that came from a cache, by usage of the answers."""
+    output_tokens_per_s: float
+    ttft_p50_s: float | None
+    """Of streams; within a histogram's bucket interpolated."""
+    ttft_p90_s: float | None
+
+
+class Trend(Struct, frozen=True, kw_only=True):
+    """One model's last minutes."""
+
+    interval_s: float
+    recent: Figures
+    """Over the last minute, or as long as the router runs."""
+    curve: Sequence[Figures]
+    """Per interval, oldest first."""
+
+
+class _Sums(NamedTuple):
+    time: float
+    requests: float = 0.0
+    failed: float = 0.0
+    prompt_tokens: float = 0.0
+    cached_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    ttft: Sequence[float] = ()
+    """Counts by bucket."""
+
+
+class History:
+    """Samples of one router's metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._samples: dict[str, deque[_Sums]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.sample(time.monotonic())
+            await asyncio.sleep(INTERVAL_S)
+
+    def sample(self, now: float) -> None:
+        """Takes one sample of every model that has had a request."""
+        sums = self._sums(now)
+        for model, latest in sums.items():
+            if model not in self._samples:
+                self._samples[model] = deque([_Sums(now - INTERVAL_S)], maxlen=SAMPLES)
+            self._samples[model].append(latest)
+        for model in self._samples.keys() - sums.keys():
+            del self._samples[model]
+
+    def trend(self, model: str, now: float) -> Trend:
+        """The curve up to the last sample, and the last minute up to now."""
+        bounds = self._metrics.ttft.bounds
+        samples = self._samples.get(model, deque())
+        latest = self._sums(now).get(model, _Sums(now))
+        since = samples[-min(len(samples), RECENT)] if samples else _Sums(now - INTERVAL_S)
+        return Trend(
+            interval_s=INTERVAL_S,
+            recent=_between(since, latest, bounds),
+            curve=[_between(before, after, bounds) for before, after in pairwise(samples)],
+        )
+
+    def _sums(self, now: float) -> dict[str, _Sums]:
+        metrics = self._metrics
+        requests = _by_model(metrics.requests)
+        failed: defaultdict[str, float] = defaultdict(float)
+        for (model, code), count in metrics.requests.values.items():
+            if code >= "500":
+                failed[model] += count
+        prompt, cached = _by_model(metrics.prompt_tokens), _by_model(metrics.actual)
+        completion, ttft = _by_model(metrics.completion_tokens), _buckets(metrics.ttft)
+        return {
+            model: _Sums(
+                now,
+                count,
+                failed[model],
+                prompt[model],
+                cached[model],
+                completion[model],
+                ttft.get(model, ()),
+            )
+            for model, count in requests.items()
+        }
+
+
+def _by_model(counter: Counter) -> defaultdict[str, float]:
+    position = counter.labels.index("model")
+    sums: defaultdict[str, float] = defaultdict(float)
+    for labels, value in counter.values.items():
+        sums[labels[position]] += value
+    return sums
+
+
+def _buckets(histogram: Histogram) -> dict[str, list[float]]:
+    return {model: row[:-1] for (model,), row in histogram.values.items()}
+
+
+def _between(before: _Sums, after: _Sums, bounds: Sequence[float]) -> Figures:
+    seconds = max(1e-3, after.time - before.time)
+    requests = after.requests - before.requests
+    prompt = after.prompt_tokens - before.prompt_tokens
+    old = before.ttft or (0.0,) * len(after.ttft)
+    counts = [new - count for new, count in zip(after.ttft, old, strict=True)]
+    return Figures(
+        requests_per_s=requests / seconds,
+        failed_ratio=(after.failed - before.failed) / requests if requests else None,
+        hit_ratio=(after.cached_tokens - before.cached_tokens) / prompt if prompt else None,
+        output_tokens_per_s=(after.completion_tokens - before.completion_tokens) / seconds,
+        ttft_p50_s=quantile(0.5, counts, bounds),
+        ttft_p90_s=quantile(0.9, counts, bounds),
+    )
+
+
+def quantile(share: float, counts: Sequence[float], bounds: Sequence[float]) -> float | None:
+    """The value below which `share` of the observations lie, by Prometheus' rule for histograms.
+
+    Args:
+        counts: observations per bucket, one more than `bounds`: the last bucket has no end.
+    """
+    wanted = share * sum(counts)
+    if not wanted:
+        return None
+    low = below = 0.0
+    for count, high in zip(counts, bounds, strict=False):
+        if below + count >= wanted:
+            return low + (high - low) * (wanted - below) / count
+        low, below = high, below + count
+    return low

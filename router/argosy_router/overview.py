@@ -1,0 +1,130 @@
+"""The router at a glance, as the admin page shows it.
+
+Owns: which figures of services and replicas are shown. Must not know: HTTP, how they are drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from argosy_engine import __version__
+from argosy_router.fleet import Fleet
+from argosy_router.history import History, Trend
+from argosy_router.metrics import Metrics
+from argosy_router.replica import Replica
+from argosy_router.service import Service
+
+
+class ReplicaView(Struct, frozen=True, kw_only=True):
+    """One replica."""
+
+    name: str
+    url: str
+    state: str
+    is_routable: bool
+    is_suspect: bool
+    """Its core has not turned for a while."""
+    inflight: int
+    """Requests of this router."""
+    requests: int
+    """Running or waiting, of all routers."""
+    max_num_seqs: int
+    queued_tokens: int
+    kv_usage: float
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    hit_ratio: float | None
+    """Share of prompt tokens that came from its cache, since the router started."""
+    heard_s: float | None
+    """Since its last heartbeat."""
+    idle_connections: int
+
+
+class ServiceView(Struct, frozen=True, kw_only=True):
+    """One service."""
+
+    service: str
+    model: str
+    aliases: Sequence[str]
+    policy: str
+    index_chunks: int
+    bytes_per_token: float
+    trend: Trend
+    replicas: Sequence[ReplicaView]
+
+
+class Overview(Struct, frozen=True, kw_only=True):
+    """The whole router."""
+
+    router: str
+    version: str
+    uptime_s: float
+    state: str
+    """`ready`, `starting` (discovery has not spoken), or `draining`."""
+    connections: int
+    services: Sequence[ServiceView]
+
+
+class Overviews:
+    """Makes overviews of one router, called `name`."""
+
+    def __init__(self, fleet: Fleet, metrics: Metrics, history: History, name: str) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._history = history
+        self._name = name
+        self._started = time.monotonic()
+
+    def now(self, *, is_ready: bool) -> Overview:
+        """The state of this moment."""
+        now = time.monotonic()
+        waiting = "draining" if self._fleet.is_loaded else "starting"
+        return Overview(
+            router=self._name,
+            version=__version__,
+            uptime_s=now - self._started,
+            state="ready" if is_ready else waiting,
+            connections=self._metrics.connections,
+            services=[self._service(service, now) for service in self._fleet.services.values()],
+        )
+
+    def _service(self, service: Service, now: float) -> ServiceView:
+        model = service.spec.model
+        return ServiceView(
+            service=service.spec.key,
+            model=model,
+            aliases=service.spec.aliases,
+            policy=self._fleet.policy or service.spec.policy,
+            index_chunks=len(service.index),
+            bytes_per_token=service.bytes_per_token,
+            trend=self._history.trend(model, now),
+            replicas=[
+                self._replica(model, replica, now)
+                for replica in sorted(service.replicas.values(), key=lambda replica: replica.name)
+            ],
+        )
+
+    def _replica(self, model: str, replica: Replica, now: float) -> ReplicaView:
+        load, labels = replica.load, (model, replica.name)
+        prompt = self._metrics.prompt_tokens.values.get(labels, 0.0)
+        cached = self._metrics.actual.values.get(labels, 0.0)
+        return ReplicaView(
+            name=replica.name,
+            url=replica.url,
+            state=replica.state,
+            is_routable=replica.is_routable,
+            is_suspect=replica.health.is_suspect,
+            inflight=load.inflight,
+            requests=load.requests,
+            max_num_seqs=load.max_num_seqs,
+            queued_tokens=load.queued_tokens,
+            kv_usage=load.kv_usage,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_s=load.decode_step_s,
+            hit_ratio=cached / prompt if prompt else None,
+            heard_s=None if replica.heard_at is None else now - replica.heard_at,
+            idle_connections=replica.pool.idle,
+        )

@@ -1,0 +1,155 @@
+"""A headless Chromium driven over its debugging protocol: enough of it to use a page as a person would."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import websocket
+
+EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DEADLINE_S = 60.0
+_KEYS = {"Tab": 9, "Enter": 13, "Escape": 27}
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, socket: websocket.WebSocket) -> None:
+        self._socket = socket
+        self._number = 0
+        self.problems: list[str] = []
+        """Exceptions, console errors and refusals of the content security policy."""
+
+    async def call(self, method: str, **params: Any) -> Any:
+        """One command of the protocol."""
+        return await asyncio.to_thread(self._call, method, params)
+
+    def _call(self, method: str, params: dict[str, Any]) -> Any:
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": params}))
+        while True:
+            message = json.loads(self._socket.recv())
+            if message.get("id") == self._number:
+                assert "error" not in message, message["error"]
+                return message["result"]
+            self._note(message)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        name, params = event.get("method"), event.get("params", {})
+        if name == "Runtime.exceptionThrown":
+            self.problems.append(json.dumps(params["exceptionDetails"])[:500])
+        elif name == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+
+    async def goto(self, url: str) -> None:
+        await self.call("Page.navigate", url=url)
+
+    async def js(self, expression: str) -> Any:
+        """Value of an expression."""
+        result = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    async def until(self, expression: str) -> Any:
+        """Waits until an expression is true; returns it."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                if value := await self.js(expression):
+                    return value
+                await asyncio.sleep(0.05)
+
+    async def type(self, text: str) -> None:
+        await self.call("Input.insertText", text=text)
+
+    async def press(self, key: str) -> None:
+        code = _KEYS[key]
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            extra = text if kind == "keyDown" else {}
+            await self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **extra
+            )
+
+    async def look(self, *, dark: bool = False, width: int = 1360, height: int = 860) -> None:
+        """Sets colour scheme and window."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+
+    async def screenshot(self, path: Path) -> None:
+        shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=False)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+
+@contextlib.asynccontextmanager
+async def browser() -> AsyncIterator[Page]:
+    """A fresh browser with one tab; needs `EXECUTABLE`."""
+    assert EXECUTABLE is not None
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        process = await asyncio.create_subprocess_exec(
+            EXECUTABLE,
+            *("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+            *("--disable-background-networking", "--disable-component-update", "--disable-extensions"),
+            *(["--no-sandbox"] if os.geteuid() == 0 else []),
+            *(
+                "--remote-debugging-port=0",
+                "--remote-allow-origins=*",
+                f"--user-data-dir={home}",
+                "about:blank",
+            ),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            socket = await asyncio.to_thread(_connect, await _first_page(Path(home) / "DevToolsActivePort"))
+            page = Page(socket)
+            for domain in ("Page", "Runtime", "Log"):
+                await page.call(f"{domain}.enable")
+            yield page
+            socket.close()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            await process.wait()
+
+
+async def _first_page(port_file: Path) -> str:
+    """The address of the first tab's socket."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not port_file.exists() or len(port_file.read_text().splitlines()) < 2:
+            await asyncio.sleep(0.05)
+        port = int(port_file.read_text().splitlines()[0])
+        while True:
+            body = await asyncio.to_thread(_get, f"http://127.0.0.1:{port}/json/list")
+            pages = [target for target in json.loads(body) if target["type"] == "page"]
+            if pages:
+                return str(pages[0]["webSocketDebuggerUrl"])
+            await asyncio.sleep(0.05)
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
+        return bytes(response.read())
+
+
+def _connect(url: str) -> websocket.WebSocket:
+    return websocket.create_connection(url, timeout=DEADLINE_S)
