@@ -1,27 +1,36 @@
 """Argosy's inference engine: vLLM V1's architecture, one concept per module.
 
-`LLM`, `LLMEngine`, `AsyncLLM`, `SamplingParams`, `StructuredOutputsParams` and `EngineArgs` are the public names. They
-load on first use, because importing `argosy_engine.protocol` must not import torch.
+The names in `__all__` are the public ones. They load on first use, because importing `argosy_engine.protocol` must not
+import torch.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from argosy_engine.config import EngineArgs
     from argosy_engine.frontend.async_llm import AsyncLLM
+    from argosy_engine.frontend.beam_search import BeamSearchParams
     from argosy_engine.frontend.llm import LLM
     from argosy_engine.frontend.llm_engine import LLMEngine
+    from argosy_engine.sample.interface import LogitsProcessor
     from argosy_engine.sample.params import SamplingParams
     from argosy_engine.structured.params import StructuredOutputsParams
+
+# torch's OpenMP threads would spin for milliseconds after each operator, on the cores that compute the next kernel.
+# libgomp reads this once, when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "EngineArgs",
     "LLMEngine",
+    "LogitsProcessor",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
@@ -31,7 +40,9 @@ _PUBLIC = {
     "LLM": "argosy_engine.frontend.llm",
     "LLMEngine": "argosy_engine.frontend.llm_engine",
     "AsyncLLM": "argosy_engine.frontend.async_llm",
+    "BeamSearchParams": "argosy_engine.frontend.beam_search",
     "EngineArgs": "argosy_engine.config",
+    "LogitsProcessor": "argosy_engine.sample.interface",
     "SamplingParams": "argosy_engine.sample.params",
     "StructuredOutputsParams": "argosy_engine.structured.params",
 }

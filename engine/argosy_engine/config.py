@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.sample.token_logprobs import LogprobsMode
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -88,6 +89,21 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         str,
         Meta(min_length=1, max_length=512, description="subclass of Worker to run, as package.module.Class"),
     ] = "auto"
+    logits_processors: Annotated[
+        tuple[Annotated[str, Meta(min_length=3, max_length=512)], ...],
+        Meta(max_length=16, description="LogitsProcessor classes of your own, as MODULE:CLASS"),
+    ] = ()
+    max_logprobs: Annotated[
+        int,
+        Meta(ge=-1, le=1 << 20, description="most `logprobs` a request may ask for; -1: the whole vocabulary"),
+    ] = 20
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Meta(
+            description="what `logprobs` report: log probabilities or logits, of the model (raw) or of what the "
+            "token is drawn from (processed)"
+        ),
+    ] = "raw_logprobs"
     structured_outputs_cache_bytes: Annotated[
         int, Meta(ge=0, le=1 << 40, description="compiled grammars kept for later requests")
     ] = 256 << 20
@@ -194,6 +210,10 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     scheduling_policy: Literal["fcfs", "priority"]
     epoch: str
     eos_token_ids: tuple[int, ...]
+    logits_processors: tuple[str, ...]
+    max_logprobs: int
+    """-1: the whole vocabulary"""
+    logprobs_mode: LogprobsMode
     startup_phases: tuple[tuple[str, float], ...]
     """(phase, seconds) in order, for the start-up table."""
     memory: MemoryBudget

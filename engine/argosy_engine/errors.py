@@ -5,6 +5,7 @@ EngineError
 │   └── DoesNotFit         memory: the message says which --max-model-len would fit
 ├── InvalidRequest         the client: becomes HTTP 400 (`param` names the field)
 │   └── PromptTooLong      code context_length_exceeded
+├── RequestFailed          nobody: this request cannot go on, which is the engine's fault (HTTP 500); others are well
 ├── UtilityFailed          the caller of an administrative call: it could not be carried out; the engine lives on
 ├── EngineBusy             the client, later: HTTP 503 with a retry hint
 │   └── EngineAsleep       whoever put the engine to sleep; other replicas may be awake
@@ -33,6 +34,10 @@ class InvalidRequest(EngineError):
 
 
 class PromptTooLong(InvalidRequest):
+    pass
+
+
+class RequestFailed(EngineError):
     pass
 
 

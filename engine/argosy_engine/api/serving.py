@@ -11,7 +11,7 @@ from typing import TypeVar
 from argosy_engine.api.completion_parts import CompletionParts
 from argosy_engine.api.logprobs import LogprobsFormat
 from argosy_engine.core.messages import EngineCoreRequest
-from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong
+from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.chat_parser import ChatParser, ParsedCall
 from argosy_engine.frontend.outputs import GenerationOutput
@@ -360,6 +360,8 @@ def to_api_error(error: Exception) -> ApiError:
             return BadRequest(str(error), param=error.param)
         case EngineBusy():
             return Unavailable(f"{error}; retry later", retry_after_s=error.retry_after_s)
+        case RequestFailed():
+            return InternalError(str(error))
         case EngineDead():
             return Unavailable("the engine is not running; retry", retry_after_s=1.0)
         case _:

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import EngineCoreOutput, FinishReason
+from argosy_engine.core.messages import EngineCoreOutput, ErrorKind, FinishReason
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.request_queue import RequestQueue
 from argosy_engine.core.steps_in_flight import StepsInFlight
@@ -124,12 +124,14 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             self.waiting.push(request)
 
-    def fail(self, request_id: str, reason: str) -> None:
+    def fail(self, request_id: str, reason: str, kind: ErrorKind = ErrorKind.INVALID) -> None:
         """Ends a request with an error; its answer travels with the next step. Unknown ids are fine."""
         request = self.requests.get(request_id)
         if request is not None:
             request.finish_reason = FinishReason.ERROR
-            self._outputs.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=reason))
+            self._outputs.append(
+                EngineCoreOutput(request_id, [], FinishReason.ERROR, error=reason, error_kind=kind)
+            )
             self._remove(request)
             self._finish(request, FinishReason.ERROR)
 
@@ -443,7 +445,13 @@ class Scheduler:
             if error is not None:
                 request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
                 self._outputs.append(
-                    EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=error)
+                    EngineCoreOutput(
+                        request.request_id,
+                        [],
+                        FinishReason.ERROR,
+                        error=error,
+                        error_kind=ErrorKind.INTERNAL,
+                    )
                 )
                 continue
             if request.status not in BLOCKED:

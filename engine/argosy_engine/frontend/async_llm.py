@@ -14,8 +14,21 @@ from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import AsyncMPClient
-from argosy_engine.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from argosy_engine.errors import EngineAsleep, EngineDead, EngineError, InvalidRequest
+from argosy_engine.core.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ErrorKind,
+    FinishReason,
+)
+from argosy_engine.errors import (
+    EngineAsleep,
+    EngineBusy,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    RequestFailed,
+)
 from argosy_engine.frontend.admission import AdmissionControl
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.outputs import GenerationOutput, OutputCollector
@@ -294,7 +307,7 @@ class AsyncLLM:
             return  # aborted meanwhile
         if output.finish_reason is FinishReason.ERROR:
             self._forget(output.request_id)
-            live.collector.fail(InvalidRequest(output.error or "the engine could not run this request"))
+            live.collector.fail(_error(output))
             return
         timings, now = live.timings, time.monotonic()
         if output.prefill_stats is not None:
@@ -368,3 +381,15 @@ class AsyncLLM:
             self._forget(request_id)
             live.collector.fail(error)
         return request_ids
+
+
+def _error(output: EngineCoreOutput) -> EngineError:
+    """Why the core could not run a request."""
+    message = output.error or "the engine could not run this request"
+    match output.error_kind:
+        case ErrorKind.INVALID:
+            return InvalidRequest(message)
+        case ErrorKind.BUSY:
+            return EngineBusy(message)
+        case ErrorKind.INTERNAL:
+            return RequestFailed(message)

@@ -14,10 +14,11 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.sample.params import MAX_LOGPROBS, SamplingParams
+from argosy_engine.sample.params import MAX_N, SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
-MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
+MAX_BEAM_WIDTH = MAX_N
+"""The engine's `--max-logprobs` is another bound: a round asks for twice as many."""
 
 
 class BeamSearchParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ from argosy_engine.frontend.llm_engine import CompletionOutput, LLMEngine, Reque
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
 from argosy_engine.frontend.processor import Prompt
 from argosy_engine.protocol.openai import ChatCompletionRequest
+from argosy_engine.sample.interface import LogitsProcessor, processor_path
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
 
@@ -29,14 +30,23 @@ class LLM:
     Args:
         model: `builtin://tiny` or a model directory.
         multiprocess: the engine core gets a process of its own, so that tokenising and stepping overlap.
-        **engine_args: any field of `EngineArgs`.
+        logits_processors: classes, or `MODULE:CLASS`, for requests with `SamplingParams.extra_args`.
+        **engine_args: any other field of `EngineArgs`.
 
     Raises:
         ConfigError: the model or an argument cannot work.
     """
 
-    def __init__(self, model: str, *, multiprocess: bool = False, **engine_args: Any) -> None:
-        args = EngineArgs.of(model=model, **engine_args)
+    def __init__(
+        self,
+        model: str,
+        *,
+        multiprocess: bool = False,
+        logits_processors: Sequence[str | type[LogitsProcessor]] = (),
+        **engine_args: Any,
+    ) -> None:
+        paths = tuple(processor_path(processor) for processor in logits_processors)
+        args = EngineArgs.of(model=model, logits_processors=paths, **engine_args)
         self.engine = LLMEngine.from_engine_args(args, multiprocess=multiprocess)
         self.client = self.engine.client
         self.config = self.engine.config

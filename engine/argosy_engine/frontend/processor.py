@@ -5,6 +5,7 @@ Runs in the API process; tokenising is the only part that takes time and may run
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.core.messages import ChunkEnd, EngineCoreRequest
-from argosy_engine.errors import InvalidRequest, PromptTooLong
+from argosy_engine.errors import InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.chat_parser import END_THINK, THINK
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
@@ -28,9 +29,12 @@ from argosy_engine.protocol.openai import (
     unsupported,
 )
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind, prompt_view
+from argosy_engine.sample.interface import load_logits_processors
 from argosy_engine.sample.params import MAX_BAD_WORDS_TOKENS, RepetitionDetectionParams, SamplingParams
 from argosy_engine.structured.manager import GrammarRequest
 from argosy_engine.structured.reasoning import Reasoning, reasoning_after
+
+logger = logging.getLogger("argosy.frontend")
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -49,6 +53,7 @@ class InputProcessor:
         self.tokenizer = Tokenizer(path)
         self.template = ChatTemplate.load(path)
         self.defaults = _generation_defaults(path)
+        self._logits_processors = load_logits_processors(config.logits_processors)
         self.has_thinking = self.template is not None and "enable_thinking" in self.template.variables
         """Whether the model may think before it answers."""
         self._think_ids = [
@@ -142,6 +147,7 @@ class InputProcessor:
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
             structured_outputs=structured_outputs(request),
+            extra_args=request.vllm_xargs,
             **_logprobs(request),
         )
 
@@ -216,11 +222,48 @@ class InputProcessor:
             )
         for name, token_ids in params.token_ids().items():
             self.check_token_ids(token_ids, name)
+        self._check_extra_args(params)
         return params.replace(
             max_tokens=params.max_tokens or room,
             bad_words=(),
             bad_words_token_ids=self._bad_words(params.bad_words),
+            logprobs=self._num_logprobs("logprobs", params.logprobs),
+            prompt_logprobs=self._num_logprobs("prompt_logprobs", params.prompt_logprobs),
         )
+
+    def _num_logprobs(self, name: str, count: int | None) -> int | None:
+        """Alternatives per token, within the engine's `--max-logprobs`."""
+        vocab_size, limit = self.config.vocab_size, self.config.max_logprobs
+        if count is None:
+            return None
+        count = vocab_size if count < 0 else count
+        if limit >= 0 and count > limit:
+            raise InvalidRequest(
+                f"{name} must be at most {limit}, the engine's --max-logprobs; {count} were asked for",
+                param=name,
+            )
+        return min(count, vocab_size)
+
+    def _check_extra_args(self, params: SamplingParams) -> None:
+        """Asks the logits processors that a request uses; one that nobody uses would be ignored silently."""
+        is_used = False
+        for processor in self._logits_processors:
+            try:
+                if processor.is_used_by(params):
+                    is_used = True
+                    processor.validate_params(params)
+            except ValueError as error:
+                raise InvalidRequest(str(error), param="vllm_xargs") from None
+            except Exception as error:
+                logger.exception("logits processor %s cannot validate a request", processor.__qualname__)
+                raise RequestFailed(
+                    f"logits processor {processor.__qualname__} failed on this request"
+                ) from error
+        if params.extra_args and not is_used:
+            raise InvalidRequest(
+                f"no logits processor of this engine uses {', '.join(sorted(params.extra_args))[:200]}",
+                param="vllm_xargs",
+            )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as the tokens it has at the start of a text, and as those after a space where these differ."""

@@ -20,7 +20,8 @@ MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_TOKENS = 1 << 24
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 1 << 20
+"""Of any engine; each has its own `--max-logprobs`."""
 MAX_CHOICES = 1024
 """Choices of one call: prompts times n."""
 MAX_REQUEST_ID = 128
@@ -30,7 +31,9 @@ Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
-LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+LogprobCount = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
+"""-1: the whole vocabulary, as in vLLM."""
+ExtraArg = str | int | float | bool | list[str | int | float | bool]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 
@@ -102,6 +105,8 @@ class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 20)] | None = None
     repetition_detection: RepetitionDetection | None = None
     prompt_logprobs: LogprobCount | None = None
+    vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=64)] | None = None
+    """vLLM's: for the engine's own logits processors."""
     return_tokens_as_token_ids: bool = False
     """vLLM's: in `logprobs`, tokens are written `token_id:ID`, so that those without text can be told apart."""
     resume: Annotated[list[TokenIds], Meta(max_length=MAX_CHOICES)] | None = None

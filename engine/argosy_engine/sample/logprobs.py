@@ -7,10 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_engine.sample.token_logprobs import LogprobsMode, TokenLogprobs
 
 _MAX_LOGITS_BYTES = 64 << 20
 """Prompt positions are scored so many bytes of logits at a time: a prompt times a vocabulary can be gigabytes."""
+
+
+def score(logits: torch.Tensor, mode: LogprobsMode) -> torch.Tensor:
+    """What is reported of logits [N, vocab_size], as float32: themselves or their log probabilities."""
+    return logits.float() if mode.endswith("logits") else logits.float().log_softmax(-1)
 
 
 class LogprobsTensors(NamedTuple):
@@ -33,7 +38,7 @@ class LogprobsTensors(NamedTuple):
 
 
 def gather_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobsTensors:
-    """Picks the tokens [N] and the `count` best ones from log probabilities float32 [N, vocab_size]."""
+    """Picks the tokens [N] and the `count` best ones from scores float32 [N, vocab_size]."""
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(1) + 1
     best = torch.topk(logprobs, min(count, logprobs.shape[1]), dim=1)
@@ -48,6 +53,7 @@ def score_prompt(
     token_ids: torch.Tensor,
     count: int,
     vocab_size: int,
+    mode: LogprobsMode,
 ) -> list[TokenLogprobs]:
     """Log probabilities of prompt tokens.
 
@@ -55,10 +61,11 @@ def score_prompt(
         hidden: [N, hidden_size] of the positions before the tokens.
         token_ids: int64 [N].
         count: alternatives per token.
+        mode: nothing processes the logits of a prompt, so `processed` is the same as `raw`.
     """
     size = max(_MAX_LOGITS_BYTES // (4 * vocab_size), 1)
     scored: list[TokenLogprobs] = []
     for part, tokens in zip(hidden.split(size), token_ids.split(size), strict=True):
-        logprobs = compute_logits(part).float().log_softmax(-1)
-        scored += gather_logprobs(logprobs, tokens, count).tolists([count] * len(tokens))
+        scores = score(compute_logits(part), mode)
+        scored += gather_logprobs(scores, tokens, count).tolists([count] * len(tokens))
     return scored

@@ -16,8 +16,6 @@ GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy, as in vLLM."""
 
 MAX_N = 128
-MAX_LOGPROBS = 20
-"""OpenAI's bound on `top_logprobs`, and vLLM's default of `--max-logprobs`."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
@@ -25,6 +23,9 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_TOKENS = 1024
 """All bad words of a request together, in tokens."""
 MAX_BAD_WORD_CHARS = 1024
+MAX_EXTRA_ARGS = 64
+MAX_EXTRA_ARGS_BYTES = 64 * 1024
+"""All of a request together, as JSON."""
 MAX_REPETITION_PATTERN = 1024
 """Bound on pattern size and count: the check looks at no more than this many tokens per size."""
 
@@ -86,7 +87,8 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
     max_tokens: int | None = 16
     """None: up to the model's context length"""
     min_tokens: int = 0
-    """No end-of-sequence, stop id or stop string before this many output tokens."""
+    """No end-of-sequence, stop id or stop string before this many output tokens. A grammar that allows nothing but the
+    end has its way."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -94,11 +96,14 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
-    """Log probabilities of each output token and of this many best alternatives."""
+    """Log probabilities of each output token and of this many best alternatives; -1: of the whole vocabulary. The
+    engine's `--max-logprobs` is the bound."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the output must look like. The core gets it as a grammar beside the parameters."""
+    extra_args: dict[str, Any] | None = None
+    """For the logits processors of `--logits-processors`; `vllm_xargs` of API requests."""
 
     @property
     def is_greedy(self) -> bool:
@@ -151,11 +156,6 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
                 self.max_tokens is None or self.min_tokens <= self.max_tokens,
                 f"must not exceed max_tokens ({self.max_tokens})",
             ),
-            (
-                "min_tokens",
-                self.min_tokens == 0 or self.structured_outputs is None,
-                "cannot be combined with structured outputs, which end where their grammar does",
-            ),
             ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"takes at most {MAX_STOP_STRINGS} stop strings"),
             ("stop", all(self.stop), "must not contain an empty string"),
             (
@@ -164,8 +164,17 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
                 f"takes at most {MAX_STOP_TOKEN_IDS} ids",
             ),
             *self._token_checks(),
-            ("logprobs", _is_count(self.logprobs), f"must be between 0 and {MAX_LOGPROBS}"),
-            ("prompt_logprobs", _is_count(self.prompt_logprobs), f"must be between 0 and {MAX_LOGPROBS}"),
+            ("logprobs", self.logprobs is None or self.logprobs >= -1, "must be -1 (all) or not negative"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or self.prompt_logprobs >= -1,
+                "must be -1 (all) or not negative",
+            ),
+            (
+                "extra_args",
+                _is_small(self.extra_args),
+                f"takes {MAX_EXTRA_ARGS} JSON values, {MAX_EXTRA_ARGS_BYTES} bytes in all",
+            ),
             ("repetition_detection", repetition is None, repetition or ""),
         )
         for name, is_good, message in checks:
@@ -202,5 +211,11 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
         return structs.replace(self, **changes)
 
 
-def _is_count(value: int | None) -> bool:
-    return value is None or 0 <= value <= MAX_LOGPROBS
+def _is_small(extra_args: dict[str, Any] | None) -> bool:
+    if not extra_args:
+        return True
+    try:
+        size = len(msgspec.json.encode(extra_args))
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return len(extra_args) <= MAX_EXTRA_ARGS and size <= MAX_EXTRA_ARGS_BYTES

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from argosy_engine.sample.logits_processors import Added, BatchUpdate, Ints, LogitsProcessor, Rows
+from argosy_engine.sample.interface import Added, BatchUpdate, Ints, LogitsProcessor, Rows
 
 _INITIAL_WIDTH = 256
 
@@ -37,7 +37,7 @@ class Penalties(LogitsProcessor):
     def __bool__(self) -> bool:
         return self._num_live > 0
 
-    def update(self, update: BatchUpdate) -> None:
+    def update_state(self, update: BatchUpdate) -> None:
         for slot in update.removed:
             entry = int(self._entry_of_slot[slot])
             if entry >= 0:

@@ -3,7 +3,12 @@ torch."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
+
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+"""raw: of the model; processed: of what the token is drawn from, after grammar, penalties, temperature and cuts."""
 
 
 class TokenLogprobs(Struct, array_like=True, gc=False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from argosy_engine.sample.sampler import Sampler
+from argosy_engine.sample.sampler import Sampler, SamplerOptions
 from argosy_engine.worker.step import BlockIds, NewRequest
 
 
@@ -30,6 +30,7 @@ class InputBatch:
         num_groups: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
+        sampling: SamplerOptions,
     ) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), dtype=np.int32)
@@ -39,7 +40,7 @@ class InputBatch:
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         """alternatives per prompt token; -1: nobody asked, or they were sent before a preemption"""
-        self.sampler = Sampler(self.token_ids, eos_token_ids, device)
+        self.sampler = Sampler(self.token_ids, eos_token_ids, device, sampling)
         self.slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 

@@ -12,7 +12,7 @@ import torch
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
-from argosy_engine.sample.params import MAX_LOGPROBS, SamplingParams
+from argosy_engine.sample.params import SamplingParams
 from argosy_engine.worker.device import DeviceMemory
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.step import NewRequest, SchedulerOutput
@@ -55,8 +55,9 @@ def run_largest_step(runner: ModelRunner, args: EngineArgs, max_model_len: int) 
     count = max(min(args.max_num_seqs, tokens), 1)
     lengths = [tokens // count + (row < tokens % count) for row in range(count)]
     lengths = [min(length, max_model_len - 1) for length in lengths]
+    logprobs = runner.vocab_size if args.max_logprobs < 0 else args.max_logprobs
     sampling = SamplingParams(
-        temperature=1.0, top_p=0.9, top_k=50, seed=0, max_tokens=1, logprobs=MAX_LOGPROBS
+        temperature=1.0, top_p=0.9, top_k=50, seed=0, max_tokens=1, logprobs=logprobs
     )
     num_groups = len(runner.groups)
     requests = [

@@ -50,6 +50,8 @@ class SchedulerOutput(Struct, array_like=True, gc=False):
     scheduled_spec_token_ids: dict[str, list[int]]
     """Request id -> drafts that its scheduled tokens end with."""
     grammar: GrammarBitmask | None = None
+    awaits_grammar: bool = False
+    """The mask depends on tokens that are still under way and follows (`PendingOutput.sample`)."""
 
 
 class ModelRunnerOutput(Struct, array_like=True, gc=False):
@@ -65,3 +67,5 @@ class ModelRunnerOutput(Struct, array_like=True, gc=False):
     """Guesses at the tokens that follow, for the next step to verify."""
     pooler_output: dict[str, list[float]] = {}
     """Vectors of the prompts that ended in this step, for requests that asked for one."""
+    errors: dict[str, str] = {}
+    """Requests that cannot go on, and why."""

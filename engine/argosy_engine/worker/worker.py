@@ -19,6 +19,8 @@ from argosy_engine.models.loader import LoadedModel, load_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.source import resolve_model
 from argosy_engine.native.library import kernels
+from argosy_engine.sample.interface import load_logits_processors
+from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.device import DeviceMemory, choose_dtype, cpu_memory
 from argosy_engine.worker.info import WorkerInfo
 from argosy_engine.worker.memory import estimate_activations, plan_memory, wanted_model_len
@@ -40,6 +42,7 @@ class Worker:
         self._config: ModelConfig
         self._device: torch.device
         self._dtype: torch.dtype
+        self._sampling: SamplerOptions
         self._budget: MemoryBudget
 
     def start(self) -> WorkerInfo:
@@ -62,6 +65,12 @@ class Worker:
             self._config = config = load_model_config(self._path)
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
+            self._sampling = SamplerOptions(
+                model_path=str(self._path),
+                vocab_size=config.vocab_size,
+                logprobs_mode=args.logprobs_mode,
+                logits_processors=load_logits_processors(args.logits_processors),
+            )
         with self._phase("weights"):
             loaded = self._load()
         if device.type == "cpu":
@@ -147,6 +156,7 @@ class Worker:
             max_model_len=max_model_len,
             dtype=self._dtype,
             device=self._device,
+            sampling=self._sampling,
         )
 
     @contextmanager

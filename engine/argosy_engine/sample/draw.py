@@ -1,0 +1,177 @@
+"""The draw: temperature, min_p, top-k, top-p, and an inverse CDF with one stateless uniform per row (`noise`), so that
+a row's token depends on its own logits, parameters, seed and position only, never on its neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from argosy_engine.native.library import DTYPES, kernels
+from argosy_engine.sample.interface import Ints
+from argosy_engine.sample.noise import uniform
+
+_CANDIDATES = 1024
+"""Top-k and top-p first look at this many best tokens: a partial sort instead of a full one. Rows whose nucleus is
+larger fall back to the full vocabulary."""
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """Parallel arrays, one entry per sampled row."""
+
+    temperature: NDArray[np.float32]
+    """0 means greedy"""
+    top_p: NDArray[np.float32]
+    top_k: Ints
+    """0 means off"""
+    min_p: NDArray[np.float32]
+    """0 means off"""
+    seeds: Ints
+    positions: Ints
+    """index in the sequence of the token being sampled"""
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Token ids int64 [R] for logits [R, vocab_size] of any float dtype: temperature, min_p, top-k, top-p, draw."""
+    is_random = batch.temperature > 0
+    if not is_random.any():
+        return _greedy(logits, batch)
+    is_cut = is_random & ((batch.top_p < 1.0) | (batch.top_k > 0))
+    is_plain = is_random & ~is_cut
+    if is_plain.all():
+        return _plain(logits, batch)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    for rows, kind in ((~is_random, _greedy), (is_plain, _plain), (is_cut, _cut)):
+        if rows.any():
+            index = torch.from_numpy(np.flatnonzero(rows)).to(logits.device)
+            tokens[index] = kind(logits[index], _take(batch, rows))
+    return tokens
+
+
+def _take(batch: SamplingBatch, rows: NDArray[np.bool_]) -> SamplingBatch:
+    return SamplingBatch(
+        batch.temperature[rows],
+        batch.top_p[rows],
+        batch.top_k[rows],
+        batch.min_p[rows],
+        batch.seeds[rows],
+        batch.positions[rows],
+    )
+
+
+def _greedy(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    if logits.device.type == "cpu" and logits.dtype in DTYPES and (loaded := kernels()) is not None:
+        return loaded.argmax(logits.contiguous())
+    return logits.argmax(dim=-1)
+
+
+def _plain(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    return _draw(_probs(logits, batch), _noise(batch, logits.device))
+
+
+def _cut(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Top-k, then top-p over what is left; ties at the edge are broken by token id."""
+    probs = _probs(logits, batch)
+    vocab_size = probs.shape[-1]
+    cuts = _cuts(probs, batch)
+    u = _noise(batch, probs.device)
+    values, ids = _best(probs, min(_CANDIDATES, vocab_size))
+    tokens = _draw_nucleus(values, ids, cuts, u)
+    if vocab_size > _CANDIDATES:
+        top_k, top_p, mass = cuts
+        is_larger = (top_k > _CANDIDATES) & ((mass < 0) | (values.double().sum(-1) < top_p * mass))
+        if bool(is_larger.any()):
+            rest = is_larger.nonzero().squeeze(1)
+            values, ids = _best(probs[rest], vocab_size)
+            tokens[rest] = _draw_nucleus(values, ids, _Cuts(top_k[rest], top_p[rest], mass[rest]), u[rest])
+    return tokens
+
+
+class _Cuts(NamedTuple):
+    """Parallel tensors [R]."""
+
+    top_k: torch.Tensor
+    """vocab_size where it is off"""
+    top_p: torch.Tensor
+    mass: torch.Tensor
+    """What top-p is a share of; below 0, the mass of the k best."""
+
+
+def _cuts(probs: torch.Tensor, batch: SamplingBatch) -> _Cuts:
+    device, vocab_size = probs.device, probs.shape[-1]
+    mass = torch.ones(len(probs), dtype=torch.float64, device=device)
+    if (batch.min_p > 0.0).any():
+        has_floor = torch.from_numpy(batch.min_p > 0.0).to(device)
+        mass = torch.where(has_floor, probs.double().sum(-1), mass)  # a row's mass is its own affair
+    top_k = torch.from_numpy(np.where(batch.top_k > 0, batch.top_k, vocab_size)).to(device)
+    # Of what top-k keeps, top-p takes its share; unless top-k is off, that mass is that of the k best.
+    mass = torch.where(top_k < vocab_size, -1.0, mass)
+    return _Cuts(top_k, torch.from_numpy(batch.top_p).to(device), mass)
+
+
+def _nucleus(values: torch.Tensor, cuts: _Cuts) -> torch.Tensor:
+    """Sorted candidates [R, N] with 0 for those that top-k and top-p drop."""
+    is_beyond = torch.arange(values.shape[-1], device=values.device) >= cuts.top_k.unsqueeze(1)
+    values = values.masked_fill(is_beyond, 0.0)
+    cumulative = values.double().cumsum(-1)
+    limit = cuts.top_p * torch.where(cuts.mass < 0, cumulative[:, -1], cuts.mass)
+    return torch.where(cumulative - values < limit.unsqueeze(1), values, 0.0)
+
+
+def _draw_nucleus(values: torch.Tensor, ids: torch.Tensor, cuts: _Cuts, u: torch.Tensor) -> torch.Tensor:
+    return ids.gather(1, _draw(_nucleus(values, cuts), u).unsqueeze(1)).squeeze(1)
+
+
+def processed_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """What `sample` draws from, as float32 logits [R, vocab_size]: over the temperature, minus infinity where min_p,
+    top-k or top-p drop a token. Greedy rows are as they came."""
+    is_random = batch.temperature > 0
+    temperature = torch.from_numpy(np.where(is_random, batch.temperature, np.float32(1))).to(logits.device)
+    processed = logits.float() / temperature.unsqueeze(1)
+    is_cut = is_random & ((batch.top_p < 1.0) | (batch.top_k > 0) | (batch.min_p > 0.0))
+    if is_cut.any():
+        rows, cut = torch.from_numpy(np.flatnonzero(is_cut)).to(logits.device), _take(batch, is_cut)
+        probs = _probs(logits[rows], cut)
+        values, ids = _best(probs, probs.shape[-1])
+        kept = torch.zeros_like(probs).scatter_(1, ids, _nucleus(values, _cuts(probs, cut)))
+        processed[rows] = processed[rows].masked_fill_(kept == 0.0, float("-inf"))
+    return processed
+
+
+def _best(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` most probable tokens, best first, equal ones by id."""
+    if count == probs.shape[-1]:
+        values, tokens = torch.sort(probs, dim=-1, descending=True, stable=True)
+        return values, tokens
+    tokens = torch.topk(probs, count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values, order = torch.sort(probs.gather(1, tokens), dim=-1, descending=True, stable=True)
+    return values, tokens.gather(1, order)
+
+
+def _probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Probabilities at the rows' temperatures, 0 where min_p drops a token."""
+    temperature = torch.from_numpy(batch.temperature).to(logits.device)
+    probs = torch.softmax(logits.float() / temperature.unsqueeze(1), dim=-1)
+    if (batch.min_p > 0.0).any():
+        share = torch.from_numpy(batch.min_p).to(logits.device)
+        probs = torch.where(probs < share.unsqueeze(1) * probs.amax(-1, keepdim=True), 0.0, probs)
+    return probs
+
+
+def _noise(batch: SamplingBatch, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(uniform(batch.seeds, batch.positions)).to(device)
+
+
+def _draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Inverse CDF over unnormalised probabilities [R, N]: the first index whose cumulative sum exceeds u * total."""
+    cumulative = probs.double().cumsum(-1)
+    target = (u * cumulative[:, -1]).unsqueeze(1)
+    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    # u < 1, but rounding may put the target on the last sum: then the last token with any probability.
+    last = cumulative.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
+    return torch.minimum(index, last)

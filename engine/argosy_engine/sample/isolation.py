@@ -1,0 +1,103 @@
+"""IsolatedProcessor: a processor of `--logits-processors`, whose exceptions cost only the requests that use it.
+
+The processor works on a copy of the rows that use it. When `apply` raises, it gets each row alone, and those that still
+raise fail; a request with which `update_state` raises fails. What this cannot contain: an endless loop, a fault of
+the device, a crash of native code.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.sample.interface import (
+    Added,
+    BatchUpdate,
+    Ints,
+    LogitsProcessor,
+    ProcessorConfig,
+    Rows,
+)
+
+logger = logging.getLogger("argosy.worker")
+
+
+class IsolatedProcessor(LogitsProcessor):
+    """
+    Raises (from the constructor):
+        ConfigError: the processor's own constructor failed.
+    """
+
+    def __init__(self, kind: type[LogitsProcessor], config: ProcessorConfig) -> None:
+        self._name = kind.__qualname__
+        self._kind = kind
+        try:
+            self._processor = kind(config)  # type: ignore[call-arg]
+        except Exception as error:
+            logger.exception("constructing logits processor %s failed", self._name)
+            raise ConfigError(
+                f"--logits-processors: {self._name}(config) raised {type(error).__name__}: {error}"
+            ) from error
+        self.reads_tokens = kind.reads_tokens
+        self._users: set[int] = set()
+        self.failures: dict[int, str] = {}
+        """Slot -> why its request cannot go on."""
+
+    def __bool__(self) -> bool:
+        return bool(self._users)
+
+    def update_state(self, update: BatchUpdate) -> None:
+        for slot in update.removed:
+            self.failures.pop(slot, None)
+            if slot in self._users:
+                self._users.remove(slot)
+                self._tell(slot, BatchUpdate(removed=[slot]))
+                self.failures.pop(slot, None)
+        for added in update.added:
+            if self._is_used_by(added):
+                self._users.add(added.slot)
+                # One by one: an exception is then the fault of one request.
+                self._tell(added.slot, BatchUpdate(added=[added]))
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> None:
+        index = np.flatnonzero(
+            [slot in self._users and slot not in self.failures for slot in rows.slots.tolist()]
+        )
+        if not len(index) or self._try(logits, rows, index):
+            return
+        for row in index:
+            if not self._try(logits, rows, np.array([row])):
+                self._fail(int(rows.slots[row]))
+
+    def _try(self, logits: torch.Tensor, rows: Rows, index: Ints) -> bool:
+        """Applies the processor to some of the rows; False, and no change, when it raises."""
+        chosen = torch.from_numpy(index).to(logits.device)
+        changed = logits[chosen]
+        try:
+            self._processor.apply(changed, rows.take(index))
+        except Exception:
+            logger.exception("logits processor %s failed in apply", self._name)
+            return False
+        logits[chosen] = changed
+        return True
+
+    def _is_used_by(self, added: Added) -> bool:
+        try:
+            return bool(self._kind.is_used_by(added.params))
+        except Exception:
+            logger.exception("logits processor %s failed in is_used_by", self._name)
+            self._fail(added.slot)
+            return False
+
+    def _tell(self, slot: int, update: BatchUpdate) -> None:
+        try:
+            self._processor.update_state(update)
+        except Exception:
+            logger.exception("logits processor %s failed in update_state", self._name)
+            self._fail(slot)
+
+    def _fail(self, slot: int) -> None:
+        self.failures[slot] = f"logits processor {self._name} failed on this request"
