@@ -197,28 +197,36 @@ def test_fields_reach_the_sampler(
         assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
-def test_a_stream_cut_between_chunks_continues_on_another_run(http: httpx.Client, endpoint: str) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        ("completions", {"prompt": PROMPT, "echo": True}),
+        ("completions", {"prompt": PROMPT, "logprobs": 1}),
+        ("chat/completions", {"messages": MESSAGES, "logprobs": True}),
+    ],
+)
+def test_a_stream_cut_between_chunks_continues_on_another_run(
+    http: httpx.Client, endpoint: str, fields: dict[str, Any]
+) -> None:
     body: dict[str, Any] = {
-        "model": "tiny", "temperature": 1.0, "seed": 21, "max_tokens": 12, "n": 2, "stream": True,
-        "return_token_ids": True, "stream_options": {"include_usage": True}, "frequency_penalty": 0.4,
+        "model": "tiny", "temperature": 2.0, "seed": 21, "max_tokens": 12, "n": 2, "stream": True,
+        "stream_options": {"include_usage": True}, "frequency_penalty": 0.4, "ignore_eos": True, **fields,
     }  # fmt: skip
-    if endpoint == "completions":
-        body |= {"prompt": PROMPT, "echo": True, "logprobs": 1}
-    else:
-        body |= {"messages": MESSAGES, "logprobs": True}
-    whole = events(http, endpoint, body, {})
-    heads = [event for event in whole if event["choices"] and "token_ids" in event["choices"][0]]
-    for cut in range(2, len(heads)):
-        seen = heads[:cut]
-        resume: list[list[int]] = [[], []]
+    headers = {RESUME: "1", "x-request-id": "same"}
+    first, second = (choice["ids"] for choice in fold(events(http, endpoint, body, headers))[0].values())
+    body["stop_token_ids"] = [next(token_id for token_id in first[3:] if token_id not in second)]
+    whole = events(http, endpoint, body, headers)
+    for cut in range(1, len(whole)):
+        seen = whole[:cut]
+        choices: list[dict[str, Any]] = [{"token_ids": []}, {"token_ids": []}]
         for event in seen:
             for choice in event["choices"]:
-                resume[choice["index"]] += choice["token_ids"] or []
-        if not all(resume):
-            continue
-        rest = events(http, endpoint, {**body, "resume": resume}, {RESUME: "1"})
+                choices[choice["index"]]["token_ids"] += choice["token_ids"]
+                choices[choice["index"]]["finished"] = choice["finish_reason"] is not None
+        resume = {"created": seen[0]["created"] - 100, "choices": choices}
+        rest = events(http, endpoint, {**body, "resume": resume}, headers)
         assert fold(seen + rest) == fold(whole), cut
+        assert {(event["id"], event["created"]) for event in rest} == {(whole[0]["id"], resume["created"])}
 
 
 def events(

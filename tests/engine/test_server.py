@@ -30,6 +30,7 @@ ARGUMENTS = [
     "--threads",
     "1",
 ]
+RESUME = {"created": 1, "choices": [{"token_ids": [5]}]}
 FOREVER = {"model": "tiny", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
 
@@ -218,7 +219,7 @@ def test_models(client: openai.OpenAI) -> None:
         ("/v1/completions", {"model": "tiny", "prompt": "x", "allowed_token_ids": [60000]}, 400, 400),
         ("/v1/completions", {"model": "tiny", "prompt": "x", "min_tokens": 20}, 400, 400),
         ("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 0}, 400, 400),
-        ("/v1/completions", {"model": "tiny", "prompt": "x", "resume": [[5]]}, 400, 400),
+        ("/v1/completions", {"model": "tiny", "prompt": "x", "stream": True, "resume": RESUME}, 400, 400),
         ("/v1/completions", {"model": "tiny", "prompt": "x", "stream": True, "prompt_logprobs": 1}, 400, 400),
         (
             "/v1/chat/completions",

@@ -149,7 +149,9 @@ def build_app(engine: Engine) -> FastAPI:
         _check_resume(request, body)
         request_id, serving = _request_id(request, body.request_id), engine.serving
         if body.stream:
-            return _stream(serving.chat_stream(body, request_id), request_id)
+            return _stream(
+                serving.chat_stream(body, request_id, resumable=_is_resumable(request)), request_id
+            )
         return _answer(serving.chat(body, request_id), request_id)
 
     @app.post("/v1/completions")
@@ -159,7 +161,8 @@ def build_app(engine: Engine) -> FastAPI:
         _check_resume(request, body)
         request_id, serving = _request_id(request, body.request_id), engine.serving
         if body.stream:
-            return _stream(serving.completion_stream(body, request_id), request_id)
+            events = serving.completion_stream(body, request_id, resumable=_is_resumable(request))
+            return _stream(events, request_id)
         return _answer(serving.completion(body, request_id), request_id)
 
     @app.post("/v1/embeddings")
@@ -235,10 +238,15 @@ def _request_id(request: Request, in_body: str | None) -> str:
     return f"{int(time.time()):x}{secrets.token_hex(12)}"
 
 
+def _is_resumable(request: Request) -> bool:
+    """Whether a router is behind the request that may have another engine continue it."""
+    return headers.RESUME in request.headers
+
+
 def _check_resume(request: Request, body: GenerationRequest) -> None:
     """`resume` is for routers, which strip their internal headers from what clients send."""
-    if body.resume is not None and headers.RESUME not in request.headers:
-        raise BadRequest("resume is an internal field", param="resume")
+    if body.resume is not None and not (body.stream and _is_resumable(request)):
+        raise BadRequest("resume is an internal field of streams", param="resume")
 
 
 def _answer(produce: Awaitable[msgspec.Struct], request_id: str) -> WatchedResponse:

@@ -15,6 +15,7 @@ class CompletionParts:
     """
     Args:
         resumed: per choice the output of the run that it continues.
+        with_ids: every part carries its `token_ids`.
     """
 
     def __init__(
@@ -23,10 +24,13 @@ class CompletionParts:
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
         resumed: Sequence[Sequence[int]],
+        *,
+        with_ids: bool,
     ) -> None:
         self._request = request
         self._tokenizer = tokenizer
         self._prompts = prompts
+        self._with_ids = with_ids
         self._format = LogprobsFormat(tokenizer, as_token_ids=request.return_tokens_as_token_ids)
         self._offsets: dict[int, TextOffsets] = {}
         if request.logprobs is not None:
@@ -59,7 +63,7 @@ class CompletionParts:
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             logprobs=self._logprobs(output, prompt, is_first),
-            token_ids=output.token_ids if request.return_token_ids else None,
+            token_ids=output.token_ids if self._with_ids else None,
             prompt_token_ids=prompt.token_ids if is_first and request.return_token_ids else None,
             prompt_logprobs=self._format.prompt(output.prompt_logprobs or []) if wants_prompt else None,
         )

@@ -96,7 +96,6 @@ class Serving:
         parsers, logprobs = self._parsers(request, len(requests)), self._logprobs(request)
         choices = []
         for output, parser in zip(merged, parsers, strict=True):
-            parser.feed(output.resumed_text)
             parsed = parser.feed(output.text, is_last=True)
             calls = self._tool_calls(parsed.calls, request_id, output.index, 0, is_delta=False)
             message = ResponseMessage(
@@ -128,14 +127,18 @@ class Serving:
         )
 
     async def chat_stream(
-        self, request: ChatCompletionRequest, request_id: str
+        self, request: ChatCompletionRequest, request_id: str, *, resumable: bool = False
     ) -> AsyncGenerator[ChatCompletionChunk, None]:
+        """
+        Args:
+            resumable: every chunk carries the token ids by which another engine can continue the stream.
+        """
         name = self.check_model(request.model)
         requests, prompt = await self._chat_requests(request)
         parsers, logprobs = self._parsers(request, len(requests)), self._logprobs(request)
-        totals = [GenerationOutput(index) for index in range(len(requests))]
-        stream_id, created = f"chatcmpl-{request_id}", int(time.time())
-        with_ids, usage_options = request.return_token_ids, request.stream_options
+        totals, finished = _totals(requests), _finished(request)
+        stream_id, created = f"chatcmpl-{request_id}", _created(request)
+        with_ids, usage_options = request.return_token_ids or resumable, request.stream_options
 
         def chunk(
             choices: list[ChatChunkChoice], usage: Usage | None = None, is_first: bool = False
@@ -146,25 +149,31 @@ class Serving:
                 model=name,
                 choices=choices,
                 usage=usage,
-                prompt_token_ids=prompt.token_ids if is_first and with_ids else None,
+                prompt_token_ids=prompt.token_ids if is_first and request.return_token_ids else None,
             )
 
         is_first = request.resume is None
-        async with aclosing(self.llm.generate(requests, request.n or 1)) as stream:
+        async with aclosing(self.llm.generate(requests, request.n or 1, finished)) as stream:
             async for outputs in stream:
                 if is_first:
                     # Not before the first token: until then an error has a status, and a router may still retry.
                     is_first = False
-                    role = Delta(role="assistant", content="")
+                    role, no_ids = Delta(role="assistant", content=""), [] if with_ids else None
                     yield chunk(
-                        [ChatChunkChoice(index=i, delta=role) for i in range(len(requests))], is_first=True
+                        [
+                            ChatChunkChoice(index=i, delta=role, token_ids=no_ids)
+                            for i in range(len(requests))
+                        ],
+                        is_first=True,
                     )
                 for output in outputs:
+                    _book(totals[output.index], output)
+                    if output.index in finished:
+                        continue
                     parser = parsers[output.index]
                     parser.feed(output.resumed_text)
                     num_calls = parser.num_calls
                     parsed = parser.feed(output.text, is_last=output.finish_reason is not None)
-                    _book(totals[output.index], output)
                     delta = Delta(
                         content=parsed.content or None,
                         reasoning=parsed.reasoning or None,
@@ -223,30 +232,37 @@ class Serving:
         for output in merged:  # each prompt's log probabilities came with its first choice
             output.prompt_logprobs = merged[output.index // n * n].prompt_logprobs
         parts = self._completion_parts(request, requests, prompts)
-        choices = [parts.choice(output, is_first=request.resume is None) for output in merged]
+        choices = [parts.choice(output, is_first=True) for output in merged]
         return Completion(
             id=f"cmpl-{request_id}", created=int(time.time()), model=name, choices=choices, usage=_usage(merged, n)
         )  # fmt: skip
 
     async def completion_stream(
-        self, request: CompletionRequest, request_id: str
+        self, request: CompletionRequest, request_id: str, *, resumable: bool = False
     ) -> AsyncGenerator[Completion, None]:
+        """
+        Args:
+            resumable: every chunk carries the token ids by which another engine can continue the stream.
+        """
         name = self.check_model(request.model)
         requests, prompts = await self._completion_requests(request)
         n = request.n or 1
-        parts = self._completion_parts(request, requests, prompts)
-        totals = [GenerationOutput(index) for index in range(len(requests))]
-        stream_id, created, usage_options = f"cmpl-{request_id}", int(time.time()), request.stream_options
+        parts = self._completion_parts(request, requests, prompts, with_ids=resumable)
+        totals, finished = _totals(requests), _finished(request)
+        stream_id, created, usage_options = f"cmpl-{request_id}", _created(request), request.stream_options
         continuous = usage_options is not None and usage_options.continuous_usage_stats
-        unseen = set(range(len(requests))) if request.resume is None else set()
+        unseen = {index for index, item in enumerate(requests) if not item.resume_token_ids}
         prompt_logprobs: dict[int, list[TokenLogprobs] | None] = {}
 
         def chunk(choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
             return Completion(id=stream_id, created=created, model=name, choices=choices, usage=usage)
 
-        async with aclosing(self.llm.generate(requests, n)) as stream:
+        async with aclosing(self.llm.generate(requests, n, finished)) as stream:
             async for outputs in stream:
                 for output in outputs:
+                    if output.index in finished:
+                        _book(totals[output.index], output)
+                        continue
                     is_first = output.index in unseen
                     unseen.discard(output.index)
                     if is_first:
@@ -255,7 +271,7 @@ class Serving:
                         output.prompt_logprobs = prompt_logprobs[leader]
                     choice = parts.choice(output, is_first=is_first)
                     _book(totals[output.index], output)
-                    if choice.text or choice.finish_reason or choice.logprobs or request.return_token_ids:
+                    if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids is not None:
                         yield chunk([choice], _usage(totals, n) if continuous else None)
         if usage_options is not None and usage_options.include_usage:
             yield chunk([], _usage(totals, n))
@@ -269,21 +285,31 @@ class Serving:
         return self._core_requests(prompts, request), prompts
 
     def _completion_parts(
-        self, request: CompletionRequest, requests: Sequence[EngineCoreRequest], prompts: Sequence[Prompt]
+        self,
+        request: CompletionRequest,
+        requests: Sequence[EngineCoreRequest],
+        prompts: Sequence[Prompt],
+        *,
+        with_ids: bool = False,
     ) -> CompletionParts:
         resumed = [core_request.resume_token_ids for core_request in requests]
-        return CompletionParts(request, self.llm.processor.tokenizer, prompts, resumed)
+        return CompletionParts(
+            request, self.llm.processor.tokenizer, prompts, resumed, with_ids=with_ids or request.return_token_ids
+        )  # fmt: skip
 
     # Both
 
     def _core_requests(
         self, prompts: Sequence[Prompt], request: GenerationRequest
     ) -> list[EngineCoreRequest]:
-        n, resume = request.n or 1, request.resume
+        n = request.n or 1
         count = len(prompts) * n
         if count > MAX_CHOICES:
             raise BadRequest(f"{len(prompts)} prompts times n={n} exceed {MAX_CHOICES} choices", param="n")
-        if resume is not None and len(resume) != count:
+        resumed = (
+            [choice.token_ids for choice in request.resume.choices] if request.resume is not None else []
+        )
+        if resumed and len(resumed) != count:
             raise BadRequest(f"resume must have one entry for each of {count} choices", param="resume")
         if request.stream and request.prompt_logprobs is not None:
             raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
@@ -296,7 +322,7 @@ class Serving:
                 params,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
-                resume=resume[index * n : index * n + n] if resume is not None else (),
+                resume=resumed[index * n : index * n + n],
             )
         ]
 
@@ -322,6 +348,26 @@ class Serving:
 
 
 _EMPTY_DELTA = Delta()
+
+
+def _created(request: GenerationRequest) -> int:
+    """Unix time for an answer's chunks; a resumed stream keeps its own."""
+    return int(time.time()) if request.resume is None else request.resume.created
+
+
+def _finished(request: GenerationRequest) -> frozenset[int]:
+    """Choices of a resumed stream that its reader has seen the end of."""
+    if request.resume is None:
+        return frozenset()
+    return frozenset(index for index, choice in enumerate(request.resume.choices) if choice.finished)
+
+
+def _totals(requests: Sequence[EngineCoreRequest]) -> list[GenerationOutput]:
+    """Counts to begin with: those of the stream that is resumed."""
+    return [
+        GenerationOutput(index, num_output_tokens=len(request.resume_token_ids))
+        for index, request in enumerate(requests)
+    ]
 
 
 def _book(total: GenerationOutput, output: GenerationOutput) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
@@ -62,6 +62,7 @@ class _Live:
         "detokenizer",
         "has_output",
         "index",
+        "is_finished",
         "num_output",
         "num_prompt",
         "resumed_text",
@@ -79,6 +80,8 @@ class _Live:
         self.num_output = 0
         """tokens, those of a run that this one continues included"""
         self.has_output = False
+        self.is_finished = False
+        """before it began: it resumes a run that had ended"""
         self.resumed_text = ""
         self.siblings: Sequence[EngineCoreRequest] = ()
         """Other choices of the same prompt, which wait for this one to compute it."""
@@ -140,13 +143,14 @@ class AsyncLLM:
         return len(self._live)
 
     async def generate(
-        self, requests: Sequence[EngineCoreRequest], n: int = 1
+        self, requests: Sequence[EngineCoreRequest], n: int = 1, finished: Container[int] = ()
     ) -> AsyncGenerator[list[GenerationOutput]]:
         """Runs the requests of one call; outputs carry the request's index.
 
         Args:
             requests: for each prompt of a batch its `n` choices. A prompt of at least one KV block is computed by its
                 first choice; the others follow once it is, and find it in the prefix cache.
+            finished: indexes of resumed requests that have nothing more to say; they end without being computed.
 
         Raises:
             EngineDead: the core died.
@@ -165,9 +169,9 @@ class AsyncLLM:
             detokenizer = IncrementalDetokenizer(
                 self.processor.tokenizer, request.sampling_params, request.prompt_token_ids
             )
-            self._live[request.request_id] = _Live(
-                index, collector, detokenizer, len(request.prompt_token_ids)
-            )
+            live = _Live(index, collector, detokenizer, len(request.prompt_token_ids))
+            live.is_finished = index in finished
+            self._live[request.request_id] = live
         self._idle.clear()
         unfinished = len(requests)
         try:
@@ -190,10 +194,12 @@ class AsyncLLM:
             wants_prompt = (
                 leader.sampling_params.prompt_logprobs is not None
             )  # which come with its first output
-            if len(leader.prompt_token_ids) < self.config.block_size and not wants_prompt:
+            is_short = len(leader.prompt_token_ids) < self.config.block_size and not wants_prompt
+            live = self._live.get(leader.request_id)
+            if is_short or live is None:  # it is over already
                 yield from siblings
-            elif leader.request_id in self._live:
-                self._live[leader.request_id].siblings = siblings
+            else:
+                live.siblings = siblings
 
     async def _submit(self, request: EngineCoreRequest) -> None:
         """Sends a request to the core; one that continues an earlier run takes up its text first."""
@@ -202,7 +208,7 @@ class AsyncLLM:
             return  # the client left
         live.num_output = len(request.resume_token_ids)
         live.resumed_text = live.detokenizer.update(request.resume_token_ids, is_last=False)
-        if live.detokenizer.stop_reason is None:
+        if live.detokenizer.stop_reason is None and not live.is_finished:
             await self.client.add_request(request)
         else:
             ended = EngineCoreOutput(request.request_id, [], FinishReason.STOP)
@@ -311,7 +317,8 @@ class AsyncLLM:
             return
         timings, now = live.timings, time.monotonic()
         if output.prefill_stats is not None:
-            timings.num_cached = output.prefill_stats.num_cached_tokens
+            # Of a resumed request, output may have been cached too.
+            timings.num_cached = min(output.prefill_stats.num_cached_tokens, live.num_prompt)
             timings.queued_s, timings.prefill_s = (
                 output.prefill_stats.queued_s,
                 output.prefill_stats.prefill_s,

@@ -63,6 +63,22 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True):
     reasoning_content: str | None = None
 
 
+class ResumedChoice(Struct, kw_only=True, omit_defaults=True):
+    """What one choice has said so far."""
+
+    token_ids: TokenIds = []
+    finished: bool = False
+    """Its last chunk was delivered: it only counts in the usage."""
+
+
+class Resume(Struct, kw_only=True, omit_defaults=True):
+    """The part of a stream that an earlier run of the request has delivered; the answer is what comes after it."""
+
+    created: Annotated[int, Meta(ge=0, le=1 << 40)]
+    """Unix time that the earlier run's chunks carry."""
+    choices: Annotated[list[ResumedChoice], Meta(min_length=1, max_length=MAX_CHOICES)]
+
+
 class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
     """Fields that chat completions and completions share. `None` means: the model's generation config decides."""
 
@@ -109,9 +125,8 @@ class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
     """vLLM's: for the engine's own logits processors."""
     return_tokens_as_token_ids: bool = False
     """vLLM's: in `logprobs`, tokens are written `token_id:ID`, so that those without text can be told apart."""
-    resume: Annotated[list[TokenIds], Meta(max_length=MAX_CHOICES)] | None = None
-    """Per choice the token ids an earlier run of this request has already given out; the answer continues behind them.
-    Of the router only: refused without its internal header."""
+    resume: Resume | None = None
+    """Of the router only: refused without its internal header."""
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     """vLLM's; its fields are the engine's to check."""
