@@ -155,6 +155,20 @@ def test_engines_in_two_threads_share_the_pool(kernels: Kernels) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("asked", [None, "ACTIVE"])
+def test_threads_of_torch_do_not_spin_unless_asked_to(asked: str | None) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    script = "import argosy_engine, os, sys; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env=env | ({"OMP_WAIT_POLICY": asked} if asked else {}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{asked or 'PASSIVE'} False\n"
+
+
 @pytest.mark.parametrize(("value", "block_size"), [("0", 16), ("1", 8)], ids=["off", "unfit blocks"])
 def test_without_the_kernels_tokens_are_the_same(
     value: str,

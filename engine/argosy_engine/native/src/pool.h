@@ -1,12 +1,13 @@
 // A thread pool for jobs of microseconds that keeps its speed when other programs want the cores.
 //
 // A job is `count` independent tasks. The caller takes tasks itself and never waits for a helper to show up: a helper that
-// the operating system has not scheduled simply takes none. The caller waits only for tasks a helper has begun, first
-// spinning, then asleep, so that its core is free for that helper. (OpenMP's static shares make every region wait for
-// the slowest thread.) Helpers spin between jobs for as long as a forward pass may pause, then sleep.
+// the operating system has not scheduled simply takes none. The caller waits only for tasks a helper has begun. (OpenMP's
+// static shares make every region wait for the slowest thread.) Whoever waits, spins for the length of a job or two and
+// then sleeps; a spinning thread offers its core to others all the while.
 #pragma once
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -18,6 +19,29 @@
 #include "simd.h"
 
 namespace argosy {
+
+// A wait that is worth its core: for some 30 to 60 us, which outlasts the pauses inside a forward pass and not those
+// between two, and with a yield every microsecond. On an idle machine a yield returns at once; on a crowded one it lets
+// the thread run that has the work.
+class Spin {
+ public:
+  // Whether to look again, after a moment.
+  bool again() {
+    if (++looks_ % kLooksPerYield) {
+      _mm_pause();
+    } else {
+      sched_yield();
+    }
+    return __rdtsc() - begin_ < kTicks;
+  }
+
+ private:
+  static constexpr uint64_t kTicks = 130000;  // of the time stamp counter: 2 to 4 GHz
+  static constexpr unsigned kLooksPerYield = 16;
+
+  uint64_t begin_ = __rdtsc();
+  unsigned looks_ = 0;
+};
 
 class Pool {
  public:
@@ -51,8 +75,6 @@ class Pool {
  private:
   using Call = void (*)(void*, int);
 
-  static constexpr int kSpins = 2000;  // some 30 to 100 us
-
   // The ticket is a job's number (high half) and its tasks not yet taken (low half). Taking a task is one compare-exchange
   // on both, so a late helper can never take a task of a job whose function it has not read.
   static constexpr uint64_t kOneJob = uint64_t{1} << 32;
@@ -65,11 +87,8 @@ class Pool {
     ticket_.store(job + count, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst)) wake();
     take_tasks(job >> 32);
-    for (int spins = 0; unfinished_.load(std::memory_order_acquire); ++spins) {
-      if (spins < kSpins) {
-        _mm_pause();
-        continue;
-      }
+    for (Spin spin; unfinished_.load(std::memory_order_acquire);) {
+      if (spin.again()) continue;
       is_waiting_.store(1, std::memory_order_seq_cst);
       const int left = unfinished_.load(std::memory_order_seq_cst);
       if (left) futex(&unfinished_, FUTEX_WAIT_PRIVATE, left);
@@ -101,20 +120,17 @@ class Pool {
   }
 
   uint64_t await_job(uint64_t seen, int index) {
-    for (int spins = 0;; ++spins) {
+    for (Spin spin;;) {
       const bool is_needed = index < helpers_.load(std::memory_order_relaxed);
       const uint64_t job = ticket_.load(std::memory_order_acquire) >> 32;
       if (is_needed && job != seen) return job;
-      if (is_needed && spins < kSpins) {
-        _mm_pause();
-        continue;
-      }
+      if (is_needed && spin.again()) continue;
       const int alarm = alarm_.load(std::memory_order_seq_cst);
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
       if (!is_needed || (ticket_.load(std::memory_order_seq_cst) >> 32) == seen)
         futex(&alarm_, FUTEX_WAIT_PRIVATE, alarm);
       sleepers_.fetch_sub(1, std::memory_order_seq_cst);
-      spins = 0;
+      spin = Spin();
     }
   }
 
