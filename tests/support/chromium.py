@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -94,9 +95,10 @@ class Page:
             mobile=False,
         )
 
-    async def screenshot(self, path: Path) -> None:
+    async def screenshot(self) -> bytes:
+        """The window as a PNG."""
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=False)
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
 
 
 @contextlib.asynccontextmanager
@@ -120,7 +122,7 @@ async def browser() -> AsyncIterator[Page]:
             start_new_session=True,
         )
         try:
-            socket = await asyncio.to_thread(_connect, await _first_page(Path(home) / "DevToolsActivePort"))
+            socket = await asyncio.to_thread(_open_first_page, Path(home) / "DevToolsActivePort")
             page = Page(socket)
             for domain in ("Page", "Runtime", "Log"):
                 await page.call(f"{domain}.enable")
@@ -132,24 +134,14 @@ async def browser() -> AsyncIterator[Page]:
             await process.wait()
 
 
-async def _first_page(port_file: Path) -> str:
-    """The address of the first tab's socket."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not port_file.exists() or len(port_file.read_text().splitlines()) < 2:
-            await asyncio.sleep(0.05)
-        port = int(port_file.read_text().splitlines()[0])
-        while True:
-            body = await asyncio.to_thread(_get, f"http://127.0.0.1:{port}/json/list")
-            pages = [target for target in json.loads(body) if target["type"] == "page"]
-            if pages:
-                return str(pages[0]["webSocketDebuggerUrl"])
-            await asyncio.sleep(0.05)
-
-
-def _get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
-        return bytes(response.read())
-
-
-def _connect(url: str) -> websocket.WebSocket:
-    return websocket.create_connection(url, timeout=DEADLINE_S)
+def _open_first_page(port_file: Path) -> websocket.WebSocket:
+    """A connection to the first tab, once the browser has written its port."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, IndexError):
+            port = int(port_file.read_text().splitlines()[0])
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=DEADLINE_S) as answer:
+                pages = [target for target in json.load(answer) if target["type"] == "page"]
+            return websocket.create_connection(pages[0]["webSocketDebuggerUrl"], timeout=DEADLINE_S)
+        time.sleep(0.05)
+    raise TimeoutError("the browser did not start")

@@ -15,7 +15,7 @@ const TILES = [
     unit: "/s",
     figure: (f) => f.requests_per_s,
     text: rate,
-    note: ({ trend }) => (trend.recent.failed_ratio ? `${share(trend.recent.failed_ratio)} failed` : "none failed"),
+    note: ({ trend }) => failures(trend.recent.failed_ratio),
     isBad: ({ trend }) => trend.recent.failed_ratio > 0,
   },
   {
@@ -45,6 +45,11 @@ const TILES = [
     note: ({ replicas }) => `${total(replicas, "inflight")} in flight here`,
   },
 ];
+
+function failures(ratio) {
+  if (ratio == null) return "none in the last minute";
+  return ratio ? `${share(ratio)} failed` : "none failed";
+}
 
 const total = (replicas, field) => count(replicas.reduce((sum, replica) => sum + replica[field], 0));
 
@@ -93,7 +98,7 @@ class Tile {
       last = value ?? last;
       return `${(position * step).toFixed(2)} ${(HEIGHT - 2 - (last / highest) * (HEIGHT - 6)).toFixed(2)}`;
     });
-    const line = points.length > 1 ? `M${points.join("L")}` : "";
+    const line = points.length > 1 && values.some(Boolean) ? `M${points.join("L")}` : "";
     this.curve.setAttribute("d", line);
     this.area.setAttribute("d", line && `${line}L${WIDTH} ${HEIGHT}L0 ${HEIGHT}Z`);
   }
@@ -236,7 +241,7 @@ export function show(service, latest) {
   const replicas = service?.replicas ?? [];
   replicaTable.show(replicas, (r) => r.name);
   const routable = replicas.filter((r) => r.is_routable && r.state !== "ejected").length;
-  setText($("replicas-note"), service ? `${routable} of ${replicas.length} routable, policy ${service.policy}` : "");
+  setText($("replicas-note"), service ? `${replicas.length ? `${routable} of ${replicas.length} routable, ` : ""}policy ${service.policy}` : "");
   $("replicas-empty").hidden = replicas.length > 0;
   setText($("replicas-empty"), service
     ? "No replica yet. Requests are answered with 503 until one is ready."
@@ -249,5 +254,6 @@ function showDecisions() {
   const shown = decisions.filter((d) => !reason.value || d.reason === reason.value);
   decisionTable.show(shown, (d) => `${d.request_id} ${d.time}`);
   $("decisions-empty").hidden = decisions.length > 0;
+  $("decisions").parentElement.hidden = decisions.length === 0;
   setText($("decisions-note"), decisions.length ? `${shown.length} of the last ${decisions.length}` : "");
 }

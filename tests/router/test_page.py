@@ -1,0 +1,268 @@
+"""The admin page: its guards, its figures, and the page itself in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chromium
+from argosy_engine.protocol.keys import internal_key
+from argosy_engine.protocol.report import ADMIN_KEY_UID
+from argosy_router.admin import PAGE
+from argosy_router.history import INTERVAL_S, SAMPLES, History, quantile
+from chromium import Page, browser
+
+from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
+from .harness import Rig, chat, rig
+
+FLEET_KEY = b"0123456789abcdef"
+ADMIN_KEY = internal_key(FLEET_KEY, ADMIN_KEY_UID)
+SCREENSHOTS = os.environ.get("ARGOSY_SCREENSHOTS")
+"""Directory that the browser's tests leave pictures in."""
+
+
+async def answer(connection: Connection, request: Received) -> None:
+    usage = json.loads(completion(prompt_tokens=120, cached=96))["usage"]
+    if not request.json.get("stream"):
+        connection.answer(200, completion(prompt_tokens=120, cached=96))
+        return
+    connection.begin_stream()
+    for piece in ("<b>The tide", " turns", " at six.</b>"):
+        connection.chunk(event(piece))
+    connection.chunk(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+    connection.chunk(DONE)
+    connection.end_stream()
+
+
+def admin(key: str = ADMIN_KEY) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+# what the page reads
+
+
+async def test_the_page_is_static_and_locked_down() -> None:
+    async with rig([], fleet_key=FLEET_KEY, admin_port=0) as r:
+        for path in PAGE:
+            response = await r.http.get(r.router.admin_url + path)
+            assert response.status_code == 200
+            policy = response.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+            assert "unsafe" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+            text = response.text.replace("http://www.w3.org/", "")
+            assert "http://" not in text
+            assert "https://" not in text
+            assert "innerHTML" not in text, "what models say is text"
+
+
+async def test_the_overview_tells_what_replicas_do() -> None:
+    async with rig([FakeEngine(script=answer), FakeEngine(script=answer)], admin_port=0) as r:
+        for number in range(4):
+            await r.chat(f"{number} " * 100)
+        overview = (await r.http.get(r.router.admin_url + "/overview")).json()
+        assert (overview["state"], overview["version"] != "") == ("ready", True)
+        (service,) = overview["services"]
+        assert (service["model"], service["policy"]) == ("tiny", "cost")
+        assert [replica["name"] for replica in service["replicas"]] == ["r0", "r1"]
+        assert {replica["state"] for replica in service["replicas"]} == {"synced"}
+        used = [replica for replica in service["replicas"] if replica["hit_ratio"] is not None]
+        assert used
+        assert {replica["hit_ratio"] for replica in used} == {0.8}
+        assert service["trend"]["recent"]["hit_ratio"] == 0.8
+        assert service["trend"]["recent"]["failed_ratio"] == 0
+
+
+async def test_curves_are_bounded_and_follow_the_sums() -> None:
+    async with rig([FakeEngine(script=answer)]) as r:
+        history = History(r.router.metrics)
+        await r.chat()
+        now = 1000.0
+        for _ in range(SAMPLES + 20):
+            history.sample(now)
+            now += INTERVAL_S
+        assert {figures.requests_per_s for figures in history.trend("tiny", now).curve} == {0.0}
+        await r.chat()
+        await r.chat()
+        history.sample(now)
+        trend = history.trend("tiny", now)
+        assert len(trend.curve) == SAMPLES - 1
+        assert trend.curve[-1].requests_per_s == 2 / INTERVAL_S
+        assert trend.curve[-1].output_tokens_per_s == 2 / INTERVAL_S
+        assert history.trend("unknown", now).curve == []
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, None), (0.25, 0.5), (0.5, 1.0), (0.75, 2.0), (1.0, 4.0)]
+)
+def test_quantiles_are_interpolated(share: float, expected: float | None) -> None:
+    assert quantile(share, [2, 1, 1, 0], [1, 2, 4]) == expected
+
+
+async def test_the_playground_goes_through_the_router() -> None:
+    async with rig([FakeEngine(script=answer)], fleet_key=FLEET_KEY, admin_port=0, api_keys=("secret",)) as r:
+        url = r.router.admin_url + "/playground/chat/completions"
+        assert (await r.http.post(url, json=chat())).status_code == 401
+        assert (await r.http.post(url, json=chat(), headers=admin("secret"))).status_code == 401
+        response = await r.http.post(url, json=chat(stream=True), headers=admin())
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["x-argosy-replica"] == "r0"
+        assert response.content.endswith(DONE)
+        assert ADMIN_KEY not in str(r.engines[0].requests[0].headers)
+        unary = await r.http.post(url, json=chat(), headers=admin())
+        assert unary.json()["choices"][0]["message"]["content"] == "hello"
+        wrong = await r.http.post(url, json=chat() | {"model": "none"}, headers=admin())
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
+        assert r.metric('requests_total{code="200",model="tiny"}') == 2
+
+
+async def test_the_playground_is_no_way_around_the_clients_keys() -> None:
+    async with rig([FakeEngine()], admin_port=0, api_keys=("secret",)) as r:
+        response = await r.http.post(r.router.admin_url + "/playground/chat/completions", json=chat())
+        assert response.status_code == 403
+
+
+async def test_who_leaves_the_playground_aborts_the_engine() -> None:
+    working, aborted = asyncio.Event(), asyncio.Event()
+
+    async def pour(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(event("x"))
+        working.set()
+        await connection.gone()
+        aborted.set()
+
+    async with rig([FakeEngine(script=pour)], admin_port=0) as r:
+        url = r.router.admin_url + "/playground/chat/completions"
+        async with r.http.stream("POST", url, json=chat(stream=True)) as response:
+            await anext(response.aiter_bytes())
+        await asyncio.wait_for(aborted.wait(), 10)
+        await r.until(lambda: r.router.dispatcher.inflight == 0)
+
+
+async def test_an_unread_playground_answer_pauses_the_engine() -> None:
+    sent = 0
+
+    async def pour(connection: Connection, _: Received) -> None:
+        nonlocal sent
+        connection.begin_stream()
+        connection.writer.transport.set_write_buffer_limits(high=1)
+        while True:
+            connection.chunk(event("x" * 65536))
+            await connection.writer.drain()
+            sent += 65536
+
+    async with rig([FakeEngine(script=pour)], admin_port=0) as r:
+        url = r.router.admin_url + "/playground/chat/completions"
+        async with r.http.stream("POST", url, json=chat(stream=True)):
+            before = -1
+            async with asyncio.timeout(20):
+                while sent != before or not sent:
+                    before = sent
+                    await asyncio.sleep(0.2)
+            assert sent < 50_000_000
+
+
+# the page itself
+
+needs_browser = pytest.mark.skipif(
+    chromium.EXECUTABLE is None, reason="no Chromium on this machine (Debian's package `chromium`)"
+)
+
+
+@pytest.fixture
+async def page() -> AsyncIterator[Page]:
+    async with browser() as tab:
+        await tab.look()
+        yield tab
+
+
+async def picture(page: Page, name: str) -> None:
+    """Sees that something was painted."""
+    shot = await page.screenshot()
+    assert len(shot) > 5_000
+    if SCREENSHOTS:
+        await asyncio.to_thread(Path(SCREENSHOTS, f"{name}.png").write_bytes, shot)
+
+
+async def open_page(r: Rig, page: Page, view: str = "") -> None:
+    await page.goto(f"{r.router.admin_url}/{view}")
+    await page.until("document.getElementById('key-dialog')?.open")
+    await page.type("not the key")
+    await page.press("Enter")
+    await page.until("!document.getElementById('key-wrong').hidden")
+    await page.type(ADMIN_KEY)
+    await page.press("Enter")
+    await page.until("document.getElementById('state').textContent === 'Ready'")
+
+
+def cells(table: str) -> str:
+    rows = f"[...document.querySelectorAll('#{table} tbody tr')]"
+    return f"{rows}.map(row => [...row.cells].map(cell => cell.textContent))"
+
+
+@needs_browser
+async def test_a_person_sees_the_fleet(page: Page) -> None:
+    engines = [FakeEngine(script=answer), FakeEngine(script=answer)]
+    async with rig(engines, fleet_key=FLEET_KEY, admin_port=0) as r:
+        await open_page(r, page)
+        await page.until("document.querySelectorAll('#replicas tbody tr').length === 2")
+        assert await page.js("document.getElementById('decisions-empty').hidden") is False
+        await picture(page, "empty")
+        await page.js("window.kept = document.querySelector('#replicas tbody tr')")
+        for number in range(3):
+            await r.chat(f"{number} " * 100, stream=True, stream_options={"include_usage": True})
+        await page.until("document.querySelectorAll('#decisions tbody tr').length === 3")
+        await page.until(f"{cells('decisions')}.every(row => row[10] === '200' && row[6] === '96')")
+        assert await page.js(
+            "window.kept.isConnected && window.kept === document.querySelector('#replicas tbody tr')"
+        ), "rows are brought up to date, not made anew"
+        (first, second) = await page.js(cells("replicas"))
+        assert (first[:2], second[:2]) == (["r0", "synced"], ["r1", "synced"])
+        await engines[1].stop()
+        await page.until(f"{cells('replicas')}[1][1] !== 'synced'")
+        await page.look(dark=True)
+        await picture(page, "dark")
+        light = "getComputedStyle(document.body).backgroundColor"
+        dark = await page.js(light)
+        await page.look()
+        assert await page.js(light) != dark
+        refused = [problem for problem in page.problems if "401" not in problem]
+        assert refused == []
+
+
+@needs_browser
+async def test_a_person_chats_with_the_keyboard(page: Page) -> None:
+    async with rig([FakeEngine(script=answer)], fleet_key=FLEET_KEY, admin_port=0) as r:
+        await open_page(r, page, "#playground")
+        await page.until("!document.getElementById('send').disabled")
+        assert await page.js("document.activeElement.id") == "prompt"
+        await page.type("When does the tide turn?")
+        await page.press("Enter")
+        await page.until("document.querySelectorAll('.message .meta')[1]?.textContent.includes('r0')")
+        said: list[str] = await page.js(
+            "[...document.querySelectorAll('.message .text')].map(e => e.textContent)"
+        )
+        assert said == ["When does the tide turn?", "<b>The tide turns at six.</b>"]
+        assert await page.js("document.querySelectorAll('.message b').length") == 0
+        facts = await page.js("document.getElementById('facts').textContent")
+        assert "120 tokens" in facts
+        assert "96 in fact" in facts
+        assert await page.js("document.querySelector('#candidates tr.chosen').cells[0].textContent") == "r0"
+        await picture(page, "playground")
+        sent: Any = r.engines[0].requests[-1].json
+        assert sent["messages"] == [{"role": "user", "content": "When does the tide turn?"}]
+        stops = []
+        for _ in range(3):
+            await page.press("Tab")
+            stops.append(await page.js("document.activeElement.id"))
+        assert stops == ["explain", "send", "system"]
+        assert await page.js("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        assert [problem for problem in page.problems if "401" not in problem] == []
