@@ -169,8 +169,8 @@ class PrefixIndex:
     def match(self, hashes: Sequence[int]) -> tuple[dict[int, int], int]:
         """Longest run of held chunks from the start, per slot.
 
-        Returns `{slot: prompt tokens of its run}` (slots without the first chunk are absent) and the number of chunks
-        of the longest run.
+        Returns `{slot: prompt tokens of its run}`, shortest runs first (slots without the first chunk are absent), and
+        the number of chunks of the longest run.
         """
         shards = self._shards
         alive = self._live

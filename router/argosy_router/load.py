@@ -29,6 +29,7 @@ class LoadAccount:
         "_assumed",
         "_generation",
         "_has_report",
+        "_is_measuring",
         "_measured",
         "_open_tokens",
         "_recent_tokens",
@@ -67,6 +68,8 @@ class LoadAccount:
         self._measured = _UNMEASURED
         self._assumed = PRIOR
         self._has_report = False
+        self._is_measuring = False
+        """Whether its reports tell its prefill rate."""
         self._generation = 0
         """Number of reports so far."""
         self._recent_tokens = 0
@@ -106,6 +109,7 @@ class LoadAccount:
         self.reported_tokens = tokens
         self.kv_usage = kv_usage
         self._has_report = True
+        self._is_measuring = prefill_tokens_per_s > 0.0
         self._generation += 1
         self._open_tokens = self._recent_tokens
         self._recent_tokens = 0
@@ -133,7 +137,7 @@ class LoadAccount:
     def learn(self, tokens: int, seconds: float) -> None:
         """An answer's first token came after `seconds`, with `tokens` to compute until then. For replicas that report
         no rates: their reports win."""
-        if self._has_report or tokens < MIN_LESSON_TOKENS or seconds <= 0.0:
+        if self._is_measuring or tokens < MIN_LESSON_TOKENS or seconds <= 0.0:
             return
         rate = tokens / seconds
         known = self._measured.prefill_tokens_per_s or rate

@@ -1,8 +1,11 @@
 """One replica's part of the prefix index: what it announced, and what we expect it to hold.
 
-Owns: the replica's slot, and guesses awaiting confirmation.
+Owns: the replica's slots, guesses awaiting confirmation, the history of what it was sent.
 Must not know: frames, sockets, other replicas.
-Invariant: a guess about a synced replica is confirmed by an announcement or erased after `GUESS_TTL_S`.
+Invariants: a guess about a replica that announces is confirmed or erased after `GUESS_TTL_S`; what a replica that does
+not announce was sent is believed for one to two periods of `HISTORY_S` after its last use.
+
+History has a slot of its own for each period: to forget a period is to retire its slot, whatever it holds.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ GUESS_TTL_S = 10.0
 followers to a replica that never got the prefix; too short scatters a burst."""
 TTFT_FACTOR = 2.0
 """A guess about a prompt behind a long queue lives this many times as long as the first token is expected to take."""
+HISTORY_S = 300.0
+"""A conversation's next turn comes within minutes; a busy cache has turned over by then."""
 
 
 class Residency:
@@ -28,6 +33,13 @@ class Residency:
         self._unconfirmed: set[int] = set()
         self._guesses: list[tuple[float, list[int]]] = []
         """A heap by expiry."""
+        self._history: dict[int, int] = {}
+        """period -> slot"""
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """All that speak for this replica."""
+        return (self.slot, *self._history.values())
 
     def stored(self, hashes: Sequence[int], tokens: Sequence[int]) -> None:
         self._index.add(self.slot, hashes, tokens)
@@ -46,7 +58,9 @@ class Residency:
 
     def close(self) -> None:
         """The replica left."""
-        self._index.retire_slot(self.slot)
+        for slot in self.slots:
+            self._index.retire_slot(slot)
+        self._history.clear()
         self._unconfirmed.clear()
         self._guesses.clear()
 
@@ -56,18 +70,24 @@ class Residency:
         tokens: Callable[[], Sequence[int]],
         now: float,
         *,
-        expires: bool,
         expected_s: float = 0.0,
     ) -> None:
-        """The replica was sent this prompt and should have computed it in `expected_s`. Without announcements to
-        come, the guess stays until evicted."""
-        added = self._index.guess(self.slot, hashes, tokens, touch=not expires)
-        if expires and added:
+        """The replica was sent this prompt and will announce it, computed, in about `expected_s`."""
+        added = self._index.guess(self.slot, hashes, tokens, touch=False)
+        if added:
             self._unconfirmed.update(added)
             heappush(self._guesses, (now + max(GUESS_TTL_S, TTFT_FACTOR * expected_s), added))
 
+    def remember(self, hashes: Sequence[int], tokens: Callable[[], Sequence[int]], now: float) -> None:
+        """The replica was sent this prompt and will announce nothing."""
+        period = int(now / HISTORY_S)
+        slot = self._history.get(period)
+        if slot is None:
+            slot = self._history[period] = self._index.acquire_slot()
+        self._index.guess(slot, hashes, tokens, touch=True)
+
     def expire(self, now: float) -> None:
-        """Erases guesses that were never confirmed."""
+        """Erases guesses that were never confirmed, and history."""
         guesses = self._guesses
         while guesses and guesses[0][0] <= now:
             _, hashes = heappop(guesses)
@@ -75,6 +95,9 @@ class Residency:
             if late:
                 self._unconfirmed -= late
                 self._index.remove(self.slot, late)
+        period = int(now / HISTORY_S)
+        for past in [past for past in self._history if past < period - 1]:
+            self._index.retire_slot(self._history.pop(past))
 
     @property
     def has_guesses(self) -> bool:

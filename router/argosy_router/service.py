@@ -26,6 +26,11 @@ from argosy_router.replica import Replica
 PRIOR_BYTES_PER_TOKEN = 4.0
 """English prose with a large vocabulary; learnt from the first answers' usage."""
 _LEARNING_RATE = 0.05
+SEATS_PER_SEQ = 1.5
+"""A replica counts as full with this many requests for each sequence its batch holds: half a batch waits inside the
+engine, so that it never runs dry; what waits here instead can still be ordered, and sent where room comes first."""
+NO_LIMIT = 1 << 30
+"""Room of a service whose replicas do not tell the size of their batch."""
 _KEY_CHUNKS = 4
 """The rendezvous key is the chain up to this chunk: role, then the first 768 bytes of the first text. Fewer would send
 every prompt with the same role to one replica; more would part prompts that share a system prompt."""
@@ -140,6 +145,7 @@ class Service:
         """What the policy is asked, and the number of chunks of the longest predicted hit."""
         runs, length = self.index.match(prompt.hashes)
         positions = candidates.positions
+        # Of several slots of one replica the longest run counts: it comes last.
         hits = {positions[slot]: tokens for slot, tokens in runs.items() if slot in positions} if runs else {}
         tokens = self.estimate_tokens(prompt)
         return RouteRequest(tokens, hits, prompt.key, self.sequence, prompt.session), length
@@ -162,12 +168,7 @@ class Service:
             Unavailable: no replica is routable.
             TooManyRequests: all of them are at the service's in-flight limit.
         """
-        candidates = self._candidates
-        if candidates is None or tried or candidates.slot_changes != self.index.slot_changes:
-            candidates = self._with_slots(self._admitted(now, tried))
-            # An ejected replica comes back by the clock: until then nothing is remembered.
-            is_lasting = not tried and not any(r.health.is_ejected for r in self.replicas.values())
-            self._candidates = candidates if is_lasting else None
+        candidates = self._healthy(now, tried)
         limit = self.spec.limits.max_inflight_per_replica
         if limit and any(load.inflight >= limit for load in candidates.loads):
             below = [replica for replica in candidates.replicas if replica.load.inflight < limit]
@@ -176,6 +177,33 @@ class Service:
                     f"model {self.spec.model!r} is at its limit of requests", retry_after_s=1.0
                 )
             candidates = self._with_slots(below)
+        return candidates
+
+    def room(self, now: float) -> int:
+        """How many more requests all replicas together take before they are full; not above zero when they are.
+
+        Raises:
+            Unavailable: no replica is routable.
+        """
+        limit = self.spec.limits.max_inflight_per_replica
+        candidates = self._healthy(now)
+        room = 0
+        for replica, load in zip(candidates.replicas, candidates.loads, strict=True):
+            if limit:
+                room += max(0, limit - load.inflight)
+            elif replica.hello is None:
+                return NO_LIMIT
+            else:
+                room += int(SEATS_PER_SEQ * load.max_num_seqs) - load.requests
+        return room
+
+    def _healthy(self, now: float, tried: Collection[Replica] = ()) -> Candidates:
+        candidates = self._candidates
+        if candidates is None or tried or candidates.slot_changes != self.index.slot_changes:
+            candidates = self._with_slots(self._admitted(now, tried))
+            # An ejected replica comes back by the clock: until then nothing is remembered.
+            is_lasting = not tried and not any(r.health.is_ejected for r in self.replicas.values())
+            self._candidates = candidates if is_lasting else None
         return candidates
 
     def invalidate(self) -> None:
@@ -196,7 +224,7 @@ class Service:
         return Candidates(
             replicas,
             [replica.load for replica in replicas],
-            {replica.residency.slot: position for position, replica in enumerate(replicas)},
+            {slot: position for position, replica in enumerate(replicas) for slot in replica.residency.slots},
             self.index.slot_changes,
         )
 
@@ -206,13 +234,11 @@ class Service:
         """Records that the request goes to the chosen replica: followers of its prefix should too."""
         replica = choice.replica
         replica.health.dispatched(now)
-        replica.residency.guess(
-            prompt.hashes,
-            lambda: self._estimate_chunks(prompt),
-            now,
-            expires=replica.is_synced,
-            expected_s=choice.predicted_ttft_s,
-        )
+        residency, tokens = replica.residency, lambda: self._estimate_chunks(prompt)
+        if replica.is_synced:
+            residency.guess(prompt.hashes, tokens, now, expected_s=choice.predicted_ttft_s)
+        else:
+            residency.remember(prompt.hashes, tokens, now)
 
     def may_eject(self) -> bool:
         return may_eject([replica.health for replica in self.replicas.values()])

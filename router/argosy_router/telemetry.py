@@ -6,7 +6,7 @@ Invariants: only a stream of our content type and a version we can read is belie
 routing (`stale`), it never ejects; whatever the peer does, the task goes on with capped, jittered back-off.
 
 connecting --hello, last snapshot slice--> synced --stream lost--> stale --hello, snapshot--> synced
-     `----- another content type, or a version that excludes us ----> foreign (health is polled)
+     `----- another content type, or a version that excludes us ----> foreign (see `foreign`)
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from argosy_engine.protocol.telemetry import (
     unpack_u32,
     unpack_u64,
 )
+from argosy_router.foreign import ForeignPoller
 from argosy_router.health import SUSPECT_STEP_AGE_S
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, UpstreamError
-from argosy_router.http.fetch import fetch, request_head
+from argosy_router.http.fetch import request_head
 from argosy_router.http.messages import Headers
 from argosy_router.replica import Replica
 
@@ -48,9 +49,7 @@ BACKOFF_BASE_S = 0.05
 BACKOFF_CAP_S = 2.0
 """A thousand routers' worth of replicas cost 500 connects per second at most; a recovered one waits 2 s at worst."""
 HEAD_TIMEOUT_S = STALE_AFTER_S
-POLL_INTERVAL_S = 2.0
-"""Health of foreign replicas."""
-POLLS_PER_RETRY = 30
+POLLS_PER_RETRY = 60
 """Once a minute a foreign replica is asked for telemetry again: it may have been replaced at the same address."""
 
 
@@ -69,6 +68,7 @@ class TelemetryClient:
         self._key = key
         self._on_change = on_change
         self._rng = rng
+        self._foreign = ForeignPoller(replica, key, on_change, rng)
         self.skipped_frames = 0
 
     async def run(self) -> None:
@@ -83,7 +83,7 @@ class TelemetryClient:
                 if replica.link != "foreign":
                     log.info("replica %s is not one of ours: %s", replica.name, reason)
                 self._set_link("foreign")
-                await self._poll()
+                await self._foreign.poll(POLLS_PER_RETRY)
                 continue
             except (UpstreamError, TelemetryError) as error:
                 failures = 0 if replica.is_synced else failures + 1
@@ -184,22 +184,6 @@ class TelemetryClient:
         if self._replica.link != link:
             self._replica.link = link  # type: ignore[assignment]
             self._on_change()
-
-    async def _poll(self) -> None:
-        """Health of a foreign replica, for a while."""
-        replica = self._replica
-        for _ in range(POLLS_PER_RETRY):
-            try:
-                response = await fetch(replica.pool, "/health", self._key, HEAD_TIMEOUT_S)
-                is_answering = response.status == 200
-            except UpstreamError:
-                is_answering = False
-            if is_answering != replica.is_answering:
-                replica.is_answering = is_answering
-                if is_answering:
-                    replica.health.succeeded()
-                self._on_change()
-            await asyncio.sleep(POLL_INTERVAL_S * self._rng.uniform(0.8, 1.0))
 
 
 class _Stream:

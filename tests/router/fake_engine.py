@@ -142,6 +142,8 @@ class FakeEngine:
     has_telemetry: bool = True
     hello: dict[str, Any] = field(default_factory=dict)
     health: int = 200
+    metrics: bytes | None = None
+    """What `/metrics` answers; None: 404."""
     requests: list[Received] = field(default_factory=list)
     telemetry: list[asyncio.StreamWriter] = field(default_factory=list)
     connections: int = 0
@@ -244,6 +246,8 @@ class FakeEngine:
             connection.answer(200, json.dumps({"object": "list", "data": cards}).encode())
         elif request.path == "/health":
             connection.answer(self.health, b"{}")
+        elif request.path == "/metrics" and self.metrics is not None:
+            connection.answer(200, self.metrics, "content-type: text/plain; version=0.0.4\r\n")
         elif request.path == "/internal/telemetry" and self.has_telemetry:
             await self._stream_telemetry(connection)
         else:

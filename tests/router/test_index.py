@@ -53,7 +53,7 @@ class Index(RuleBasedStateMachine):
     def guess(self, replica: int, chain: list[int], length: int) -> None:
         chunks = chain[:length]
         self.residencies[replica].guess(
-            chunks, lambda: [tokens_of(chunk) for chunk in chunks], self.now, expires=True
+            chunks, lambda: [tokens_of(chunk) for chunk in chunks], self.now
         )
         for chunk in chunks:
             if chunk not in self.announced[replica]:
@@ -183,8 +183,8 @@ def test_many_holders_are_found_as_few_are() -> None:
 def test_a_guess_outlives_the_wait_that_is_expected() -> None:
     index = PrefixIndex()
     residency = Residency(index)
-    residency.guess([1], lambda: [10], 0.0, expires=True, expected_s=60.0)
-    residency.guess([2], lambda: [10], 0.0, expires=True)
+    residency.guess([1], lambda: [10], 0.0, expected_s=60.0)
+    residency.guess([2], lambda: [10], 0.0)
     residency.expire(GUESS_TTL_S)
     assert index.match([2])[1] == 0
     assert index.match([1])[1] == 1

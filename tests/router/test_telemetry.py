@@ -233,25 +233,7 @@ async def test_broken_streams_are_never_believed(frames: tuple[bytes, ...]) -> N
         assert (await r.chat()).headers["x-argosy-replica"] == "r1"
 
 
-# foreign replicas
-
-
-async def test_foreign_replicas_are_polled_and_routed_by_history() -> None:
-    engines = [FakeEngine(has_telemetry=False) for _ in range(3)]
-    async with rig(engines) as r:
-        assert {replica.state for replica in r.router.fleet.replicas()} == {"foreign"}
-        first = await r.chat(PROMPT)
-        second = await r.chat(PROMPT)
-        assert second.headers["x-argosy-replica"] == first.headers["x-argosy-replica"]
-        assert second.headers["x-argosy-route"] == "predicted"
-        assert r.metric('replica_state{model="tiny",replica="r0",state="foreign"}') == 1
-
-
-async def test_an_unhealthy_foreign_replica_is_not_used() -> None:
-    engines = [FakeEngine(has_telemetry=False, health=503), FakeEngine(has_telemetry=False)]
-    async with rig(engines, wait=False) as r:
-        await r.until(lambda: r.replica(1).is_routable and r.replica(0).state == "foreign")
-        assert {(await r.chat(str(n))).headers["x-argosy-replica"] for n in range(6)} == {"r1"}
+# not foreign
 
 
 async def test_a_replica_that_refuses_our_key_is_not_foreign() -> None:

@@ -1,0 +1,106 @@
+"""What `/metrics` of another engine says about its load: stock vLLM (V0 and V1 names) and SGLang.
+
+Owns: those names. Must not know: replicas, connections.
+Invariant: samples of one name are summed over their labels, so that an engine with data parallelism counts as the sum
+of its ranks; shares (KV use) are averaged.
+"""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+from typing import NamedTuple
+
+PRIOR_PROMPT_TOKENS = 1024.0
+"""Length of a waiting prompt while the engine has not finished any (SMG assumes the same)."""
+
+Names = tuple[bytes, ...]
+
+
+class _Dialect(NamedTuple):
+    """An engine's names; of several the first that is there counts."""
+
+    running: Names
+    waiting: Names
+    kv_usage: Names
+    prompts: Names
+    """Prompts so far, and below their tokens."""
+    prompt_tokens: Names
+    looked_up: Names
+    """Prompt tokens looked up in the prefix cache, and below those found."""
+    found: Names
+
+
+_DIALECTS = (
+    _Dialect(
+        running=(b"vllm:num_requests_running",),
+        waiting=(b"vllm:num_requests_waiting",),
+        kv_usage=(b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc"),
+        prompts=(b"vllm:request_prompt_tokens_count",),
+        prompt_tokens=(b"vllm:request_prompt_tokens_sum",),
+        looked_up=(b"vllm:prefix_cache_queries_total", b"vllm:gpu_prefix_cache_queries_total"),
+        found=(b"vllm:prefix_cache_hits_total", b"vllm:gpu_prefix_cache_hits_total"),
+    ),
+    _Dialect(
+        running=(b"sglang:num_running_reqs",),
+        waiting=(b"sglang:num_queue_reqs",),
+        kv_usage=(b"sglang:token_usage",),
+        prompts=(b"sglang:num_requests_total",),
+        prompt_tokens=(b"sglang:prompt_tokens_total",),
+        looked_up=(b"sglang:prompt_tokens_total",),
+        found=(b"sglang:cached_tokens_total",),
+    ),
+)
+_SAMPLE = re.compile(rb'^((?:vllm|sglang):[a-z_]+)(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})? (\S+)', re.MULTILINE)
+
+
+class EngineLoad(NamedTuple):
+    """Load of one engine, all its ranks together."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    """Share of the KV cache in use, 0..1."""
+    queued_tokens: int
+    """Estimate: waiting requests, times their mean length so far, times the share no cache had."""
+    looked_up_tokens: float
+    """Counter; smaller than before after a restart."""
+
+
+def parse_load(exposition: bytes) -> EngineLoad | None:
+    """The load in a Prometheus text exposition, or None where no engine we know speaks."""
+    sums: dict[bytes, list[float]] = {}
+    for name, text in _SAMPLE.findall(exposition):
+        if name in _WANTED:
+            try:
+                value = float(text)
+            except ValueError:
+                continue
+            if isfinite(value) and value >= 0.0:
+                sums.setdefault(name, []).append(value)
+    for dialect in _DIALECTS:
+        if any(name in sums for name in dialect.running):
+            return _load(dialect, sums)
+    return None
+
+
+def _load(dialect: _Dialect, sums: dict[bytes, list[float]]) -> EngineLoad:
+    def values(names: Names) -> list[float]:
+        return next((sums[name] for name in names if name in sums), [])
+
+    waiting = sum(values(dialect.waiting))
+    usage = values(dialect.kv_usage)
+    prompts, prompt_tokens = sum(values(dialect.prompts)), sum(values(dialect.prompt_tokens))
+    looked_up, found = sum(values(dialect.looked_up)), sum(values(dialect.found))
+    length = prompt_tokens / prompts if prompts else PRIOR_PROMPT_TOKENS
+    uncached = 1.0 - min(1.0, found / looked_up) if looked_up else 1.0
+    return EngineLoad(
+        running=int(sum(values(dialect.running))),
+        waiting=int(waiting),
+        kv_usage=min(1.0, sum(usage) / len(usage)) if usage else 0.0,
+        queued_tokens=int(waiting * length * uncached),
+        looked_up_tokens=looked_up,
+    )
+
+
+_WANTED = frozenset(name for dialect in _DIALECTS for names in dialect for name in names)

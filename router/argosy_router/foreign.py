@@ -1,0 +1,90 @@
+"""Replicas that are not ours, such as stock vLLM and SGLang: polled instead of listened to.
+
+Owns: `/health` and `/metrics` of one foreign replica, in turns. Must not know: telemetry, policies, other replicas.
+Invariants: only `/health` decides whether the replica is used; a replica without load figures we can read is judged by
+what we sent it; what is believed to be in its cache goes once it restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from argosy_router.engine_metrics import parse_load
+from argosy_router.http.errors import FirstByteTimeout, IdleTimeout, UpstreamError
+from argosy_router.http.fetch import fetch
+from argosy_router.replica import Replica
+
+log = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 1.0
+"""Between polls the router corrects the figures by what it sends itself; others' requests show this late."""
+TIMEOUT_S = 5.0
+MISSES = 2
+"""Polls of `/health` without an answer in time before the replica is left alone: a busy one may miss one."""
+MAX_METRICS_BYTES = 4 * 1024 * 1024
+"""vLLM's exposition is some 100 KB per rank."""
+
+
+class ForeignPoller:
+    """Keeps what is known of one foreign replica current."""
+
+    def __init__(self, replica: Replica, key: str, on_change: Callable[[], None], rng: random.Random) -> None:
+        self._replica = replica
+        self._key = key
+        self._on_change = on_change
+        self._rng = rng
+        self._misses = 0
+        self._has_load = True
+        """Whether the last poll of `/metrics` was of use; at first for the sake of the log."""
+        self._looked_up_tokens = 0.0
+
+    async def poll(self, rounds: int) -> None:
+        """Polls so many times, with pauses."""
+        for _ in range(rounds):
+            await self._poll_health()
+            if self._replica.is_answering:
+                await self._poll_load()
+            await asyncio.sleep(POLL_INTERVAL_S * self._rng.uniform(0.8, 1.0))
+
+    async def _poll_health(self) -> None:
+        replica = self._replica
+        try:
+            response = await fetch(replica.pool, "/health", self._key, TIMEOUT_S)
+            is_answering = response.status == 200
+        except (FirstByteTimeout, IdleTimeout):
+            self._misses += 1
+            is_answering = replica.is_answering and self._misses < MISSES
+        except UpstreamError:
+            is_answering = False
+        else:
+            self._misses = 0
+        if is_answering != replica.is_answering:
+            replica.is_answering = is_answering
+            if is_answering:
+                replica.health.succeeded()
+            self._on_change()
+
+    async def _poll_load(self) -> None:
+        replica = self._replica
+        try:
+            response = await fetch(replica.pool, "/metrics", self._key, TIMEOUT_S, MAX_METRICS_BYTES)
+            load = parse_load(response.body) if response.status == 200 else None
+        except UpstreamError:
+            load = None
+        if load is None:
+            if self._has_load:
+                log.info("replica %s: no load figures at /metrics, going by what it is sent", replica.name)
+                replica.load.forget()
+            self._has_load = False
+            return
+        self._has_load = True
+        if load.looked_up_tokens < self._looked_up_tokens:
+            log.info("replica %s has restarted", replica.name)
+            replica.residency.clear()
+        self._looked_up_tokens = load.looked_up_tokens
+        replica.load.report(
+            requests=load.running + load.waiting, tokens=load.queued_tokens, kv_usage=load.kv_usage
+        )

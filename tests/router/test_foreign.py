@@ -1,0 +1,220 @@
+"""Replicas that are not ours: stock vLLM and SGLang, as their `/metrics` and `/health` show them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from argosy_router import foreign
+from argosy_router.engine_metrics import PRIOR_PROMPT_TOKENS, EngineLoad, parse_load
+from argosy_router.index import PrefixIndex
+from argosy_router.load import LoadAccount
+from argosy_router.residency import HISTORY_S, Residency
+
+from .fake_engine import Connection, FakeEngine, Received
+from .harness import rig
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 60
+
+
+@pytest.fixture(autouse=True)
+def polls_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "POLL_INTERVAL_S", 0.005)
+    monkeypatch.setattr(foreign, "TIMEOUT_S", 0.05)
+
+
+def vllm(
+    *,
+    running: int = 0,
+    waiting: int = 0,
+    usage: float = 0.0,
+    looked_up: int = 0,
+    found: int = 0,
+    rank: int = 0,
+) -> bytes:
+    """The part that counts, between series that only look alike."""
+    labels = f'{{engine="{rank}",model_name="a}}\\"b"}}'
+    return f"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{labels} {running}.0
+vllm:num_requests_waiting{labels} {waiting}.0
+vllm:num_requests_waiting_by_reason{{engine="{rank}",reason="capacity"}} 77.0
+vllm:kv_cache_usage_perc{labels} {usage}
+vllm:prefix_cache_queries_total{labels} {looked_up}.0
+vllm:prefix_cache_hits_total{labels} {found}.0
+vllm:prefix_cache_queries_created{labels} 1.7e+09
+vllm:request_prompt_tokens_bucket{{engine="{rank}",le="1.0"}} 3.0
+vllm:request_prompt_tokens_count{labels} 4.0
+vllm:request_prompt_tokens_sum{labels} 2e+03
+python_gc_objects_collected_total{{generation="0"}} 1.0
+""".encode()
+
+
+SGLANG = b"""# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="0"} 5.0
+sglang:num_queue_reqs{engine_type="unified",model_name="m",tp_rank="0"} 2.0
+sglang:token_usage{engine_type="unified",model_name="m",tp_rank="0"} 0.28
+sglang:num_requests_total{model_name="m"} 10.0
+sglang:prompt_tokens_total{model_name="m"} 8e+03
+sglang:cached_tokens_total{cache_source="device",model_name="m"} 5000.0
+sglang:cached_tokens_total{cache_source="host",model_name="m"} 1000.0
+"""
+
+EXPOSITIONS = {
+    "vLLM": (
+        vllm(running=3, waiting=2, usage=0.5, looked_up=100, found=75),
+        EngineLoad(3, 2, 0.5, 250, 100.0),
+    ),
+    "vLLM with data parallelism": (
+        vllm(running=3, waiting=1, usage=0.2, looked_up=10) + vllm(rank=1, running=4, waiting=2, usage=0.4),
+        EngineLoad(7, 3, 0.3, 1500, 10.0),
+    ),
+    "vLLM before it finished a prompt": (
+        b"vllm:num_requests_running 1\nvllm:num_requests_waiting 2\n",
+        EngineLoad(1, 2, 0.0, int(2 * PRIOR_PROMPT_TOKENS), 0.0),
+    ),
+    "vLLM V0": (
+        b"vllm:num_requests_running 1\nvllm:num_requests_waiting 0\nvllm:gpu_cache_usage_perc 0.25\n",
+        EngineLoad(1, 0, 0.25, 0, 0.0),
+    ),
+    "SGLang": (SGLANG, EngineLoad(5, 2, 0.28, 400, 8000.0)),
+    "values nobody can use": (
+        b"vllm:num_requests_running NaN\nvllm:num_requests_running 2\nvllm:num_requests_waiting +Inf\n"
+        b"vllm:kv_cache_usage_perc -1\nvllm:num_requests_waiting many\nvllm:kv_cache_usage_perc 7\n",
+        EngineLoad(2, 0, 1.0, 0, 0.0),
+    ),
+    "another program": (b"http_requests_total 5\n", None),
+    "no exposition": (b"\xff\xfe<html>", None),
+    "nothing": (b"", None),
+}
+
+
+@pytest.mark.parametrize("name", EXPOSITIONS)
+def test_expositions(name: str) -> None:
+    exposition, expected = EXPOSITIONS[name]
+    load = parse_load(exposition)
+    assert (load is None) == (expected is None)
+    if load is not None:
+        assert load._replace(kv_usage=round(load.kv_usage, 6)) == expected
+
+
+def other(**fields: object) -> FakeEngine:
+    return FakeEngine(has_telemetry=False, **fields)  # type: ignore[arg-type]
+
+
+async def test_they_are_polled_and_routed_by_history() -> None:
+    async with rig([other() for _ in range(3)]) as r:
+        assert {replica.state for replica in r.router.fleet.replicas()} == {"foreign"}
+        first = await r.chat(PROMPT)
+        second = await r.chat(PROMPT)
+        assert second.headers["x-argosy-replica"] == first.headers["x-argosy-replica"]
+        assert second.headers["x-argosy-route"] == "predicted"
+        assert int(second.headers["x-argosy-predicted-tokens"]) > 100
+        assert r.metric('replica_state{model="tiny",replica="r0",state="foreign"}') == 1
+
+
+@pytest.mark.parametrize("exposition", [vllm(running=9, waiting=5, usage=0.5), SGLANG])
+async def test_their_load_steers(exposition: bytes) -> None:
+    async with rig([other(metrics=exposition), other(metrics=vllm())], policy="least-load") as r:
+        load = r.replica(0).load
+        expected = parse_load(exposition)
+        assert expected is not None
+        await r.until(lambda: load.requests == expected.running + expected.waiting)
+        assert load.queued_tokens == expected.queued_tokens > 0
+        assert load.kv_usage == expected.kv_usage
+        assert {(await r.chat(str(n))).headers["x-argosy-replica"] for n in range(6)} == {"r1"}
+
+
+async def test_figures_that_vanish_leave_our_own_account() -> None:
+    engine = other(metrics=vllm(running=9, waiting=5))
+    async with rig([engine]) as r:
+        load = r.replica(0).load
+        await r.until(lambda: load.requests == 14)
+        engine.metrics = None
+        await r.until(lambda: load.requests == 0)
+        assert r.replica(0).is_routable
+        assert (await r.chat()).status_code == 200
+
+
+async def test_a_restart_voids_the_history() -> None:
+    engine = other(metrics=vllm(looked_up=100))
+    async with rig([engine]) as r:
+        await r.chat(PROMPT)
+        assert int((await r.chat(PROMPT)).headers["x-argosy-predicted-tokens"]) > 0
+        slots = r.replica(0).residency.slots
+        engine.metrics = vllm(looked_up=5)
+        await r.until(lambda: r.replica(0).residency.slots != slots)
+        assert (await r.chat(PROMPT)).headers["x-argosy-predicted-tokens"] == "0"
+
+
+async def test_an_unhealthy_one_is_not_used() -> None:
+    async with rig([other(health=503), other()], wait=False) as r:
+        await r.until(lambda: r.replica(1).is_routable and r.replica(0).state == "foreign")
+        assert {(await r.chat(str(n))).headers["x-argosy-replica"] for n in range(6)} == {"r1"}
+        r.engines[0].health = 200
+        await r.until(lambda: r.replica(0).is_routable)
+        await r.engines[0].stop()
+        await r.until(lambda: not r.replica(0).is_routable)
+
+
+class Slow(FakeEngine):
+    """Keeps health polls waiting."""
+
+    polls = 0
+    is_slow = False
+
+    async def _handle(self, connection: Connection, request: Received) -> None:
+        if request.path == "/health":
+            self.polls += 1
+            if self.is_slow:
+                await asyncio.sleep(3600)
+        await super()._handle(connection, request)
+
+
+async def test_a_busy_one_may_miss_a_poll() -> None:
+    engine = Slow(has_telemetry=False)
+    async with rig([engine]) as r:
+        engine.is_slow = True
+        polls = engine.polls
+        await r.until(lambda: engine.polls == polls + 2)
+        assert r.replica(0).is_routable, "one was missed"
+        await r.until(lambda: not r.replica(0).is_routable)
+        engine.is_slow = False
+        await r.until(lambda: r.replica(0).is_routable)
+
+
+# what is remembered, and what is learnt
+
+
+def test_history_is_forgotten_by_its_age_since_last_use() -> None:
+    index = PrefixIndex()
+    residency = Residency(index)
+
+    def hit(chain: list[int]) -> int:
+        runs, _ = index.match(chain)
+        return max((runs[slot] for slot in residency.slots if slot in runs), default=0)
+
+    start = 10 * HISTORY_S
+    residency.remember([1, 2, 3], lambda: [10, 20, 30], start)
+    residency.remember([7], lambda: [10], start)
+    residency.expire(start + HISTORY_S)
+    residency.remember([1, 2], lambda: [10, 20], start + HISTORY_S)
+    assert (hit([1, 2, 3]), hit([7])) == (30, 10)
+    residency.expire(start + 2 * HISTORY_S)
+    assert (hit([1, 2, 3]), hit([7])) == (20, 0), "only what was used again is left"
+    residency.expire(start + 3 * HISTORY_S)
+    while index.scrub():
+        pass
+    assert len(index) == 0
+    residency.close()
+
+
+def test_rates_are_learnt_where_reports_have_none() -> None:
+    load = LoadAccount("r")
+    load.report(requests=1, tokens=0)
+    load.learn(1000, 0.5)
+    assert load.prefill_tokens_per_s == 2000.0
+    load.report(requests=1, tokens=0, prefill_tokens_per_s=500.0)
+    load.learn(1000, 0.5)
+    assert load.prefill_tokens_per_s == 500.0
