@@ -15,7 +15,10 @@ from argosy_router.http.server import ServerLimits
 from argosy_router.http.tls import ClientTls, ServerTls
 from argosy_router.index import DEFAULT_CAPACITY
 from argosy_router.proxy.dispatcher import FIRST_BYTE_TIMEOUT_S, REQUEST_TIMEOUT_S
+from argosy_router.proxy.gate import AdmissionLimits
 
+MAX_WAIT_S = 3600.0
+"""What a service's own limits allow, too."""
 LOOPBACK = frozenset(("127.0.0.1", "::1", "localhost"))
 
 
@@ -45,7 +48,8 @@ class RouterConfig:
     fleet_configmap: str = "argosy-fleet"
     api_keys: tuple[str, ...] = ()
     api_keys_file: Path | None = None
-    """One key per line, read again when it changes (a mounted Secret is replaced in place)."""
+    """One key and its terms per line (`admission.keys`), read again when it changes (a mounted Secret is replaced in
+    place)."""
     is_open: bool = False
     """No keys although the address is not loopback."""
     guards_metrics: bool = False
@@ -71,6 +75,7 @@ class RouterConfig:
     access_log_format: AccessFormat = "text"
     usage_log: Path | None = None
     """Directory of the usage files; None writes none."""
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
     client: ClientLimits = field(default_factory=ClientLimits)
 
@@ -81,6 +86,9 @@ class RouterConfig:
             raise ConfigError(
                 "name the replicas by exactly one of --replica, --replica-dns, --fleet-file and --kubernetes"
             )
+        if "" in self.api_keys:
+            raise ConfigError("an --api-key must not be empty")
+        self._check_admission()
         has_keys = bool(self.api_keys) or self.api_keys_file is not None
         if not has_keys and self.host not in LOOPBACK and not self.is_open:
             raise ConfigError(
@@ -98,6 +106,17 @@ class RouterConfig:
             raise ConfigError("--kubernetes needs the fleet key in ARGOSY_FLEET_KEY")
         if self.fleet_key and len(self.fleet_key) < 16:
             raise ConfigError("ARGOSY_FLEET_KEY must have at least 16 bytes")
+
+    def _check_admission(self) -> None:
+        admission = self.admission
+        if admission.max_queued_requests < 0 or admission.max_queued_bytes < 0:
+            raise ConfigError("--max-queued-requests and --max-queued-bytes must not be negative")
+        for flag, seconds in (
+            ("--queue-timeout", admission.queue_timeout_s),
+            ("--hold-timeout", admission.hold_timeout_s),
+        ):
+            if not 0.0 <= seconds <= MAX_WAIT_S:
+                raise ConfigError(f"{flag} must be between 0 and {MAX_WAIT_S:.0f} seconds")
 
     def server_tls(self) -> ServerTls | None:
         """The endpoint's TLS, or None for plain HTTP.

@@ -1,35 +1,33 @@
 """The API keys clients must present, from the command line, the environment, or a file that may change.
 
-Owns: reading keys. Must not know: requests.
-Invariants: keys are kept as digests only (`KeyRing`); a key file that vanishes or empties locks clients out, it never
-opens the router.
+Owns: reading the file, and reading it again. Must not know: its format, requests.
+Invariants: a key file that vanishes or empties locks clients out, it never opens the router; a change interrupts no
+request under way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from argosy_engine.protocol.keys import KeyRing
+from argosy_router.admission.keys import MAX_FILE_BYTES, KeyTable
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-_NOBODY = "\0"
-"""Cannot be sent in a header: a ring with it alone is closed, not open."""
 
 
 class ApiKeys:
     """The current keys."""
 
     def __init__(self, keys: Sequence[str], path: Path | None, poll_s: float = POLL_S) -> None:
-        self._fixed = tuple(keys)
         self._path = path
         self._poll_s = poll_s
-        self._text: str | None = None
-        self.ring = KeyRing(self._fixed)
+        self._content: bytes | None = None
+        self.table = KeyTable(keys, is_closed=path is not None, now=time.monotonic())
         if path is not None:
             self._read(path)
 
@@ -41,11 +39,15 @@ class ApiKeys:
 
     def _read(self, path: Path) -> None:
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            log.error("API key file cannot be read: %s", error)
-            text = ""
-        if text != self._text:
-            self._text = text
-            keys = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-            self.ring = KeyRing([*self._fixed, *keys] or [_NOBODY])
+            with path.open("rb") as file:
+                content = file.read(MAX_FILE_BYTES + 1)
+            if len(content) > MAX_FILE_BYTES:
+                raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+            text = content.decode()
+        except (OSError, ValueError) as error:
+            log.error("API key file cannot be read, its keys are not accepted: %s", error)
+            content, text = b"", ""
+        if content != self._content:
+            self._content = content
+            for problem in self.table.load(text, time.monotonic()):
+                log.error("API key file: %s", problem)

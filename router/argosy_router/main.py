@@ -18,6 +18,7 @@ from typing import get_args
 from argosy_engine.protocol.fleet import RoutingPolicy
 from argosy_router.access_log import AccessFormat
 from argosy_router.config import ConfigError, RouterConfig
+from argosy_router.proxy.gate import AdmissionLimits
 
 EXIT_USAGE = 2
 EXIT_ADDRESS = 3
@@ -78,7 +79,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--api-key", action="append", default=[], metavar="KEY", help="key of clients; repeatable"
     )
     access.add_argument(
-        "--api-keys-file", type=Path, metavar="FILE", help="one key per line, reread when it changes"
+        "--api-keys-file",
+        type=Path,
+        metavar="FILE",
+        help="a key and its terms per line, reread when it changes (see docs/access.md)",
     )
     access.add_argument("--no-auth", action="store_true", help="serve a non-loopback address without keys")
     access.add_argument("--guard-metrics", action="store_true", help="/metrics needs a key too")
@@ -108,6 +112,35 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=_DEFAULTS.index_capacity,
         help="cap of the prefix index, 130-200 bytes each (%(default)s)",
+    )
+    queue = parser.add_argument_group("queue (of each service without limits of its own)")
+    queue.add_argument(
+        "--max-queued-requests",
+        type=int,
+        default=_DEFAULTS.admission.max_queued_requests,
+        metavar="N",
+        help="requests that may wait while all replicas are full (%(default)s)",
+    )
+    queue.add_argument(
+        "--max-queued-bytes",
+        type=int,
+        default=_DEFAULTS.admission.max_queued_bytes,
+        metavar="BYTES",
+        help="what their bodies may take (%(default)s)",
+    )
+    queue.add_argument(
+        "--queue-timeout",
+        type=float,
+        default=_DEFAULTS.admission.queue_timeout_s,
+        metavar="S",
+        help="how long one may wait (%(default)s)",
+    )
+    queue.add_argument(
+        "--hold-timeout",
+        type=float,
+        default=_DEFAULTS.admission.hold_timeout_s,
+        metavar="S",
+        help="how long requests wait for the first replica of a service that has none; 0 refuses them (%(default)s)",
     )
     times = parser.add_argument_group("times (seconds)")
     times.add_argument("--request-timeout", type=float, default=_DEFAULTS.request_timeout_s, metavar="S")
@@ -171,6 +204,12 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         drain_settle_s=arguments.drain_settle,
         first_byte_timeout_s=arguments.first_byte_timeout,
         request_timeout_s=arguments.request_timeout,
+        admission=AdmissionLimits(
+            max_queued_requests=arguments.max_queued_requests,
+            max_queued_bytes=arguments.max_queued_bytes,
+            queue_timeout_s=arguments.queue_timeout,
+            hold_timeout_s=arguments.hold_timeout,
+        ),
         access_log=not arguments.no_access_log,
         access_log_format=arguments.access_log_format,
         usage_log=arguments.usage_log,

@@ -32,6 +32,7 @@ from argosy_router.overview import Overviews
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.dispatcher import Dispatcher
+from argosy_router.proxy.gate import Gate
 from argosy_router.usage_ledger import UsageLedger
 
 log = logging.getLogger(__name__)
@@ -64,11 +65,15 @@ class Router:
         self._ledger = UsageLedger(config.usage_log, socket.gethostname())
         for series in self._ledger.series():
             self.metrics.add(series)
+        self._gate = Gate(self.fleet, self._wheel, config.admission)
+        for counted in self._gate.series():
+            self.metrics.add(counted)
         self._books = Books(self.metrics, self._access_log, self._ledger)
         self.dispatcher = Dispatcher(
             self.fleet,
             self.metrics,
             self._books,
+            self._gate,
             first_byte_timeout_s=config.first_byte_timeout_s,
             request_timeout_s=config.request_timeout_s,
         )
@@ -78,7 +83,7 @@ class Router:
             self.dispatcher,
             self.metrics,
             self._books,
-            lambda: self._keys.ring,
+            self._keys.table,
             guards_metrics=config.guards_metrics,
         )
         self._discovery = discovery or self._configured_discovery()

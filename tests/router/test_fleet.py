@@ -10,6 +10,7 @@ import pytest
 from argosy_engine.protocol.fleet import Endpoint, FleetDocument, ServiceLimits
 from argosy_engine.protocol.keys import internal_key
 from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_router.proxy.gate import AdmissionLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import Rig, rig, service
@@ -72,7 +73,9 @@ async def test_inflight_limits_are_kept() -> None:
         connection.answer(200, b"{}")
 
     limits = ServiceLimits(max_inflight_per_replica=1)
-    async with rig([FakeEngine(script=hold), FakeEngine(script=hold)], fields={"limits": limits}) as r:
+    engines = [FakeEngine(script=hold), FakeEngine(script=hold)]
+    no_queue = AdmissionLimits(max_queued_requests=0)
+    async with rig(engines, fields={"limits": limits}, admission=no_queue) as r:
         tasks = [asyncio.create_task(r.chat()) for _ in range(2)]
         await r.until(lambda: all(engine.requests for engine in r.engines))
         refused = await r.chat()

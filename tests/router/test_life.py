@@ -72,14 +72,14 @@ async def test_key_files_are_reread_and_never_open_the_router(tmp_path: Path) ->
     path.write_text("# clients\nfirst\n\n")
     keys = ApiKeys((), path, poll_s=0.005)
     watch = asyncio.create_task(keys.watch())
-    assert keys.ring.accepts("Bearer first")
+    assert keys.table.account_of(b"Bearer first")
     path.write_text("second\n")
-    await until(lambda: keys.ring.accepts("Bearer second"))
-    assert not keys.ring.accepts("Bearer first")
+    await until(lambda: keys.table.account_of(b"Bearer second") is not None)
+    assert not keys.table.account_of(b"Bearer first")
     path.unlink()
-    await until(lambda: not keys.ring.accepts("Bearer second"))
-    assert keys.ring, "an empty ring would mean that no key is needed"
-    assert not keys.ring.accepts("Bearer ")
+    await until(lambda: keys.table.account_of(b"Bearer second") is None)
+    assert not keys.table.is_open, "no keys must not mean that no key is needed"
+    assert keys.table.account_of(b"Bearer ") is None
     watch.cancel()
 
 

@@ -38,6 +38,12 @@ class ServiceLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     max_inflight_per_replica: Annotated[int, Meta(ge=0, le=65536)] = 0
     request_timeout_s: Annotated[int, Meta(ge=0, le=86400)] = 0
+    max_queued_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Requests that may wait for a saturated service."""
+    queue_timeout_s: Annotated[int, Meta(ge=0, le=3600)] = 0
+    """How long one may wait."""
+    hold_timeout_s: Annotated[int, Meta(ge=0, le=3600)] = 0
+    """How long a request waits for the first replica of a service that has none."""
 
 
 class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -118,6 +118,9 @@ class Anyone(Account):
         return asked
 
 
+ANYONE = Anyone()
+
+
 class Reservation:
     """What one request took off its account's limits."""
 
@@ -128,7 +131,7 @@ class Reservation:
         self._tokens = tokens
         self._is_open = True
         self.headers = headers
-        """For the answer."""
+        """For the answer: what is left of the limits."""
 
     def settle(self, tokens: int | None) -> None:
         """The request is over, having used so many tokens; None leaves it at what was reserved."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from argosy_router.admission.accounts import Account, Anyone, KeyTerms
+from argosy_router.admission.accounts import ANYONE, Account, KeyTerms
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """A hundred thousand keys; a Kubernetes Secret holds one."""
@@ -39,7 +39,7 @@ class KeyTable:
     def __init__(self, keys: Iterable[str] = (), *, is_closed: bool = False, now: float = 0.0) -> None:
         """`keys` hold forever; `is_closed` when a key file will add others."""
         self._fixed = {_digest(key): _default_terms(_digest(key)) for key in keys if key}
-        self._anyone = None if self._fixed or is_closed else Anyone()
+        self.is_open = not self._fixed and not is_closed
         self._by_name: dict[str, Account] = {}
         self._by_digest: dict[bytes, Account] = {}
         self._install(self._fixed, now)
@@ -71,8 +71,8 @@ class KeyTable:
 
     def account_of(self, authorization: bytes | None) -> Account | None:
         """The account behind an `Authorization` header (`Bearer KEY`, scheme case-insensitive), or None."""
-        if self._anyone is not None:
-            return self._anyone
+        if self.is_open:
+            return ANYONE
         scheme, _, key = (authorization or b"").partition(b" ")
         account = self._by_digest.get(hashlib.sha256(key.strip()).digest())
         return account if scheme.lower() == b"bearer" else None

@@ -21,27 +21,32 @@ from argosy_engine.protocol.errors import (
     NotFound,
     Unauthorized,
 )
-from argosy_engine.protocol.keys import KeyRing
-from argosy_engine.protocol.openai import Endpoint, ModelCard, ModelList
+from argosy_engine.protocol.openai import ModelCard, ModelList
+from argosy_router.admission.accounts import ANYONE, Account
+from argosy_router.admission.keys import KeyTable
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
 from argosy_router.http.server import Client
 from argosy_router.metrics import CONTENT_TYPE, Metrics
 from argosy_router.proxy import headers
 from argosy_router.proxy.books import Books
-from argosy_router.proxy.call import decode_call, unknown_model
+from argosy_router.proxy.call import RoutedEndpoint, decode_call, may_use, unknown_model
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.exchange import Exchange
 from argosy_router.service import Service
 
 _JSON = b"content-type: application/json\r\n"
+_MODELS = b"/v1/models"
 _MODEL_PREFIX = b"/v1/models/"
-_ENDPOINTS: dict[bytes, Endpoint] = {
+_METRICS = b"/metrics"
+_ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/chat/completions": "chat/completions",
     b"/v1/completions": "completions",
+    b"/v1/embeddings": "embeddings",
 }
 
-Keys = Callable[[], KeyRing]
+Answer = Callable[[], tuple[int, bytes, bytes]]
+"""Gives status, header lines and body."""
 
 
 class RouterApplication:
@@ -53,28 +58,24 @@ class RouterApplication:
         dispatcher: Dispatcher,
         metrics: Metrics,
         books: Books,
-        keys: Keys,
+        keys: KeyTable,
         *,
         guards_metrics: bool = False,
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
+        self._metrics = metrics
         self._books = books
         self._keys = keys
         self._created = int(time.time())
         self.is_draining = False
-        self._public: dict[bytes, Callable[[], tuple[int, bytes, bytes]]] = {
+        self._public: dict[bytes, Answer] = {
             b"/health": lambda: (200, _JSON, b"{}"),
             b"/ready": self._ready,
             b"/version": lambda: (200, _JSON, msgspec.json.encode({"version": __version__})),
         }
-        self._guarded: dict[bytes, Callable[[], tuple[int, bytes, bytes]]] = {b"/v1/models": self._models}
-        metrics_routes = self._guarded if guards_metrics else self._public
-        metrics_routes[b"/metrics"] = lambda: (
-            200,
-            b"content-type: " + CONTENT_TYPE + b"\r\n",
-            metrics.render(),
-        )
+        if not guards_metrics:
+            self._public[_METRICS] = self._exposition
 
     @property
     def is_ready(self) -> bool:
@@ -92,14 +93,14 @@ class RouterApplication:
         """Answers a chat of somebody whose right to ask was checked elsewhere."""
         request_id = headers.request_id(None)
         try:
-            self._generate(client, request, "chat/completions", request_id)
+            self._generate(client, request, "chat/completions", request_id, ANYONE)
         except ApiError as error:
             self._refuse(client, request_id, error)
 
     @property
     def is_open(self) -> bool:
         """Whether the routes of models need no key."""
-        return not self._keys()
+        return self._keys.is_open
 
     def _refuse(self, connection: Client, request_id: bytes, error: ApiError) -> None:
         self._books.refuse(request_id, error.http_status)
@@ -111,57 +112,64 @@ class RouterApplication:
 
     def _route(self, connection: Client, request: Request, request_id: bytes) -> None:
         path = request.target.partition(b"?")[0]
-        public = self._public.get(path)
-        if public is None:
-            self._authorise(request)
-        endpoint = _ENDPOINTS.get(path)
-        if endpoint is not None:
-            _require(request, b"POST")
-            self._generate(connection, request, endpoint, request_id)
-            return
-        if public is None and path.startswith(_MODEL_PREFIX):
-            answer = lambda: self._model(path)  # noqa: E731
-        else:
-            found = public or self._guarded.get(path)
-            if found is None:
-                raise NotFound("no such route")
-            answer = found
+        answer = self._public.get(path)
+        if answer is None:
+            account = self._authorise(request)
+            endpoint = _ENDPOINTS.get(path)
+            if endpoint is not None:
+                _require(request, b"POST")
+                self._generate(connection, request, endpoint, request_id, account)
+                return
+            answer = self._guarded_answer(path, account)
         _require(request, b"GET", b"HEAD")
         status, lines, body = answer()
         connection.respond(status, lines + b"x-request-id: %b\r\n" % request_id, body)
 
-    def _authorise(self, request: Request) -> None:
-        keys = self._keys()
-        if not keys:
-            return
-        value = request.header(b"authorization")
-        if not keys.accepts(value.decode("latin-1") if value is not None else None):
-            raise Unauthorized("missing or wrong API key: send `Authorization: Bearer KEY`")
+    def _guarded_answer(self, path: bytes, account: Account) -> Answer:
+        if path == _MODELS:
+            return lambda: self._models(account)
+        if path.startswith(_MODEL_PREFIX):
+            return lambda: self._model(path, account)
+        if path == _METRICS:
+            return self._exposition
+        raise NotFound("no such route")
 
-    def _generate(self, connection: Client, request: Request, endpoint: Endpoint, request_id: bytes) -> None:
+    def _authorise(self, request: Request) -> Account:
+        account = self._keys.account_of(request.header(b"authorization"))
+        if account is None:
+            raise Unauthorized("missing or wrong API key: send `Authorization: Bearer KEY`")
+        return account
+
+    def _generate(
+        self, connection: Client, request: Request, endpoint: RoutedEndpoint, request_id: bytes, account: Account
+    ) -> None:
         started = self._dispatcher.now()
-        call = decode_call(self._fleet, endpoint, request, request_id)
-        exchange = Exchange(self._dispatcher, connection, call, started)
-        self._dispatcher.begin()
-        connection.attach(exchange)
-        exchange.start()
+        call = decode_call(self._fleet, endpoint, request, request_id, account)
+        self._dispatcher.begin(Exchange(self._dispatcher, connection, call, started), connection)
 
     def _ready(self) -> tuple[int, bytes, bytes]:
         if self.is_ready:
             return 200, _JSON, b'{"ready":true}'
         return 503, _JSON, b'{"ready":false}'
 
-    def _models(self) -> tuple[int, bytes, bytes]:
+    def _exposition(self) -> tuple[int, bytes, bytes]:
+        return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", self._metrics.render()
+
+    def _models(self, account: Account) -> tuple[int, bytes, bytes]:
         cards = []
         for service in self._fleet.services.values():
             names = dict.fromkeys((service.spec.model, *service.spec.aliases))
-            cards += [self._card(name, service) for name in names if self._fleet.service_of(name) is service]
+            cards += [
+                self._card(name, service)
+                for name in names
+                if self._fleet.service_of(name) is service and may_use(account, name, service)
+            ]
         return 200, _JSON, msgspec.json.encode(ModelList(data=cards))
 
-    def _model(self, path: bytes) -> tuple[int, bytes, bytes]:
+    def _model(self, path: bytes, account: Account) -> tuple[int, bytes, bytes]:
         name = unquote(path[len(_MODEL_PREFIX) :].decode("latin-1"))
         service = self._fleet.service_of(name)
-        if service is None:
+        if service is None or not may_use(account, name, service):
             raise unknown_model(name)
         return 200, _JSON, msgspec.json.encode(self._card(name, service))
 

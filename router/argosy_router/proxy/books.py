@@ -74,7 +74,7 @@ class Books:
         if exchange.first_event_s is not None:
             metrics.ttft.observe((model,), exchange.first_event_s)
             if call.is_stream and exchange.attempts == 1 and exchange.status == 200:
-                self._calibrate(exchange, exchange.first_event_s)
+                self._calibrate(exchange, exchange.first_event_s - exchange.waited_s)
         if record is not None:
             record.status = exchange.status
             self._bill(exchange, record, duration_s)

@@ -2,16 +2,18 @@
 
 Owns: what the router needs to know about a request after reading it. Must not know: connections, replicas.
 Invariant: the body that is forwarded is the client's own bytes, except for the value of `model` where the engine
-would not know the name the client used.
+would not know the name the client used, and of `priority` where the client's key has a say in it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from argosy_engine.protocol.embeddings import decode_embedding_request
 from argosy_engine.protocol.errors import BadRequest, NotFound
 from argosy_engine.protocol.openai import (
     ChatCompletionRequest,
@@ -21,6 +23,7 @@ from argosy_engine.protocol.openai import (
     decode_request,
 )
 from argosy_engine.protocol.prompt_view import prompt_view
+from argosy_router.admission.accounts import ANYONE, Account
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
@@ -45,22 +48,36 @@ class Call(NamedTuple):
     """Headers as every replica gets them, after the replica's own lines, up to the empty line."""
     body: bytes
     path: bytes
-    key_name: str = ""
-    """Name of the client's API key; empty where keys have no names."""
+    account: Account = ANYONE
+    priority: int = 0
+    expected_tokens: int = 1
+    """Prompt and completion, before either is known."""
+
+    @property
+    def key_name(self) -> str:
+        """Name of the client's API key; empty where no keys are needed."""
+        return self.account.name
 
 
 SESSION_HEADER = b"x-session-id"
 """The header llm-d's and Dynamo's clients use too."""
 
+EXPECTED_OUTPUT_TOKENS = 256
+"""Of an answer without a limit: an ordinary chat answer. Shares and reservations rest on it until usage is known."""
+
+RoutedEndpoint = Endpoint | Literal["embeddings"]
+
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def decode_call(fleet: Fleet, endpoint: Endpoint, request: Request, request_id: bytes) -> Call:
-    """Reads a request and finds its service.
+def decode_call(
+    fleet: Fleet, endpoint: RoutedEndpoint, request: Request, request_id: bytes, account: Account
+) -> Call:
+    """Reads a request of `account` and finds its service.
 
     Raises:
         BadRequest: not JSON, wrong types, out of bounds.
-        NotFound: no service has this model name.
+        NotFound: no service has this model name, or the account may not use it.
     """
     media_type = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json":
@@ -68,17 +85,42 @@ def decode_call(fleet: Fleet, endpoint: Endpoint, request: Request, request_id: 
     if request.header(b"content-encoding") is not None:
         raise UnsupportedMediaType("content-encoding is not supported")
     body = request.body
-    decoded = decode_request(endpoint, body)
+    decoded = _decode(endpoint, body)
     service = find_service(fleet, decoded)
+    if not may_use(account, decoded.model, service):
+        raise unknown_model(decoded.model)
+    priority = account.priority(decoded.priority)
+    changes: dict[str, str | int] = {}
     if decoded.model == service.spec.key and decoded.model != service.spec.model:
-        body = with_model(body, service.spec.model)
+        changes["model"] = service.spec.model
+    if priority != decoded.priority:
+        changes["priority"] = priority
+    if changes:
+        body = with_fields(body, changes)
     prompt = prompt_of(service, decoded, request.header(SESSION_HEADER))
     head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
         headers.forwarded(request.headers),
         request_id,
         len(body),
     )
-    return Call(service, prompt, decoded.stream, request_id, head, body, request.target.partition(b"?")[0])
+    return Call(
+        service,
+        prompt,
+        decoded.stream,
+        request_id,
+        head,
+        body,
+        request.target.partition(b"?")[0],
+        account,
+        priority,
+        service.estimate_tokens(prompt) + _expected_output_tokens(decoded),
+    )
+
+
+def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
+    if endpoint == "embeddings":
+        return decode_embedding_request(body).as_completion()
+    return decode_request(endpoint, body)
 
 
 def find_service(fleet: Fleet, decoded: GenerationRequest) -> Service:
@@ -104,15 +146,28 @@ def prompt_of(
     return service.prompt(decoded, prompt_view(decoded), xxh3_64_intdigest(named) if named else 0)
 
 
+def may_use(account: Account, name: str, service: Service) -> bool:
+    """Whether the account may call the service by this name: a key that lists one of its main names means all of it."""
+    return account.may_use(name, service.spec.model, service.spec.key)
+
+
+def _expected_output_tokens(request: ChatCompletionRequest | CompletionRequest) -> int:
+    limit = request.max_tokens
+    if isinstance(request, ChatCompletionRequest):
+        limit = request.max_completion_tokens or limit
+    return (EXPECTED_OUTPUT_TOKENS if limit is None else limit) * (request.n or 1)
+
+
 def unknown_model(name: str) -> NotFound:
     return NotFound(f"the model `{name[:256]}` does not exist", param="model", code="model_not_found")
 
 
-def with_model(body: bytes, model: str) -> bytes:
-    """`body` with another `model`; all other values keep their bytes.
+def with_fields(body: bytes, changes: Mapping[str, str | int]) -> bytes:
+    """`body` with other values of some fields; all others keep their bytes.
 
     A key given twice keeps its last value, which is what every JSON decoder on the way reads.
     """
     fields = _fields.decode(body)
-    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    for name, value in changes.items():
+        fields[name] = msgspec.Raw(msgspec.json.encode(value))
     return msgspec.json.encode(fields)

@@ -15,11 +15,13 @@ from argosy_engine.protocol.errors import ApiError
 from argosy_router.fleet import Fleet
 from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.messages import render_headers
+from argosy_router.http.server import Client
 from argosy_router.metrics import Metrics
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.exchange import Exchange, Refused
+from argosy_router.proxy.gate import Gate
 from argosy_router.proxy.retry import RetryBudget
 from argosy_router.proxy.usage import TokenUsage
 from argosy_router.replica import Replica
@@ -42,6 +44,7 @@ class Dispatcher:
         fleet: Fleet,
         metrics: Metrics,
         books: Books,
+        gate: Gate,
         *,
         first_byte_timeout_s: float = FIRST_BYTE_TIMEOUT_S,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
@@ -49,6 +52,7 @@ class Dispatcher:
         self._fleet = fleet
         self._metrics = metrics
         self._books = books
+        self._gate = gate
         self._first_byte_timeout_s = first_byte_timeout_s
         self._request_timeout_s = request_timeout_s
         self.now = time.monotonic
@@ -58,11 +62,13 @@ class Dispatcher:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def begin(self) -> None:
+    def begin(self, exchange: Exchange, client: Client) -> None:
         """A request was accepted; `finished` ends it."""
         self._budget.earn()
         self.inflight += 1
         self.idle.clear()
+        client.attach(exchange)
+        self._gate.enter(exchange, client)
 
     def choose(self, call: Call, tried: Sequence[Replica]) -> Choice:
         """Raises: ApiError, when no replica can take the request."""
@@ -119,7 +125,9 @@ class Dispatcher:
         self._books.measured(call, choice, record, usage)
 
     def finished(self, exchange: Exchange) -> None:
-        self._books.close(exchange, self.now() - exchange.started)
+        now = self.now()
+        self._books.close(exchange, now - exchange.started)
+        self._gate.ended(exchange, now)
         self.inflight -= 1
         if not self.inflight:
             self.idle.set()

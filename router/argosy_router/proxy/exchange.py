@@ -22,6 +22,7 @@ from argosy_engine.protocol.errors import (
     InternalError,
     Unavailable,
 )
+from argosy_router.admission.accounts import Reservation
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.errors import (
     ConnectFailed,
@@ -31,7 +32,7 @@ from argosy_router.http.errors import (
     MalformedResponse,
     UpstreamError,
 )
-from argosy_router.http.messages import Headers
+from argosy_router.http.messages import Headers, render_headers
 from argosy_router.http.server import Client
 from argosy_router.http.sse import EventCutter, EventTooLarge
 from argosy_router.load import Charge
@@ -92,6 +93,10 @@ class Exchange:
         self.record: DecisionRecord | None = None
         """Of the last attempt."""
         self.first_event_s: float | None = None
+        self.waited_s = 0.0
+        """Of it, time in the queue."""
+        self.reservation: Reservation | None = None
+        """What it took of its key's limits."""
         self._tried: list[Replica] = []
         self._charge: Charge | None = None
         self._connection: ClientConnection | None = None
@@ -109,13 +114,20 @@ class Exchange:
     # attempts
 
     def start(self) -> None:
-        """Sends the request to the best replica."""
-        try:
-            choice = self._dispatcher.choose(self.call, self._tried)
-        except ApiError as error:
-            self._answer_error(error)
-            return
-        self._attempt(choice)
+        """Sends the request to the best replica.
+
+        Raises:
+            Unavailable, TooManyRequests: none can take it; nothing has happened.
+        """
+        self._attempt(self._dispatcher.choose(self.call, self._tried))
+
+    def refuse(self, error: ApiError) -> None:
+        """Ends a request that was not sent."""
+        self._answer_error(error)
+
+    def answer_through(self, client: Client) -> None:
+        """Gives the answer to `client` from now on."""
+        self._client = client
 
     def _attempt(self, choice: Choice) -> None:
         self.attempts += 1
@@ -336,9 +348,18 @@ class Exchange:
 
     # answers
 
+    @property
+    def identity(self) -> bytes:
+        """Header lines of every answer to this request."""
+        lines = b"x-request-id: %b\r\n" % self.call.request_id
+        if self.reservation is not None:
+            limits = self.reservation.headers
+            lines += render_headers((name.encode(), value.encode()) for name, value in limits.items())
+        return lines
+
     def _own_headers(self) -> bytes:
         choice = self.choice
-        identity = b"x-request-id: %b\r\n" % self.call.request_id
+        identity = self.identity
         if choice is None:
             return identity
         decision = choice.decision

@@ -1,0 +1,157 @@
+"""The gate every generation request passes: it is sent at once, or waits for its turn, or is refused.
+
+Owns: one lane per service, and when lanes are looked at.
+Must not know: the bytes of requests and answers, how a replica is chosen.
+Invariants: what a request reserved of its key's limits is closed once, when the request ends; lanes are ticked as long
+as somebody waits, so nobody waits longer than allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from argosy_engine.protocol.errors import ApiError, TooManyRequests, Unavailable
+from argosy_router.admission.accounts import RateLimited
+from argosy_router.admission.lane import Bounds, Lane
+from argosy_router.fleet import Fleet
+from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.server import Client
+from argosy_router.proxy.books import CLIENT_GONE
+from argosy_router.proxy.waiting import Waiting
+from argosy_router.series import Counter, Histogram, Labels, Reading, Series
+from argosy_router.service import Service
+
+if TYPE_CHECKING:
+    from argosy_router.proxy.exchange import Exchange
+
+TICK_S = 0.1
+"""How soon a new replica, or room that other routers left, is noticed."""
+WAIT_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Bounds of each service's queue, where the service has none of its own."""
+
+    max_queued_requests: int = 4096
+    max_queued_bytes: int = 256 * 1024 * 1024
+    """Of request bodies."""
+    queue_timeout_s: float = 60.0
+    """As long as OpenAI's SDKs wait before they try again."""
+    hold_timeout_s: float = 0.0
+    """Zero: while a service has no replica its requests are refused at once."""
+
+
+class Gate:
+    """Shared by all requests of one router."""
+
+    def __init__(self, fleet: Fleet, wheel: TimerWheel, limits: AdmissionLimits) -> None:
+        self._fleet = fleet
+        self._wheel = wheel
+        self._limits = limits
+        self._lanes: dict[Service, Lane] = {}
+        self._deadline = Deadline(wheel, self._tick)
+        self._is_tick_near = False
+        self.now = time.monotonic
+        self._waits = Histogram(
+            "queue_seconds", "Time in the queue, however it ended.", ("model", "outcome"), WAIT_SECONDS
+        )
+        self._limited = Counter("rate_limited", "Requests refused by the limits of their key.", ("key",))
+
+    def series(self) -> tuple[Series, ...]:
+        """What it counts."""
+        queued = Reading("gauge", "queued_requests", "Requests in the queue.", ("model",), self._queued)
+        return queued, self._waits, self._limited
+
+    def _queued(self) -> Iterator[tuple[Labels, float]]:
+        for service in self._fleet.services.values():
+            lane = self._lanes.get(service)
+            yield (service.spec.model,), lane.waiting if lane is not None else 0
+
+    def enter(self, exchange: Exchange, client: Client) -> None:
+        """Sends a request, or has it wait, or answers why not."""
+        account, service, now = exchange.call.account, exchange.call.service, exchange.started
+        if account.is_limited:
+            try:
+                exchange.reservation = account.reserve(exchange.call.expected_tokens, now)
+            except RateLimited as error:
+                self._limited.add((account.name,))
+                exchange.refuse(error)
+                return
+        lane = self._lanes.get(service) or self._add_lane(service, now)
+        if lane.enter(now):
+            try:
+                exchange.start()
+            except (Unavailable, TooManyRequests):  # the last look at the room is a moment old
+                lane.retract(now)
+            else:
+                return
+        waiting = Waiting(self, lane, exchange, client, self._wheel)
+        client.attach(waiting)
+        try:
+            lane.wait(waiting, now)
+        except ApiError as error:
+            waiting.refuse(error)
+        else:
+            self._deadline.set(TICK_S)
+
+    def ended(self, exchange: Exchange, now: float) -> None:
+        """A request is over, sent or not."""
+        reservation = exchange.reservation
+        if reservation is not None:
+            if exchange.attempts:
+                reservation.settle(_tokens_used(exchange))
+            else:
+                reservation.cancel()
+        if exchange.attempts:
+            lane = self._lanes[exchange.call.service]
+            lane.ended(now)
+            if lane.waiting and not self._is_tick_near:
+                # In a turn of its own: whoever ended may be in the middle of something.
+                self._is_tick_near = True
+                asyncio.get_running_loop().call_soon(self._tick)
+
+    def left(self, waiting: Waiting, outcome: str) -> None:
+        """A request waits no longer."""
+        model = waiting.exchange.call.service.spec.model
+        self._waits.observe((model, outcome), self.now() - waiting.since)
+
+    def _add_lane(self, service: Service, now: float) -> Lane:
+        for gone in set(self._lanes).difference(self._fleet.services.values()):
+            if not self._lanes[gone].active and not self._lanes[gone].waiting:
+                del self._lanes[gone]
+        lane = self._lanes[service] = Lane(
+            service.spec.model, service.room, lambda: self._bounds(service), now
+        )
+        return lane
+
+    def _bounds(self, service: Service) -> Bounds:
+        own, limits = service.spec.limits, self._limits
+        return Bounds(
+            own.max_queued_requests or limits.max_queued_requests,
+            limits.max_queued_bytes,
+            own.queue_timeout_s or limits.queue_timeout_s,
+            own.hold_timeout_s or limits.hold_timeout_s,
+        )
+
+    def _tick(self) -> None:
+        self._is_tick_near = False
+        now = self.now()
+        busy = [lane for lane in self._lanes.values() if lane.waiting]
+        for lane in busy:
+            lane.tick(now)
+        if any(lane.waiting for lane in busy):
+            self._deadline.set(TICK_S)
+
+
+def _tokens_used(exchange: Exchange) -> int | None:
+    """What a request that was sent counts for, or None where that is not known: its answer was cut, or tells no
+    usage."""
+    record = exchange.record
+    if record is not None and record.completion_tokens is not None:
+        return record.prompt_tokens + record.completion_tokens
+    return None if exchange.status in (200, CLIENT_GONE) else 0
