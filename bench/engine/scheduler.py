@@ -6,17 +6,19 @@ of every 16th; `boundary` is the worst step, in which all cross at once, `prefil
 
 Times are the thread's CPU time, median over the steps of the best round: other processes cost cores, not cycles.
 
-    python bench/engine/scheduler.py [--requests 256] [--block-size 16] [--json]
+    python bench/engine/scheduler.py [--requests 256] [--block-size 16] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
+from pathlib import Path
 from typing import NamedTuple
+
+from results import save
 
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import EngineCoreRequest
@@ -45,7 +47,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     rounds = [
         measure(options.requests, options.block_size, is_staggered)
@@ -53,9 +55,7 @@ def main() -> None:
         for is_staggered in (True, False)
     ]
     costs = {name: min(r[name] for r in rounds if name in r) for name in ("decode", "boundary", "prefill")}
-    if options.json:
-        print(json.dumps({name: {**cost._asdict(), "total": cost.total} for name, cost in costs.items()}))
-        return
+    save({"argosy": {f"{name} us": [cost.total] for name, cost in costs.items()}}, options.json)
     print(f"{options.requests} running requests, block size {options.block_size}: us per request and step")
     print(f"{'step':<10}{'schedule':>10}{'update':>10}{'total':>10}")
     for name, cost in costs.items():

