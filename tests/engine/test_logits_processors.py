@@ -13,20 +13,22 @@ from hypothesis import given, settings
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from argosy_engine.sample.params import SamplingParams
-from argosy_engine.sample.sampler import GrammarMask, Sampler
+from argosy_engine.sample.sampler import GrammarMask, Sampler, SamplerOptions
+from argosy_engine.sample.token_logprobs import LogprobsMode
 
 VOCAB = 67
 EOS = (1, 2)
 SLOTS = 8
 CPU = torch.device("cpu")
+DEFAULTS = SamplerOptions()
 
 
 class Batch:
     """A sampler with the token table its owner keeps; steps are driven by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: SamplerOptions = DEFAULTS) -> None:
         self.token_ids = np.zeros((SLOTS, 64), np.int32)
-        self.sampler = Sampler(self.token_ids, EOS, CPU)
+        self.sampler = Sampler(self.token_ids, EOS, CPU, options)
         self.tokens: dict[int, list[int]] = {}
 
     def add(self, slot: int, params: SamplingParams, prompt: list[int], output: list[int]) -> None:
@@ -195,6 +197,53 @@ def test_logprobs_are_those_of_the_model_not_of_what_the_request_made_of_them() 
     torch.testing.assert_close(torch.tensor(first.logprobs), expected[0, first.token_ids])
     assert first.rank == int((expected[0] > expected[0, 5]).sum()) + 1
     assert (last.token_ids, last.rank) == ([logits[2].argmax().item()], 1)
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
+def test_logprobs_modes(mode: LogprobsMode) -> None:
+    """What is reported is what the documentation of the mode says, and what was drawn does not depend on it."""
+    torch.manual_seed(4)
+    logits = torch.randn(4, VOCAB) * 2
+    requests = [
+        SamplingParams(temperature=0.0, logprobs=VOCAB, logit_bias={5: 1.5}),
+        SamplingParams(temperature=0.5, logprobs=VOCAB, seed=1, presence_penalty=1.0),
+        SamplingParams(temperature=2.0, logprobs=VOCAB, seed=2, top_k=9, top_p=0.8, min_p=0.05),
+        SamplingParams(temperature=1.0, logprobs=3, seed=3, top_p=0.5),
+    ]
+    usual, batch = Batch(), Batch(SamplerOptions(logprobs_mode=mode))
+    for slot, params in enumerate(requests):
+        for one in (usual, batch):
+            one.add(slot, params, [3], [7, 9])
+    drawn = usual.step([0, 1, 2, 3], logits).token_ids
+    out = batch.step([0, 1, 2, 3], logits)
+    assert torch.equal(out.token_ids, drawn)
+    for row, params in enumerate(requests):
+        reported = torch.full((VOCAB,), float("nan"))
+        entry = out.logprobs.by_row()[row]
+        reported[entry.token_ids] = torch.tensor(entry.logprobs)
+        expected = logits[row].double()
+        if mode != "raw_logits":
+            expected = torch.from_numpy(reference(logits[row].numpy(), params, [3], [7, 9]))
+            expected = _cut(expected / (params.temperature or 1.0), params)
+        if mode == "processed_logprobs":
+            expected = expected.log_softmax(-1)
+        seen = ~reported.isnan()
+        assert int(seen.sum()) >= min(params.logprobs, VOCAB)
+        torch.testing.assert_close(reported[seen], expected[seen].float(), rtol=1e-4, atol=1e-4)
+        assert entry.rank == int((expected > expected[entry.token_ids[0]]).sum()) + 1
+
+
+def _cut(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """min_p, top-k and top-p, one after the other, of one row."""
+    kept = logits.clone()
+    if params.min_p:
+        kept[logits < logits.max() + math.log(params.min_p)] = -math.inf
+    if params.top_k:
+        kept[kept < kept.topk(params.top_k).values[-1]] = -math.inf
+    if params.top_p < 1.0:
+        probs, order = kept.softmax(-1).sort(descending=True)
+        kept[order[probs.cumsum(-1) - probs >= params.top_p]] = -math.inf
+    return kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

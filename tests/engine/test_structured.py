@@ -316,7 +316,7 @@ def test_closing_answers_everyone() -> None:
     for number, waiter in enumerate(waiters):
         compiler.submit(spec_of(f"slow {number}"), waiter)
     compiler.close()
-    assert [waiter.wait() for waiter in waiters] == ["the engine is shutting down"] * 3
+    assert [waiter.wait() for waiter in waiters] == [NoGrammar("the engine is shutting down", True)] * 3
     backend.hold.set()
 
 

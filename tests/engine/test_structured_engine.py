@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
-from argosy_engine.errors import EngineError, InvalidRequest
+from argosy_engine.errors import EngineError
 from argosy_engine.frontend.llm import CompletionOutput, RequestOutput
 
 SHORT = {"type": "string", "minLength": 1, "maxLength": 8}
@@ -247,8 +247,28 @@ def test_contradicting_limits_are_an_error_of_their_request(llm: LLM) -> None:
     )
     with pytest.raises(EngineError, match="no token satisfies"):
         llm.generate("x", params, use_tqdm=False)
-    with pytest.raises(InvalidRequest, match="min_tokens"):
-        SamplingParams.of(structured_outputs=StructuredOutputsParams(regex="a"), min_tokens=3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_holds_where_the_grammar_leaves_a_choice(llm: LLM, temperature: float) -> None:
+    (eos,) = llm.config.eos_token_ids[:1]
+    digits = StructuredOutputsParams(regex="[0-9]{1,200}")
+    fields: dict[str, Any] = {"temperature": temperature, "logit_bias": {eos: 100.0}}
+    for result in ask(llm, digits, **fields):
+        assert len(result.token_ids) == 2, "ends as soon as it may"
+    for result in ask(llm, digits, min_tokens=12, **fields):
+        assert (len(result.token_ids), result.finish_reason) == (13, "stop")
+        assert result.text.isdigit()
+
+
+@pytest.mark.parametrize("stop_token_ids", [(), (5,)])
+def test_a_complete_output_ends_before_min_tokens(llm: LLM, stop_token_ids: tuple[int, ...]) -> None:
+    for result in ask(
+        llm, StructuredOutputsParams(choice=("yes", "no")), min_tokens=30, stop_token_ids=stop_token_ids
+    ):
+        assert result.text in ("yes", "no")
+        assert result.finish_reason == "stop"
+        assert len(result.token_ids) < 30
 
 
 def think(llm: LLM, **template: Any) -> list[RequestOutput]:

@@ -4,39 +4,9 @@ A processor is told about requests as they come and go (`update_state`) and keep
 that `apply` is a handful of array operations however many requests use it: no Python per row and step. The sampler's
 own processors (`logits_processors`, `penalties`) and those of `--logits-processors` share this interface.
 
-A processor of your own, in a module that the engine can import:
-
-    from argosy_engine import LogitsProcessor
-
-    class OnlyToken(LogitsProcessor):
-        \"""A request with `vllm_xargs: {"only_token": 42}` says nothing but token 42.\"""
-
-        def __init__(self, config):
-            self.vocab_size = config.vocab_size
-            self.tokens = {}  # slot -> token
-
-        @classmethod
-        def is_used_by(cls, params):
-            return "only_token" in (params.extra_args or {})
-
-        @classmethod
-        def validate_params(cls, params):
-            if not isinstance(params.extra_args["only_token"], int):
-                raise ValueError("only_token must be a token id")
-
-        def update_state(self, update):
-            for slot in update.removed:
-                self.tokens.pop(slot, None)
-            for added in update.added:
-                self.tokens[added.slot] = added.params.extra_args["only_token"]
-
-        def apply(self, logits, rows):
-            kept = [self.tokens[slot] for slot in rows.slots.tolist()]
-            values = logits[range(len(kept)), kept]
-            logits.fill_(float("-inf"))
-            logits[range(len(kept)), kept] = values
-
-`argosy serve MODEL --logits-processors my_module:OnlyToken`, or `LLM(MODEL, logits_processors=[OnlyToken])`.
+`examples/logits_processor.py` is one, for `argosy serve MODEL --logits-processors MODULE:CLASS` or
+`LLM(MODEL, logits_processors=[CLASS])`. Requests address it by what they say in `vllm_xargs`, which it finds in
+`SamplingParams.extra_args`.
 
 The interface is vLLM V1's (v1/sample/logits_processor/interface.py) with three differences. A request keeps its slot
 for as long as it lives, so there are no moved rows, and `apply` gets the slots of the rows it is given. Who uses a
@@ -137,9 +107,9 @@ class LogitsProcessor(ABC):
     waits for the tokens of the one before it."""
 
     @classmethod
+    @abstractmethod
     def is_used_by(cls, params: SamplingParams) -> bool:
-        """Whether a request asks for this processor; it hears of no others. Only for `--logits-processors`."""
-        return bool(params.extra_args)
+        """Whether a request asks for this processor. One of `--logits-processors` hears of no others."""
 
     @classmethod  # noqa: B027 (most have nothing to refuse)
     def validate_params(cls, params: SamplingParams) -> None:

@@ -25,8 +25,9 @@ from argosy_engine.sample.interface import (
 logger = logging.getLogger("argosy.worker")
 
 
-class IsolatedProcessor(LogitsProcessor):
-    """
+class IsolatedProcessor:
+    """What the sampler calls in a processor's place.
+
     Raises (from the constructor):
         ConfigError: the processor's own constructor failed.
     """
@@ -54,13 +55,14 @@ class IsolatedProcessor(LogitsProcessor):
             self.failures.pop(slot, None)
             if slot in self._users:
                 self._users.remove(slot)
-                self._tell(slot, BatchUpdate(removed=[slot]))
-                self.failures.pop(slot, None)
+                self._tell(BatchUpdate(removed=[slot]))
         for added in update.added:
             if self._is_used_by(added):
-                self._users.add(added.slot)
                 # One by one: an exception is then the fault of one request.
-                self._tell(added.slot, BatchUpdate(added=[added]))
+                if self._tell(BatchUpdate(added=[added])):
+                    self._users.add(added.slot)
+                else:
+                    self._fail(added.slot)
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> None:
         index = np.flatnonzero(
@@ -85,6 +87,7 @@ class IsolatedProcessor(LogitsProcessor):
         return True
 
     def _is_used_by(self, added: Added) -> bool:
+        """Whether the processor is to hear of a request; False when it fails at the question."""
         try:
             return bool(self._kind.is_used_by(added.params))
         except Exception:
@@ -92,12 +95,13 @@ class IsolatedProcessor(LogitsProcessor):
             self._fail(added.slot)
             return False
 
-    def _tell(self, slot: int, update: BatchUpdate) -> None:
+    def _tell(self, update: BatchUpdate) -> bool:
         try:
             self._processor.update_state(update)
         except Exception:
             logger.exception("logits processor %s failed in update_state", self._name)
-            self._fail(slot)
+            return False
+        return True
 
     def _fail(self, slot: int) -> None:
         self.failures[slot] = f"logits processor {self._name} failed on this request"

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from argosy_engine.sample.interface import BatchUpdate, Ints, LogitsProcessor, Rows
+from argosy_engine.sample.params import SamplingParams
 
 _UNLIKELY = -1e30
 """As good as impossible, and the only choice where everything else is impossible."""
@@ -52,14 +53,18 @@ class AllowedTokenIds(LogitsProcessor):
     def __init__(self) -> None:
         self._tokens = _SlotTokens()
 
+    @classmethod
+    def is_used_by(cls, params: SamplingParams) -> bool:
+        return params.allowed_token_ids is not None
+
     def __bool__(self) -> bool:
         return bool(self._tokens)
 
     def update_state(self, update: BatchUpdate) -> None:
         self._tokens.remove(update.removed)
         for slot, params, _, _ in update.added:
-            if params.allowed_token_ids is not None:
-                self._tokens.add(slot, sorted(set(params.allowed_token_ids)), 0.0)
+            if self.is_used_by(params):
+                self._tokens.add(slot, sorted(set(params.allowed_token_ids or ())), 0.0)
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> None:
         slots, tokens, _ = self._tokens.arrays
@@ -81,6 +86,10 @@ class MinTokens(LogitsProcessor):
         self._tokens = _SlotTokens()
         """value: first position that may take the token"""
 
+    @classmethod
+    def is_used_by(cls, params: SamplingParams) -> bool:
+        return params.min_tokens > 0
+
     def __bool__(self) -> bool:
         return bool(self._tokens)
 
@@ -88,7 +97,7 @@ class MinTokens(LogitsProcessor):
         self._tokens.remove(update.removed)
         for slot, params, _, num_prompt in update.added:
             ids = {*self._eos_token_ids, *params.stop_token_ids}
-            if params.min_tokens and ids:
+            if self.is_used_by(params) and ids:
                 self._tokens.add(slot, ids, float(num_prompt + params.min_tokens))
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> None:
@@ -105,6 +114,10 @@ class LogitBias(LogitsProcessor):
 
     def __init__(self) -> None:
         self._tokens = _SlotTokens()
+
+    @classmethod
+    def is_used_by(cls, params: SamplingParams) -> bool:
+        return bool(params.logit_bias)
 
     def __bool__(self) -> bool:
         return bool(self._tokens)
@@ -139,12 +152,16 @@ class BadWords(LogitsProcessor):
         self._first_output: dict[int, int] = {}
         self._join()
 
+    @classmethod
+    def is_used_by(cls, params: SamplingParams) -> bool:
+        return bool(params.bad_words_token_ids)
+
     def __bool__(self) -> bool:
         return bool(self._words)
 
     def update_state(self, update: BatchUpdate) -> None:
         gone = [self._words.pop(slot, None) is not None for slot in update.removed]
-        came = [added for added in update.added if added.params.bad_words_token_ids]
+        came = [added for added in update.added if self.is_used_by(added.params)]
         for slot, params, _, num_prompt in came:
             self._words[slot] = list(params.bad_words_token_ids)
             self._first_output[slot] = num_prompt

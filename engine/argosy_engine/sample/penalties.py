@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from argosy_engine.sample.interface import Added, BatchUpdate, Ints, LogitsProcessor, Rows
+from argosy_engine.sample.params import SamplingParams
 
 _INITIAL_WIDTH = 256
 
@@ -34,6 +35,10 @@ class Penalties(LogitsProcessor):
         self._penalties = torch.zeros(0, 3, dtype=torch.float32, device=device)
         """repetition, frequency, presence"""
 
+    @classmethod
+    def is_used_by(cls, params: SamplingParams) -> bool:
+        return params.has_penalties
+
     def __bool__(self) -> bool:
         return self._num_live > 0
 
@@ -45,7 +50,7 @@ class Penalties(LogitsProcessor):
                 self._free.append(entry)
                 self._num_live -= 1
         for added in update.added:
-            if added.params.has_penalties:
+            if self.is_used_by(added.params):
                 self._add(added)
 
     def _add(self, added: Added) -> None:

@@ -98,7 +98,7 @@ class Sampler:
         self._penalties = Penalties(num_slots, device)
         config = ProcessorConfig(options.model_path, options.vocab_size, eos_token_ids, token_ids, device)
         self._isolated = tuple(IsolatedProcessor(kind, config) for kind in options.logits_processors)
-        self._processors: tuple[LogitsProcessor, ...] = (
+        self._processors: tuple[LogitsProcessor | IsolatedProcessor, ...] = (
             AllowedTokenIds(),
             BadWords(token_ids),
             MinTokens(eos_token_ids),
