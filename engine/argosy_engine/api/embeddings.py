@@ -19,7 +19,6 @@ from argosy_engine.protocol.embeddings import (
     encode_vector,
 )
 from argosy_engine.protocol.errors import BadRequest
-from argosy_engine.protocol.openai import CompletionRequest
 from argosy_engine.sample.pooling_params import PoolingParams
 
 
@@ -67,7 +66,4 @@ async def embed(serving: Serving, request: EmbeddingRequest, request_id: str) ->
 
 def _prompts(serving: Serving, request: EmbeddingRequest) -> list[Prompt]:
     """The inputs as the prompts of a completion: the same forms, tokens and cache keys."""
-    as_completion = CompletionRequest(
-        prompt=request.input, model=request.model, cache_salt=request.cache_salt
-    )
-    return serving.llm.processor.completion_prompts(as_completion)
+    return serving.llm.processor.completion_prompts(request.as_completion())

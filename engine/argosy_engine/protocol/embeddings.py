@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_engine.protocol.errors import BadRequest
-from argosy_engine.protocol.openai import MAX_REQUEST_ID, MAX_TOKENS, ModelField, TokenId
+from argosy_engine.protocol.openai import MAX_REQUEST_ID, MAX_TOKENS, CompletionRequest, ModelField, TokenId
 
 
 class EmbeddingRequest(Struct, kw_only=True, omit_defaults=True):
@@ -30,6 +30,22 @@ class EmbeddingRequest(Struct, kw_only=True, omit_defaults=True):
     normalize: bool = True
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
+
+    def as_completion(self) -> CompletionRequest:
+        """A completion of nothing, with the inputs for prompts: the same forms, tokens and cache keys.
+
+        Raises:
+            BadRequest: texts and token ids are mixed, or there are too many inputs.
+        """
+        request = CompletionRequest(
+            prompt=self.input, model=self.model, cache_salt=self.cache_salt, max_tokens=0
+        )
+        try:
+            request.prompts()
+        except BadRequest as error:
+            error.param = "input"
+            raise
+        return request
 
 
 class Embedding(Struct, frozen=True, kw_only=True):

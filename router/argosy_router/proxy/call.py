@@ -8,7 +8,7 @@ would not know the name the client used, and of `priority` where the client's ke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -28,6 +28,9 @@ from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
 from argosy_router.service import Prompt, Service
+
+if TYPE_CHECKING:
+    from argosy_router.tracing import Trace
 
 
 class UnsupportedMediaType(BadRequest):
@@ -52,6 +55,9 @@ class Call(NamedTuple):
     priority: int = 0
     expected_tokens: int = 1
     """Prompt and completion, before either is known."""
+
+    trace: Trace | None = None
+    """Where requests are traced."""
 
     @property
     def key_name(self) -> str:
