@@ -2,14 +2,16 @@
 
 Owns: one open file. Must not know: what the lines say.
 Invariants: readers of the file never see part of a line once `append` has returned or raised, nor after a crash once
-the file is opened again; one process writes a file at a time. Everything here blocks: call it in a thread.
+the file is opened again; one process writes a file at a time. The methods of a file block: call them in a thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 _TAIL_BYTES = 1 << 20
@@ -62,3 +64,17 @@ class AppendFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+async def flush_until_cancelled(flush: Callable[[], Awaitable[None]], period_s: float) -> None:
+    """Calls `flush` again and again, and once more at the end; one at a time, and never cut short."""
+    flushing: asyncio.Future[None] | None = None
+    try:
+        while True:
+            await asyncio.sleep(period_s)
+            flushing = asyncio.ensure_future(flush())
+            await asyncio.shield(flushing)
+    finally:
+        if flushing is not None:
+            await flushing
+        await flush()

@@ -16,6 +16,7 @@ from argosy_router.http.tls import ClientTls, ServerTls
 from argosy_router.index import DEFAULT_CAPACITY
 from argosy_router.proxy.dispatcher import FIRST_BYTE_TIMEOUT_S, REQUEST_TIMEOUT_S
 from argosy_router.proxy.gate import AdmissionLimits
+from argosy_router.recorder import DEFAULT_MAX_BYTES as RECORD_MAX_BYTES
 
 MAX_WAIT_S = 3600.0
 """What a service's own limits allow, too."""
@@ -75,6 +76,11 @@ class RouterConfig:
     access_log_format: AccessFormat = "text"
     usage_log: Path | None = None
     """Directory of the usage files; None writes none."""
+    record: Path | None = None
+    """File of the trace being recorded; None records nothing."""
+    record_max_bytes: int = RECORD_MAX_BYTES
+    otlp_traces_endpoint: str = ""
+    """URL of an OTLP collector (HTTP); empty traces nothing."""
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
     client: ClientLimits = field(default_factory=ClientLimits)
@@ -102,6 +108,10 @@ class RouterConfig:
             raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
         if self.replica_ca_certs is not None and not self.verifies_replicas:
             raise ConfigError("--replica-ca-certs and --replica-insecure exclude each other")
+        if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ConfigError("--otlp-traces-endpoint must be an http:// or https:// URL")
+        if self.record_max_bytes <= 0:
+            raise ConfigError("--record-max-bytes must be positive")
         if self.kubernetes and not self.fleet_key:
             raise ConfigError("--kubernetes needs the fleet key in ARGOSY_FLEET_KEY")
         if self.fleet_key and len(self.fleet_key) < 16:

@@ -163,6 +163,25 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="append tokens used per API key, model and hour to files in DIR, one JSON object a line",
     )
+    logs.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="record requests as a trace without text, for argosy bench router --replay FILE",
+    )
+    logs.add_argument(
+        "--record-max-bytes",
+        type=int,
+        default=_DEFAULTS.record_max_bytes,
+        metavar="BYTES",
+        help="where the recording ends (%(default)s)",
+    )
+    logs.add_argument(
+        "--otlp-traces-endpoint",
+        default="",
+        metavar="URL",
+        help="send a span per request to this OpenTelemetry collector (OTLP over HTTP); needs the extra `otlp`",
+    )
     logs.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
 
@@ -213,6 +232,9 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         access_log=not arguments.no_access_log,
         access_log_format=arguments.access_log_format,
         usage_log=arguments.usage_log,
+        record=arguments.record,
+        record_max_bytes=arguments.record_max_bytes,
+        otlp_traces_endpoint=arguments.otlp_traces_endpoint,
     )
     config.check()
     return config

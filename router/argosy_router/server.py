@@ -12,11 +12,11 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from argosy_router.access_log import AccessLog
 from argosy_router.admin import AdminServer, admin_keys, build_admin
-from argosy_router.config import RouterConfig
+from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.discovery.base import Discovery
 from argosy_router.discovery.dns import DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
@@ -33,7 +33,11 @@ from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.gate import Gate
+from argosy_router.recorder import Recorder
 from argosy_router.usage_ledger import UsageLedger
+
+if TYPE_CHECKING:
+    from argosy_router.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +72,9 @@ class Router:
         self._gate = Gate(self.fleet, self._wheel, config.admission)
         for counted in self._gate.series():
             self.metrics.add(counted)
-        self._books = Books(self.metrics, self._access_log, self._ledger)
+        self._recorder = _recorder(config)
+        self._tracer = _tracer(config)
+        self._books = Books(self.metrics, self._access_log, self._ledger, self._recorder)
         self.dispatcher = Dispatcher(
             self.fleet,
             self.metrics,
@@ -85,6 +91,7 @@ class Router:
             self._books,
             self._keys.table,
             guards_metrics=config.guards_metrics,
+            tracer=self._tracer,
         )
         self._discovery = discovery or self._configured_discovery()
         self._connections: set[ServerConnection] = set()
@@ -165,6 +172,8 @@ class Router:
         self._own(self._keys.watch(), "keys")
         if config.usage_log is not None:
             self._own(self._ledger.run(), "usage ledger")
+        if self._recorder is not None:
+            self._own(self._recorder.run(), "recorder")
         if config.admin_port >= 0:
             await self._start_admin()
 
@@ -250,6 +259,27 @@ class Router:
         await self.fleet.close()
         self._wheel.close()
         self._access_log.flush()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
+
+
+def _recorder(config: RouterConfig) -> Recorder | None:
+    if config.record is None:
+        return None
+    try:
+        return Recorder(config.record, config.record_max_bytes)
+    except OSError as error:
+        raise ConfigError(f"--record {config.record} cannot be written: {error.strerror}") from None
+
+
+def _tracer(config: RouterConfig) -> Tracer | None:
+    if not config.otlp_traces_endpoint:
+        return None
+    try:
+        from argosy_router.tracing import Tracer
+    except ImportError:
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'argosy[otlp]'") from None
+    return Tracer(config.otlp_traces_endpoint, socket.gethostname())
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

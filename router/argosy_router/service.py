@@ -234,7 +234,7 @@ class Service:
         """Records that the request goes to the chosen replica: followers of its prefix should too."""
         replica = choice.replica
         replica.health.dispatched(now)
-        residency, tokens = replica.residency, lambda: self._estimate_chunks(prompt)
+        residency, tokens = replica.residency, lambda: self.estimate_chunks(prompt)
         if replica.is_synced:
             residency.guess(prompt.hashes, tokens, now, expected_s=choice.predicted_ttft_s)
         else:
@@ -255,7 +255,7 @@ class Service:
     def estimate_tokens(self, prompt: Prompt) -> int:
         return prompt.token_ids + int(prompt.text_bytes / self.bytes_per_token) + 1
 
-    def _estimate_chunks(self, prompt: Prompt) -> Sequence[int]:
+    def estimate_chunks(self, prompt: Prompt) -> Sequence[int]:
         """Prompt tokens up to each chunk."""
         if prompt.chunk_tokens:
             return prompt.chunk_tokens

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from argosy_router.append_file import AppendFile
+from argosy_router.append_file import AppendFile, flush_until_cancelled
 from argosy_router.series import Labels, Reading
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,6 @@ class UsageLedger:
         self._unwritten: dict[int, dict[_Account, _Sums]] = {}
         """by hour since the epoch"""
         self._ids = _ids()
-        self._writing = asyncio.Lock()
         self.write_failures = 0
 
     def enter(
@@ -161,31 +160,24 @@ class UsageLedger:
     async def run(self) -> None:
         """Until cancelled: writes increments down, then once more."""
         try:
-            while True:
-                await asyncio.sleep(FLUSH_S)
-                await self.flush()
+            await flush_until_cancelled(self.flush, FLUSH_S)
         finally:
-            await self.flush()
             if self._files is not None:
                 self._files.close()
 
     async def flush(self) -> None:
         """Appends what is not written yet. What cannot be written waits for the next time."""
-        await asyncio.shield(asyncio.ensure_future(self._flush()))  # a write that began is seen to its end
-
-    async def _flush(self) -> None:
-        async with self._writing:
-            if self._files is None:
-                return
-            pending, self._unwritten = self._unwritten, {}
-            for hour, table in sorted(pending.items()):
-                lines = [self._line(hour, account, sums) for account, sums in table.items()]
-                try:
-                    await asyncio.to_thread(self._files.append, hour, b"".join(lines))
-                except OSError as error:
-                    self.write_failures += 1
-                    log.error("usage cannot be written, it is kept in memory: %s", error)
-                    self._keep(hour, table)
+        if self._files is None:
+            return
+        pending, self._unwritten = self._unwritten, {}
+        for hour, table in sorted(pending.items()):
+            lines = [self._line(hour, account, sums) for account, sums in table.items()]
+            try:
+                await asyncio.to_thread(self._files.append, hour, b"".join(lines))
+            except OSError as error:
+                self.write_failures += 1
+                log.error("usage cannot be written, it is kept in memory: %s", error)
+                self._keep(hour, table)
 
     def _keep(self, hour: int, table: dict[_Account, _Sums]) -> None:
         kept = self._unwritten.setdefault(hour, {})

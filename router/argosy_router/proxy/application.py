@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import msgspec
@@ -34,6 +35,9 @@ from argosy_router.proxy.call import RoutedEndpoint, decode_call, may_use, unkno
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.exchange import Exchange
 from argosy_router.service import Service
+
+if TYPE_CHECKING:
+    from argosy_router.tracing import Tracer
 
 _JSON = b"content-type: application/json\r\n"
 _MODELS = b"/v1/models"
@@ -61,12 +65,14 @@ class RouterApplication:
         keys: KeyTable,
         *,
         guards_metrics: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._books = books
         self._keys = keys
+        self._tracer = tracer
         self._created = int(time.time())
         self.is_draining = False
         self._public: dict[bytes, Answer] = {
@@ -141,10 +147,20 @@ class RouterApplication:
         return account
 
     def _generate(
-        self, connection: Client, request: Request, endpoint: RoutedEndpoint, request_id: bytes, account: Account
+        self,
+        connection: Client,
+        request: Request,
+        endpoint: RoutedEndpoint,
+        request_id: bytes,
+        account: Account,
     ) -> None:
         started = self._dispatcher.now()
+        trace = None
+        if self._tracer is not None:
+            trace, request.headers = self._tracer.begin(request.headers, endpoint)
         call = decode_call(self._fleet, endpoint, request, request_id, account)
+        if trace is not None:
+            call = call._replace(trace=trace)
         self._dispatcher.begin(Exchange(self._dispatcher, connection, call, started), connection)
 
     def _ready(self) -> tuple[int, bytes, bytes]:

@@ -15,6 +15,7 @@ from argosy_router.metrics import Metrics
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionLog, DecisionRecord
 from argosy_router.proxy.usage import TokenUsage
+from argosy_router.recorder import Recorded, Recorder
 from argosy_router.service import Choice
 from argosy_router.usage_ledger import UsageLedger
 
@@ -28,10 +29,13 @@ CLIENT_GONE = 499
 class Books:
     """Shared by all requests of one router."""
 
-    def __init__(self, metrics: Metrics, access_log: AccessLog, ledger: UsageLedger) -> None:
+    def __init__(
+        self, metrics: Metrics, access_log: AccessLog, ledger: UsageLedger, recorder: Recorder | None = None
+    ) -> None:
         self._metrics = metrics
         self._access_log = access_log
         self._ledger = ledger
+        self._recorder = recorder
         self.decisions = DecisionLog()
 
     def dispatched(self, call: Call, choice: Choice, attempt: int) -> DecisionRecord:
@@ -78,8 +82,15 @@ class Books:
         if record is not None:
             record.status = exchange.status
             self._bill(exchange, record, duration_s)
-        if self._access_log.is_enabled:
-            self._access_log.write(_entry(exchange, duration_s))
+            if self._recorder is not None:
+                self._recorder.add(_recorded(call, record, time.time() - duration_s))
+        if self._access_log.is_enabled or call.trace is not None:
+            entry = _entry(exchange, duration_s)
+            if self._access_log.is_enabled:
+                self._access_log.write(entry)
+            if call.trace is not None:
+                expected_s = None if record is None else record.predicted_ttft_s
+                call.trace.end(entry, call.service.spec.policy, expected_s)
 
     def refuse(self, request_id: bytes, status: int) -> None:
         """A request got an error before it became a call."""
@@ -110,6 +121,14 @@ class Books:
         self._ledger.enter(call.key_name, model, record.prompt_tokens, record.cached_tokens, generated)
         if call.is_stream and exchange.first_event_s is not None and generated > 1:
             self._metrics.itl.observe((model,), (duration_s - exchange.first_event_s) / (generated - 1))
+
+
+def _recorded(call: Call, record: DecisionRecord, arrival_s: float) -> Recorded:
+    """Chunk ends are estimates, stretched to the prompt's true length."""
+    estimated = call.service.estimate_tokens(call.prompt)
+    scale = record.prompt_tokens / estimated
+    ends = [min(record.prompt_tokens, int(end * scale)) for end in call.service.estimate_chunks(call.prompt)]
+    return Recorded(arrival_s, record.prompt_tokens, record.completion_tokens or 0, call.prompt.hashes, ends)
 
 
 def _entry(exchange: Exchange, duration_s: float) -> AccessEntry:

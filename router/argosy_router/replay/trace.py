@@ -92,14 +92,19 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
     """The same format, with `token_ends`."""
     with path.open("wb") as file:
         for request in requests:
-            line = _Line(
-                request.arrival_s * 1000.0,
-                request.input_tokens,
-                request.output_tokens,
-                list(request.blocks),
-                list(request.ends),
-            )
-            file.write(msgspec.json.encode(line) + b"\n")
+            file.write(encode_request(request))
+
+
+def encode_request(request: TraceRequest) -> bytes:
+    """One line of the format, with its end."""
+    line = _Line(
+        request.arrival_s * 1000.0,
+        request.input_tokens,
+        request.output_tokens,
+        list(request.blocks),
+        list(request.ends),
+    )
+    return msgspec.json.encode(line) + b"\n"
 
 
 def synthetic_trace(

@@ -1,0 +1,98 @@
+"""One OpenTelemetry span per generation request, sent by OTLP over HTTP.
+
+Owns: span and attribute names, trace context of clients and engines. Must not know: when requests begin and end.
+Invariant: without an endpoint nothing here is imported or run; a collector that is slow or gone costs spans, never a
+request, because a bounded queue and a thread of the SDK stand between.
+
+The client's `traceparent` is the span's parent, the engine gets the span's own, so all three hang together. Which
+requests are sampled, the limits of the queue, and resource attributes are the SDK's standard environment variables
+(OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES). Semantic conventions for generative AI are still in
+development: their names are here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from argosy_router.access_log import AccessEntry
+from argosy_router.http.messages import Headers
+
+_CONTEXT_HEADERS = frozenset((b"traceparent", b"tracestate"))
+_EXPORT_TIMEOUT_S = 5.0
+_ATTRIBUTES = {
+    "request": "gen_ai.response.id",
+    "status": "http.response.status_code",
+    "key": "argosy.key",
+    "model": "gen_ai.request.model",
+    "replica": "argosy.replica",
+    "route": "argosy.route",
+    "attempts": "argosy.attempts",
+    "predicted_tokens": "argosy.predicted_cached_tokens",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+}
+"""field of `AccessEntry` -> attribute"""
+
+
+class Trace:
+    """The span of one request under way."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def end(self, entry: AccessEntry, policy: str, predicted_ttft_s: float | None) -> None:
+        """The request has ended as `entry` says."""
+        span = self._span
+        if span.is_recording():
+            for field, name in _ATTRIBUTES.items():
+                value = getattr(entry, field)
+                if value is not None and value != "":
+                    span.set_attribute(name, value)
+            span.set_attribute("argosy.policy", policy)
+            if entry.ttft_ms is not None:
+                span.set_attribute("gen_ai.latency.time_to_first_token", entry.ttft_ms / 1000.0)
+            if predicted_ttft_s is not None:
+                span.set_attribute("argosy.predicted_time_to_first_token", predicted_ttft_s)
+            if entry.status >= 500:
+                span.set_status(Status(StatusCode.ERROR, f"status {entry.status}"))
+        span.end()
+
+
+class Tracer:
+    """Makes traces, and sends them in the background."""
+
+    def __init__(self, endpoint: str, router: str) -> None:
+        """`endpoint` is the collector's URL; without a path, `/v1/traces` is added. `router` names this instance."""
+        if urlsplit(endpoint).path in ("", "/"):
+            endpoint = endpoint.rstrip("/") + "/v1/traces"
+        named = Resource({"service.name": "argosy-router", "service.instance.id": router})
+        self._provider = TracerProvider(
+            resource=named.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+        )
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("argosy_router")
+        self._context = TraceContextTextMapPropagator()
+
+    def begin(self, headers: Headers, name: str) -> tuple[Trace, Headers]:
+        """A span, under the client's if it sent a valid one, and the headers with its context instead."""
+        sent = {key.decode(): value.decode("latin-1") for key, value in headers if key in _CONTEXT_HEADERS}
+        span = self._tracer.start_span(name, self._context.extract(sent), SpanKind.SERVER)
+        passed_on: dict[str, str] = {}
+        self._context.inject(passed_on, set_span_in_context(span))
+        kept = [header for header in headers if header[0] not in _CONTEXT_HEADERS]
+        return Trace(span), [*kept, *((key.encode(), value.encode()) for key, value in passed_on.items())]
+
+    def close(self) -> None:
+        """Sends what is left. Blocks, at most some seconds."""
+        self._provider.shutdown()
