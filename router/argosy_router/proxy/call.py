@@ -92,6 +92,8 @@ def decode_call(
         raise UnsupportedMediaType("content-encoding is not supported")
     body = request.body
     decoded = _decode(endpoint, body)
+    if decoded.resume is not None:
+        raise BadRequest("resume is an internal field", param="resume")
     service = find_service(fleet, decoded)
     if not may_use(account, decoded.model, service):
         raise unknown_model(decoded.model)

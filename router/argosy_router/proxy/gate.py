@@ -44,6 +44,9 @@ class AdmissionLimits:
     """As long as OpenAI's SDKs wait before they try again."""
     hold_timeout_s: float = 0.0
     """Zero: while a service has no replica its requests are refused at once."""
+    keep_alive_s: float = 10.0
+    """Time between the comments that a waiting stream gets: a sixth of the idle time that common load balancers allow.
+    A refusal before the first still has its own status."""
 
 
 class Gate:
@@ -51,8 +54,8 @@ class Gate:
 
     def __init__(self, fleet: Fleet, wheel: TimerWheel, limits: AdmissionLimits) -> None:
         self._fleet = fleet
-        self._wheel = wheel
-        self._limits = limits
+        self.wheel = wheel
+        self.limits = limits
         self._lanes: dict[Service, Lane] = {}
         self._deadline = Deadline(wheel, self._tick)
         self._is_tick_near = False
@@ -90,7 +93,7 @@ class Gate:
                 lane.retract(now)
             else:
                 return
-        waiting = Waiting(self, lane, exchange, client, self._wheel)
+        waiting = Waiting(self, lane, exchange, client)
         client.attach(waiting)
         try:
             lane.wait(waiting, now)
@@ -130,7 +133,7 @@ class Gate:
         return lane
 
     def _bounds(self, service: Service) -> Bounds:
-        own, limits = service.spec.limits, self._limits
+        own, limits = service.spec.limits, self.limits
         return Bounds(
             own.max_queued_requests or limits.max_queued_requests,
             limits.max_queued_bytes,

@@ -15,6 +15,8 @@ from argosy_router.http.messages import HOP_BY_HOP, Headers, connection_options,
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _NOT_FORWARDED = HOP_BY_HOP | {
+    b"api-key",  # credentials, by the names other services have for them
+    b"x-api-key",
     b"accept-encoding",  # answers are read for usage and event boundaries: no compression inside the fleet
     b"authorization",  # the client's key is for us; the engine gets its own
     b"content-length",
@@ -27,7 +29,7 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"x-real-ip",
 }
 _NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"server", b"set-cookie", b"x-request-id"}
-_RESERVED = (b"x-argosy-", b"x-forwarded-")
+_RESERVED = (b"x-argosy-", b"x-forwarded-", b"x-ratelimit-")
 
 _process = secrets.token_hex(8)
 _numbers = count(1)

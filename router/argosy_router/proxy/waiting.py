@@ -2,7 +2,7 @@
 
 Owns: what a client hears while it waits. Must not know: why it waits, when its turn comes.
 Invariants: a client that leaves is out of the queue at once, and its request is never sent; the client's answer begins
-once, with the answer itself or, for a stream that has waited `KEEP_ALIVE_S`, with a comment.
+once, with the answer itself or, for a stream that has waited a while, with a comment.
 
 Comments keep load balancers from taking a waiting stream for a dead one. Their price: the status is 200 from then on,
 and what goes wrong later is told by an error event inside the stream.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from argosy_engine.protocol.errors import ApiError
 from argosy_router.admission.lane import Lane, Waiter
-from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.deadlines import Deadline
 from argosy_router.http.server import Client
 from argosy_router.http.server import Exchange as ClientListener
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from argosy_router.proxy.exchange import Exchange
     from argosy_router.proxy.gate import Gate
 
-KEEP_ALIVE_S = 10.0
-"""A sixth of the idle time that common load balancers allow; refusals before it still have their status."""
 _STREAM_HEADERS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 _COMMENT = b": waiting for a replica\n\n"
 
@@ -33,7 +31,7 @@ class Waiting(Waiter):
 
     __slots__ = ("_client", "_gate", "_is_begun", "_is_paused", "_keep_alive", "_lane", "exchange")
 
-    def __init__(self, gate: Gate, lane: Lane, exchange: Exchange, client: Client, wheel: TimerWheel) -> None:
+    def __init__(self, gate: Gate, lane: Lane, exchange: Exchange, client: Client) -> None:
         call = exchange.call
         super().__init__(call.account, call.priority, call.expected_tokens, len(call.body))
         self.since = exchange.started
@@ -43,9 +41,9 @@ class Waiting(Waiter):
         self._client = client
         self._is_begun = False
         self._is_paused = False
-        self._keep_alive = Deadline(wheel, self._on_keep_alive)
+        self._keep_alive = Deadline(gate.wheel, self._on_keep_alive)
         if call.is_stream:
-            self._keep_alive.set(KEEP_ALIVE_S)
+            self._keep_alive.set(gate.limits.keep_alive_s)
 
     def admit(self) -> None:
         self._leave("sent")
@@ -71,7 +69,7 @@ class Waiting(Waiter):
             self.exchange.answer_through(BegunStream(self._client))
         elif not self._is_paused:
             self._client.send(_COMMENT)
-        self._keep_alive.set(KEEP_ALIVE_S)
+        self._keep_alive.set(self._gate.limits.keep_alive_s)
 
     # the client
 
