@@ -37,6 +37,8 @@ class AccessEntry(Struct, omit_defaults=True):
     """Of the last attempt."""
     route: str = ""
     attempts: int = 0
+    migrations: int = 0
+    """Attempts that went on with a stream whose replica had died."""
     predicted_tokens: int | None = None
     """Prompt tokens expected to be cached."""
     prompt_tokens: int | None = None
@@ -95,7 +97,7 @@ def _as_text(entry: AccessEntry) -> bytes:
     line = (
         f"time={_second(int(e.time))}.{int(e.time * 1000) % 1000:03d}Z request={e.request} status={e.status} "
         f"key={_word(e.key)} model={_word(e.model)} replica={_word(e.replica)} route={e.route or '-'} "
-        f"attempts={e.attempts} predicted_tokens={_count(e.predicted_tokens)} "
+        f"attempts={e.attempts} migrations={e.migrations} predicted_tokens={_count(e.predicted_tokens)} "
         f"prompt_tokens={_count(e.prompt_tokens)} cached_tokens={_count(e.cached_tokens)} "
         f"completion_tokens={_count(e.completion_tokens)} ttft_ms={_time(e.ttft_ms)} "
         f"duration_ms={_time(e.duration_ms)}"

@@ -98,7 +98,10 @@ class Metrics(Collector):
         )
         self.failures = self._counter("upstream_failures", "Attempts that failed.", (*replica, "reason"))
         self.ejections = self._counter("ejections", "Ejections begun or renewed.", replica)
-        self.interrupted = self._counter("interrupted_streams", "Streams whose replica died.", replica)
+        self.migrations = self._counter(
+            "migrations", "Streams whose replica died, by what became of them.", ("model", "outcome")
+        )
+        self.interrupted = self._counter("interrupted_streams", "Answers broken off, by replica.", replica)
 
         # replicas
         self._gauge("replica_state", "1 for the current state.", (*replica, "state"), self._rows(_states))

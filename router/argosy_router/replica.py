@@ -65,6 +65,11 @@ class Replica:
         return self.link != "connecting"
 
     @property
+    def fingerprint(self) -> str:
+        """Replicas with the same one can go on with each other's streams. Empty where that is not known."""
+        return self.hello.model_fingerprint if self.hello is not None and self.link != "foreign" else ""
+
+    @property
     def is_synced(self) -> bool:
         return self.link == "synced"
 

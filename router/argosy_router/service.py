@@ -120,14 +120,18 @@ class Service:
         policy: str = "",
         *,
         is_trial: bool = False,
+        is_admitted: bool = False,
     ) -> Choice:
         """Picks a replica that was not tried before. Changes nothing but the turn counter, and in a trial not even it.
+
+        Args:
+            is_admitted: the request is under way and lost its replica; the in-flight limit does not stop it.
 
         Raises:
             Unavailable: no replica is routable.
             TooManyRequests: all of them are at the service's in-flight limit.
         """
-        candidates = self.candidates(now, tried)
+        candidates = self._healthy(now, tried) if is_admitted else self.candidates(now, tried)
         request, length = self.route_request(prompt, candidates)
         if not tried and not is_trial:
             self.sequence += 1

@@ -140,6 +140,7 @@ def _entry(exchange: Exchange, duration_s: float) -> AccessEntry:
         call.key_name,
         call.service.spec.model,
         attempts=exchange.attempts,
+        migrations=exchange.migrations,
         duration_ms=duration_s * 1000.0,
     )
     if exchange.first_event_s is not None:

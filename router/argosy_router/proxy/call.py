@@ -27,6 +27,7 @@ from argosy_router.admission.accounts import ANYONE, Account
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
+from argosy_router.proxy.migration import StreamShape, resumable_shape
 from argosy_router.service import Prompt, Service
 
 if TYPE_CHECKING:
@@ -47,15 +48,16 @@ class Call(NamedTuple):
     prompt: Prompt
     is_stream: bool
     request_id: bytes
-    head: bytes
-    """Headers as every replica gets them, after the replica's own lines, up to the empty line."""
+    headers: bytes
+    """Lines as every replica gets them, without the length."""
     body: bytes
     path: bytes
     account: Account = ANYONE
     priority: int = 0
     expected_tokens: int = 1
     """Prompt and completion, before either is known."""
-
+    shape: StreamShape | None = None
+    """Of a stream that can be resumed."""
     trace: Trace | None = None
     """Where requests are traced."""
 
@@ -106,22 +108,18 @@ def decode_call(
     if changes:
         body = with_fields(body, changes)
     prompt = prompt_of(service, decoded, request.header(SESSION_HEADER))
-    head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-        headers.forwarded(request.headers),
-        request_id,
-        len(body),
-    )
     return Call(
         service,
         prompt,
         decoded.stream,
         request_id,
-        head,
+        b"%bx-request-id: %b\r\n" % (headers.forwarded(request.headers), request_id),
         body,
         request.target.partition(b"?")[0],
         account,
         priority,
         service.estimate_tokens(prompt) + _expected_output_tokens(decoded),
+        resumable_shape(decoded),
     )
 
 

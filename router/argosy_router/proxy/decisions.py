@@ -30,6 +30,8 @@ class DecisionRecord(Struct):
     predicted_cached_tokens: int
     predicted_ttft_s: float
     cost_s: float
+    resumed_tokens: int = 0
+    """Output of a replica that died; this attempt goes on behind it."""
     status: int = 0
     """Zero until the request has ended."""
     cached_tokens: int | None = None

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from argosy_engine.protocol import headers
 from argosy_engine.protocol.errors import ApiError
 from argosy_router.fleet import Fleet
 from argosy_router.http.errors import ConnectFailed, UpstreamError
@@ -20,8 +21,9 @@ from argosy_router.metrics import Metrics
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord
-from argosy_router.proxy.exchange import Exchange, Refused
+from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.gate import Gate
+from argosy_router.proxy.relay import Refused
 from argosy_router.proxy.retry import RetryBudget
 from argosy_router.proxy.usage import TokenUsage
 from argosy_router.replica import Replica
@@ -34,6 +36,9 @@ FIRST_BYTE_TIMEOUT_S = 120.0
 whole request's."""
 REQUEST_TIMEOUT_S = 600.0
 """OpenAI's SDK waits as long by default."""
+
+
+_RESUME = f"{headers.RESUME}: 1\r\n".encode()
 
 
 class Dispatcher:
@@ -70,10 +75,26 @@ class Dispatcher:
         client.attach(exchange)
         self._gate.enter(exchange, client)
 
-    def choose(self, call: Call, tried: Sequence[Replica]) -> Choice:
-        """Raises: ApiError, when no replica can take the request."""
+    def choose(self, call: Call, tried: Sequence[Replica], fingerprint: str = "") -> Choice:
+        """
+        Args:
+            fingerprint: of the model that must go on with a stream, which was admitted before; empty for any.
+
+        Raises:
+            ApiError: no replica can take the request.
+        """
         started = self.now()
-        choice = call.service.choose(call.prompt, started, self._fleet.rng, tried, self._fleet.policy)
+        if fingerprint:
+            others = [r for r in call.service.replicas.values() if r.fingerprint != fingerprint]
+            tried = [*tried, *others]
+        choice = call.service.choose(
+            call.prompt,
+            started,
+            self._fleet.rng,
+            tried,
+            self._fleet.policy,
+            is_admitted=bool(fingerprint),
+        )
         self._metrics.decision.observe((), self.now() - started)
         return choice
 
@@ -81,10 +102,18 @@ class Dispatcher:
         call.service.dispatched(choice, call.prompt, self.now())
         return self._books.dispatched(call, choice, attempt)
 
-    def request_line(self, call: Call, replica: Replica) -> bytes:
-        """Request line and the headers that differ by replica."""
+    def request_head(self, call: Call, replica: Replica, body_bytes: int, *, is_resumable: bool) -> bytes:
+        """Everything before the body."""
         key = f"authorization: Bearer {call.service.key}\r\n".encode("latin-1") if call.service.key else b""
-        return b"POST %b HTTP/1.1\r\nhost: %b\r\n%b" % (call.path, replica.pool.authority_bytes, key)
+        resume = _RESUME if is_resumable else b""
+        return b"POST %b HTTP/1.1\r\nhost: %b\r\n%b%b%bcontent-length: %d\r\n\r\n" % (
+            call.path,
+            replica.pool.authority_bytes,
+            key,
+            resume,
+            call.headers,
+            body_bytes,
+        )
 
     def first_byte_timeout_s(self, call: Call) -> float:
         whole = call.service.spec.limits.request_timeout_s or self._request_timeout_s
@@ -102,7 +131,7 @@ class Dispatcher:
         labels = (call.service.spec.model, replica.name)
         self._metrics.failures.add((*labels, reason))
         log.info("replica %s failed a request: %s (%s)", replica.name, reason, error)
-        if isinstance(error, Refused) and error.status == 503:
+        if isinstance(error, Refused) and error.status not in (401, 403):
             replica.health.abandoned()  # busy or draining is not broken
             return
         refused = isinstance(error, ConnectFailed) and error.refused
@@ -116,6 +145,10 @@ class Dispatcher:
 
     def interrupted(self, call: Call, replica: Replica) -> None:
         self._metrics.interrupted.add((call.service.spec.model, replica.name))
+
+    def migrated(self, call: Call, outcome: str) -> None:
+        """A stream lost its replica; `outcome` is what became of it."""
+        self._metrics.migrations.add((call.service.spec.model, outcome))
 
     def client_lost(self, call: Call) -> None:
         self._metrics.disconnects.add((call.service.spec.model,))

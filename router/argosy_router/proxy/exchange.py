@@ -3,17 +3,19 @@
 Owns: the request's charge and its connection to a replica, and everything written to the client.
 Must not know: parsing, discovery, policies.
 Invariants: the client's answer begins once; until then a failed attempt may be repeated on another replica, after
-that never; the charge of each attempt is released exactly once; a client that leaves aborts the replica's work at
-once; of a stream only whole events are forwarded.
+that only a stream goes on there, behind what the client has; the charge of each attempt is released exactly once; a
+client that leaves aborts the replica's work at once.
 
     connecting -> waiting -> (unary)  buffering -> answered
-                          -> (stream) streaming -> answered, or an error event when the replica dies
+         ^------- failed ---'  |
+         |                     -> (stream) streaming -> answered
+         `------ replica died --------------'        -> an error event, when nobody can go on
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from argosy_engine.protocol.errors import (
     ApiError,
@@ -34,12 +36,13 @@ from argosy_router.http.errors import (
 )
 from argosy_router.http.messages import Headers, render_headers
 from argosy_router.http.server import Client
-from argosy_router.http.sse import EventCutter, EventTooLarge
 from argosy_router.load import Charge
 from argosy_router.proxy import headers as header_rules
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord
-from argosy_router.proxy.usage import TAIL_BYTES, find_usage
+from argosy_router.proxy.migration import Transcript
+from argosy_router.proxy.relay import Refused, StreamRelay, UnaryRelay
+from argosy_router.proxy.usage import find_usage
 from argosy_router.replica import Replica
 from argosy_router.service import Choice
 
@@ -49,9 +52,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-MAX_BUFFERED_BYTES = 1024 * 1024
-"""Unary answers up to this size reach the client whole or not at all; longer ones are streamed and cannot be retried
-once they have begun."""
+"""Before the answer begins."""
+MAX_MIGRATIONS = 4
+"""Attempts to go on with one stream. The first costs no retry credit: it repeats nothing that was answered, and the
+streams of a replica that dies were all admitted. The bound keeps a request that kills engines from killing them all."""
 
 _REASONS: dict[type[UpstreamError], str] = {
     ConnectFailed: "connect",
@@ -60,22 +64,6 @@ _REASONS: dict[type[UpstreamError], str] = {
     IdleTimeout: "idle_timeout",
     MalformedResponse: "malformed",
 }
-
-
-class Refused(UpstreamError):
-    """The replica answered, but with a status that asks for another replica."""
-
-    def __init__(self, status: int, head: bytes, body: bytes) -> None:
-        super().__init__(f"status {status}")
-        self.status = status
-        self.head = head
-        self.body = body
-
-
-class Finished(Protocol):
-    """Told once about the end of the request."""
-
-    def __call__(self, exchange: Exchange) -> None: ...
 
 
 class Exchange:
@@ -89,6 +77,8 @@ class Exchange:
         self.status = 0
         """Status sent to the client; 499 when it left before one was."""
         self.attempts = 0
+        self.migrations = 0
+        """Those of the attempts that went on with a stream."""
         self.choice: Choice | None = None
         self.record: DecisionRecord | None = None
         """Of the last attempt."""
@@ -98,18 +88,21 @@ class Exchange:
         self.reservation: Reservation | None = None
         """What it took of its key's limits."""
         self._tried: list[Replica] = []
+        """Since the client was last sent something."""
         self._charge: Charge | None = None
         self._connection: ClientConnection | None = None
         self._is_over = False
         self._is_started = False
         self._is_client_paused = False
         self._is_fresh_retry = False
-        self._cutter: EventCutter | None = None
+        self._is_answering = False
+        """Whether this attempt's answer has reached the client."""
+        self._relay: UnaryRelay | StreamRelay = UnaryRelay()
         self._upstream_status = 0
         self._upstream_headers = b""
-        self._body: list[bytes] = []
-        self._body_bytes = 0
-        self._tail = b""
+        self._fingerprint = ""
+        """Of the replica's model, where it can resume the stream of another and be resumed; else empty."""
+        self._transcript: Transcript | None = None
 
     # attempts
 
@@ -133,8 +126,14 @@ class Exchange:
         self.attempts += 1
         self.choice = choice
         self._tried.append(choice.replica)
-        self._charge = choice.replica.load.charge(choice.uncached_tokens)
+        if not self._is_started:
+            self._transcript = None
+        said = self._transcript.num_tokens if self._transcript is not None else 0
+        self._charge = choice.replica.load.charge(choice.uncached_tokens + said)
         self.record = self._dispatcher.dispatched(self.call, choice, self.attempts)
+        self.record.resumed_tokens = said
+        self._fingerprint = choice.replica.fingerprint if self.call.shape is not None else ""
+        self._is_answering = False
         choice.replica.pool.acquire(self)
 
     def on_connected(self, connection: ClientConnection) -> None:
@@ -144,11 +143,14 @@ class Exchange:
             choice.replica.pool.release(connection)
             return
         self._connection = connection
+        body = self.call.body if self._transcript is None else self._transcript.continuing(self.call.body)
         connection.send(
             self,
-            self._dispatcher.request_line(self.call, choice.replica) + self.call.head,
+            self._dispatcher.request_head(
+                self.call, choice.replica, len(body), is_resumable=bool(self._fingerprint)
+            ),
             self._dispatcher.first_byte_timeout_s(self.call),
-            body=self.call.body,
+            body=body,
         )
         if self._is_client_paused:
             connection.pause_reading()
@@ -174,9 +176,12 @@ class Exchange:
         self._release(replica)
         self._dispatcher.attempt_failed(self.call, replica, error, reason)
         if self._is_started:
-            self._interrupt(replica)
-            return
-        self._forget_response()
+            self._continue(replica)
+        else:
+            self._retry(error, reason)
+
+    def _retry(self, error: UpstreamError, reason: str) -> None:
+        """Nothing has been answered yet: another replica may."""
         if self.attempts < MAX_ATTEMPTS and self._dispatcher.may_retry():
             try:
                 following = self._dispatcher.choose(self.call, self._tried)
@@ -187,6 +192,33 @@ class Exchange:
                 self._attempt(following)
                 return
         self._give_up(error)
+
+    def _continue(self, replica: Replica) -> None:
+        """The replica died after the answer began: another one goes on with it, or the client hears of it."""
+        transcript = self._transcript
+        if transcript is None or not transcript.read():
+            self._interrupt(replica, "refused")
+        elif transcript.missing_end is not None:
+            self._dispatcher.migrated(self.call, "completed")
+            self._measure()
+            if transcript.missing_end:
+                self._client.send(transcript.missing_end)
+            self._client.finish()
+            self._end()
+        elif (successor := self._successor()) is not None:
+            self.migrations += 1
+            self._attempt(successor)
+        else:
+            self._interrupt(replica, "failed")
+
+    def _successor(self) -> Choice | None:
+        """Whoever may go on with the stream."""
+        if self.migrations >= MAX_MIGRATIONS or (self.migrations and not self._dispatcher.may_retry()):
+            return None
+        try:
+            return self._dispatcher.choose(self.call, self._tried, self._fingerprint)
+        except ApiError:
+            return None
 
     def _give_up(self, error: UpstreamError) -> None:
         model = self.call.service.spec.model
@@ -205,57 +237,46 @@ class Exchange:
         charge.release()
         self._is_fresh_retry = False
 
-    def _forget_response(self) -> None:
-        self._cutter = None
-        self._upstream_status = 0
-        self._body = []
-        self._body_bytes = 0
-
     # the replica's answer
 
     def on_response(self, status: int, headers: Headers) -> None:
+        content_type = next((value for name, value in headers if name == b"content-type"), b"")
+        is_stream = status == 200 and content_type.startswith(b"text/event-stream")
+        if self._is_started and not is_stream:
+            self._drop_connection()
+            self._on_attempt_failed(Refused(status))
+            return
         self._upstream_status = status
         self._upstream_headers = header_rules.returned(headers)
-        content_type = next((value for name, value in headers if name == b"content-type"), b"")
-        if status == 200 and content_type.startswith(b"text/event-stream"):
-            self._cutter = EventCutter()
+        if is_stream and self._fingerprint and self._transcript is None:
+            assert self.call.shape is not None
+            self._transcript = Transcript(self.call.shape)
+        self._relay = StreamRelay(self._transcript) if is_stream else UnaryRelay()
 
     def on_data(self, data: bytes) -> None:
-        if self._cutter is None:
-            self._buffer(data)
-            return
-        try:
-            events = self._cutter.feed(data)
-        except EventTooLarge:
+        relay = self._relay
+        ready = relay.feed(data)
+        if ready:
+            self._forward(ready)
+        if relay.failure is not None:
             self._drop_connection()
-            self._on_attempt_failed(MalformedResponse("an event is too large"))
-            return
-        if events:
-            self._tail = events
-            self._forward(events)
-
-    def _buffer(self, data: bytes) -> None:
-        """Holds a unary answer back, so that a replica's death can still be hidden, up to a bound."""
-        self._body_bytes += len(data)
-        if self._is_started:
-            self._tail = (self._tail + data)[-TAIL_BYTES:]
-            self._client.send(data)
-            return
-        self._body.append(data)
-        if self._body_bytes > MAX_BUFFERED_BYTES:
-            held = b"".join(self._body)
-            self._tail = held[-TAIL_BYTES:]
-            self._body = []
-            self._forward(held)
+            self._on_attempt_failed(relay.failure)
 
     def _forward(self, data: bytes) -> None:
+        if self._is_answering:
+            self._client.send(data)
+            return
+        self._is_answering = True
+        assert self.choice is not None
+        assert self._charge is not None
+        self._charge.first_token()
+        self._tried = [self.choice.replica]
         if self._is_started:
+            self._dispatcher.migrated(self.call, "resumed")
             self._client.send(data)
             return
         self._is_started = True
         self.status = self._upstream_status
-        if self._charge is not None:
-            self._charge.first_token()
         self.first_event_s = self._dispatcher.now() - self.started
         self._client.start(self.status, self._upstream_headers + self._own_headers(), data)
 
@@ -263,40 +284,33 @@ class Exchange:
         self._connection = None
         if self._is_over:
             return
-        choice = self.choice
+        relay, choice = self._relay, self.choice
         assert choice is not None
-        if self._cutter is not None:
-            self._end_stream(choice.replica, self._cutter.tail)
-            return
-        if self._is_started:
-            self._end_stream(choice.replica, b"")
-            return
-        body = b"".join(self._body)
+        rest = relay.end()
         status = self._upstream_status
-        if status in (401, 403, 503):
+        if relay.failure is not None:
+            self._on_attempt_failed(relay.failure)
+        elif not self._is_started and status in (401, 403, 503):
             # 503: draining or overloaded. 401, 403: it refuses our key; the client's own is not at fault.
-            self._on_attempt_failed(Refused(status, self._upstream_headers, body))
-            return
-        self._tail = body
-        self._settle(choice.replica)
-        self._answer(status, self._upstream_headers, body)
-
-    def _end_stream(self, replica: Replica, rest: bytes) -> None:
-        if rest or not self._is_started:
-            if not rest:  # a stream without a single event
-                self._settle(replica)
-                self._answer(self._upstream_status, self._upstream_headers, b"")
-                return
-            self._forward(rest)
-        self._settle(replica)
-        self._client.finish()
-        self._end()
+            self._on_attempt_failed(Refused(status, self._upstream_headers, rest))
+        elif self._is_started:
+            if rest:
+                self._forward(rest)
+            self._settle(choice.replica)
+            self._client.finish()
+            self._end()
+        else:
+            self._settle(choice.replica)
+            self._answer(status, self._upstream_headers, rest)
 
     def _settle(self, replica: Replica) -> None:
         """The replica did its part."""
         self._release(replica)
         self._dispatcher.succeeded(self.call, replica)
-        usage = find_usage(self._tail)
+        self._measure()
+
+    def _measure(self) -> None:
+        usage = find_usage(self._relay.tail)
         if (
             usage is not None
             and self.choice is not None
@@ -305,12 +319,13 @@ class Exchange:
         ):
             self._dispatcher.measured(self.call, self.choice, self.record, usage)
 
-    def _interrupt(self, replica: Replica) -> None:
-        """The replica died after the answer began: say so inside the answer, the status is gone."""
+    def _interrupt(self, replica: Replica, outcome: str) -> None:
+        """Nobody goes on with the answer: say so inside it, the status is gone."""
         self._dispatcher.interrupted(self.call, replica)
-        if self._cutter is None:
+        if isinstance(self._relay, UnaryRelay):
             self._client.abort()
         else:
+            self._dispatcher.migrated(self.call, outcome)
             error = BadGateway("the replica failed while generating; the answer is incomplete")
             self._client.send(b"data: " + error.body() + b"\n\n")
             self._client.finish()

@@ -1,0 +1,167 @@
+"""What a stream has said, so that another replica can go on where its own died.
+
+Owns: the token ids that a stream's events carry, and the request that continues behind them.
+Must not know: connections, replicas, retries.
+Invariants: only whole events count, and only such as the client was sent. What an engine says is a function of the ids
+before it, so what was sent and what a continuation adds are together the stream of an undisturbed run. A stream costs
+a reference per read until `READ_BYTES` have come together; then they are read, and four bytes per token stay.
+
+Not resumed, because the ids do not say what is left: streams without ids (foreign replicas), beam search, and n > 1
+with `echo` and `logprobs`, where a choice's first chunk repeats what only the first choice computes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from argosy_engine.protocol.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Resume,
+    ResumedChoice,
+)
+
+READ_BYTES = 32 * 1024
+"""Some 120 events: most streams end before, and are never read. 5,000 open ones hold 160 MB at most."""
+MAX_TOKENS = 1 << 20
+"""Of all choices. Beyond it a stream is no longer resumed: 4 MB of memory, 7 MB of request."""
+DONE = b"data: [DONE]\n\n"
+_DATA = b"data: "
+
+
+class StreamShape(NamedTuple):
+    """What tells whether a stream is complete."""
+
+    choices: int
+    has_usage: bool
+    """Whether a last chunk tells the usage."""
+
+
+def resumable_shape(request: ChatCompletionRequest | CompletionRequest) -> StreamShape | None:
+    """The shape of the stream that answers `request`, or None if it is no stream or cannot be resumed.
+
+    Raises:
+        BadRequest: the prompts of a batch are of different kinds, or too many.
+    """
+    if not request.stream or request.use_beam_search:
+        return None
+    choices = request.n or 1
+    if isinstance(request, CompletionRequest):
+        if choices > 1 and request.echo and request.logprobs is not None:
+            return None
+        choices *= len(request.prompts())
+    options = request.stream_options
+    return StreamShape(choices, options is not None and options.include_usage)
+
+
+class _Choice(Struct):
+    index: int
+    token_ids: list[int]
+    """Present in every chunk of a stream that can be resumed."""
+    finish_reason: str | None = None
+
+
+class _Usage(Struct):
+    pass
+
+
+class _Chunk(Struct):
+    created: int
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class Transcript:
+    """What the client has of one stream."""
+
+    __slots__ = (
+        "_created",
+        "_finished",
+        "_has_usage",
+        "_is_done",
+        "_is_readable",
+        "_shape",
+        "_token_ids",
+        "_unread",
+        "_unread_bytes",
+        "num_tokens",
+    )
+
+    def __init__(self, shape: StreamShape) -> None:
+        self._shape = shape
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
+        self._is_readable = True
+        self._is_done = False
+        self._created = 0
+        self._has_usage = False
+        self._token_ids = [array("i") for _ in range(shape.choices)]
+        self._finished = [False] * shape.choices
+        self.num_tokens = 0
+        """Of all choices, as far as they were read."""
+
+    def add(self, events: bytes) -> None:
+        """The client is sent these whole events."""
+        self._unread.append(events)
+        self._unread_bytes += len(events)
+        if self._unread_bytes > READ_BYTES:
+            self.read()
+
+    def read(self) -> bool:
+        """Brings everything up to date; whether the stream can be resumed."""
+        events = b"".join(self._unread)
+        self._unread = []
+        self._unread_bytes = 0
+        if self._is_readable:
+            try:
+                for event in events.split(b"\n\n")[:-1]:
+                    self._read_event(event)
+                self._is_readable = self.num_tokens <= MAX_TOKENS
+            except (msgspec.DecodeError, LookupError, OverflowError, ValueError):
+                self._is_readable = False
+        return self._is_readable
+
+    def _read_event(self, event: bytes) -> None:
+        if event.startswith(b":"):
+            return  # a comment
+        data = event.removeprefix(_DATA)
+        if data == b"[DONE]":
+            self._is_done = True
+            return
+        chunk = _decode(data)
+        self._created = self._created or chunk.created
+        self._has_usage = self._has_usage or (chunk.usage is not None and not chunk.choices)
+        for choice in chunk.choices:
+            if choice.index < 0:
+                raise LookupError
+            self._token_ids[choice.index].extend(choice.token_ids)
+            self._finished[choice.index] |= choice.finish_reason is not None
+            self.num_tokens += len(choice.token_ids)
+
+    # What follows is up to date after `read` has returned True.
+
+    @property
+    def missing_end(self) -> bytes | None:
+        """What completes the stream, if no engine is needed for it."""
+        if self._is_done:
+            return b""
+        is_complete = all(self._finished) and (self._has_usage or not self._shape.has_usage)
+        return DONE if is_complete else None
+
+    def continuing(self, body: bytes) -> bytes:
+        """The request with the JSON object `body`, to be answered by what the client still lacks."""
+        resume = Resume(
+            created=self._created,
+            choices=[
+                ResumedChoice(token_ids=list(token_ids), finished=finished)
+                for token_ids, finished in zip(self._token_ids, self._finished, strict=True)
+            ],
+        )
+        return b'%b,"resume":%b}' % (body[: body.rindex(b"}")], msgspec.json.encode(resume))

@@ -1,0 +1,114 @@
+"""A replica's answer on its way to the client: what may be sent on, and what is kept.
+
+Owns: the bytes of one attempt's answer. Must not know: who sends them where, what follows a failure.
+Invariant: a unary answer is passed on whole or not at all, up to a bound; of a stream only whole events are.
+"""
+
+from __future__ import annotations
+
+from argosy_router.http.errors import ConnectionLost, MalformedResponse, UpstreamError
+from argosy_router.http.sse import EventCutter, EventTooLarge
+from argosy_router.proxy.migration import DONE, Transcript
+from argosy_router.proxy.usage import TAIL_BYTES
+
+MAX_BUFFERED_BYTES = 1024 * 1024
+"""Unary answers up to this size reach the client whole or not at all; longer ones are streamed and cannot be retried
+once they have begun."""
+_ERROR = b'data: {"error":'
+"""No JSON string contains it, because quotes are escaped there."""
+_UNAVAILABLE = b'"type":"service_unavailable"'
+
+
+class Refused(UpstreamError):
+    """The replica answered, but that another one should."""
+
+    def __init__(self, status: int, head: bytes = b"", body: bytes = b"") -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.head = head
+        self.body = body
+
+
+class UnaryRelay:
+    """A unary answer, held back so that its replica's death can be hidden."""
+
+    failure: UpstreamError | None = None
+    """Never: only the connection can fail."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+        self.tail = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What is to be sent on now."""
+        is_passing = self._size > MAX_BUFFERED_BYTES
+        self._size += len(data)
+        if is_passing:
+            self.tail = (self.tail + data)[-TAIL_BYTES:]
+            return data
+        self._parts.append(data)
+        return self._release() if self._size > MAX_BUFFERED_BYTES else b""
+
+    def end(self) -> bytes:
+        """The answer is complete: what is still to be sent on."""
+        return self._release() if self._parts else b""
+
+    def _release(self) -> bytes:
+        held = b"".join(self._parts)
+        self._parts = []
+        self.tail = held[-TAIL_BYTES:]
+        return held
+
+
+class StreamRelay:
+    """Events of a stream, sent on as they are, and noted in a transcript if there is one.
+
+    An engine that goes down says so by an event. If the stream can be resumed, that event and what follows are not
+    the client's: they end the attempt.
+    """
+
+    def __init__(self, transcript: Transcript | None) -> None:
+        self._cutter = EventCutter()
+        self._transcript = transcript
+        self._before = b""
+        self._last = b""
+        self.failure: UpstreamError | None = None
+
+    @property
+    def tail(self) -> bytes:
+        """The end of the stream: usage and `[DONE]` may come in two reads."""
+        return self._before + self._last
+
+    def feed(self, data: bytes) -> bytes:
+        """Whole events to be sent on now; with `failure` set, the last ones."""
+        try:
+            events = self._cutter.feed(data)
+        except EventTooLarge:
+            self.failure = MalformedResponse("an event is too large")
+            return b""
+        if not events:
+            return b""
+        transcript = self._transcript
+        if transcript is not None:
+            if _ERROR in events:
+                events = self._before_failure(events)
+            transcript.add(events)
+        self._before, self._last = self._last, events
+        return events
+
+    def end(self) -> bytes:
+        """The response is complete: what is still to be sent on, nothing if that is not the whole stream."""
+        if self._transcript is not None and not self._last.endswith(DONE):
+            self.failure = ConnectionLost("the stream ended without [DONE]")
+            return b""
+        return self._cutter.tail
+
+    def _before_failure(self, events: bytes) -> bytes:
+        start = events.index(_ERROR)
+        end = events.index(b"\n\n", start)
+        if _UNAVAILABLE not in events[start:end]:
+            return events
+        body = events[start + len(b"data: ") : end]
+        self.failure = Refused(503, b"content-type: application/json\r\n", body)
+        return events[:start]
