@@ -19,6 +19,7 @@ from argosy_engine.protocol.keys import internal_key
 from argosy_engine.protocol.report import RoutableReport
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.errors import FirstByteTimeout
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
 from argosy_router.index import DEFAULT_CAPACITY
@@ -196,7 +197,14 @@ class Fleet:
             return
         replica = Replica(service.spec.key, member, pool, Residency(service.index))
         service.replicas[member.name] = replica
-        client = TelemetryClient(replica, service.spec.model, service.key, self.changed, self.rng)
+        client = TelemetryClient(
+            replica,
+            service.spec.model,
+            service.key,
+            self.changed,
+            lambda is_certain: _fell_silent(service, replica, is_certain=is_certain),
+            self.rng,
+        )
         self._clients[replica] = client
         self._tasks[replica] = asyncio.create_task(client.run(), name=f"telemetry {member.name}")
 
@@ -212,3 +220,11 @@ class Fleet:
         service = self.services.pop(key)
         for replica in list(service.replicas.values()):
             self._remove_replica(service, replica)
+
+
+def _fell_silent(service: Service, replica: Replica, *, is_certain: bool) -> None:
+    """The replica shows no sign of life: requests it has not begun to answer try elsewhere, if there is an elsewhere;
+    once it is certain, those it has begun too."""
+    others = (other for other in service.replicas.values() if other is not replica)
+    if any(other.is_routable and other.health.is_well for other in others):
+        replica.pool.give_up(FirstByteTimeout("the replica fell silent"), even_begun=is_certain)

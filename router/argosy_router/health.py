@@ -40,6 +40,10 @@ class Health:
     def is_ejected(self) -> bool:
         return self._ejected_until is not None
 
+    @property
+    def is_well(self) -> bool:
+        return self._ejected_until is None and not self.is_suspect
+
     def admits(self, now: float) -> bool:
         """Whether a request may be sent: healthy, or half-open with no probe under way."""
         return self._ejected_until is None or (now >= self._ejected_until and not self._is_probing)

@@ -3,7 +3,8 @@
 Owns: one task per replica that keeps the stream open and applies its frames.
 Must not know: HTTP framing, policies, other replicas.
 Invariants: only a stream of our content type and a version we can read is believed; a lost stream changes the mode of
-routing (`stale`), it never ejects; whatever the peer does, the task goes on with capped, jittered back-off.
+routing (`stale`), it never ejects; a silent one makes the replica a suspect, and its requests try elsewhere; whatever
+the peer does, the task goes on with capped, jittered back-off.
 
 connecting --hello, last snapshot slice--> synced --stream lost--> stale --hello, snapshot--> synced
      `----- another content type, or a version that excludes us ----> foreign (see `foreign`)
@@ -37,7 +38,7 @@ from argosy_engine.protocol.telemetry import (
 from argosy_router.foreign import ForeignPoller
 from argosy_router.health import SUSPECT_STEP_AGE_S
 from argosy_router.http.client import ClientConnection
-from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, UpstreamError
+from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.http.fetch import request_head
 from argosy_router.http.messages import Headers
 from argosy_router.replica import Replica
@@ -61,12 +62,21 @@ class TelemetryClient:
     """Keeps one replica's knowledge current."""
 
     def __init__(
-        self, replica: Replica, model: str, key: str, on_change: Callable[[], None], rng: random.Random
+        self,
+        replica: Replica,
+        model: str,
+        key: str,
+        on_change: Callable[[], None],
+        on_silent: Callable[[bool], None],
+        rng: random.Random,
     ) -> None:
+        """`on_silent(False)` is called when heartbeats stop, `on_silent(True)` when a new connection is not answered
+        either: the process is stopped, or its machine is gone."""
         self._replica = replica
         self._model = model
         self._key = key
         self._on_change = on_change
+        self._on_silent = on_silent
         self._rng = rng
         self._foreign = ForeignPoller(replica, key, on_change, rng)
         self.skipped_frames = 0
@@ -82,15 +92,23 @@ class TelemetryClient:
             except Foreign as reason:
                 if replica.link != "foreign":
                     log.info("replica %s is not one of ours: %s", replica.name, reason)
+                replica.health.is_suspect = False
                 self._set_link("foreign")
                 await self._foreign.poll(POLLS_PER_RETRY)
                 continue
             except (UpstreamError, TelemetryError) as error:
                 failures = 0 if replica.is_synced else failures + 1
+                fell_silent = replica.is_synced and isinstance(error, IdleTimeout)
                 self._lose(str(error))
+                if fell_silent:
+                    replica.health.is_suspect = True
+                    self._on_change()
+                    self._on_silent(False)
                 if replica.link == "stale" and isinstance(error, (ConnectFailed, FirstByteTimeout)):
                     # Not the lost stream counts, but that the replica no longer answers a new connection.
                     self._fail_health(refused=isinstance(error, ConnectFailed) and error.refused)
+                    if replica.health.is_suspect and isinstance(error, FirstByteTimeout):
+                        self._on_silent(True)
             pause = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(failures, 10))
             await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
 
@@ -163,6 +181,7 @@ class TelemetryClient:
 
     def _synced(self) -> None:
         self._replica.health.succeeded()
+        self._replica.health.is_suspect = False
         self._replica.syncs += 1
         self._set_link("synced")
 

@@ -132,6 +132,11 @@ class ClientConnection(asyncio.Protocol):
         self._sink = None
         self._shut()
 
+    def give_up(self, error: UpstreamError, *, even_begun: bool) -> None:
+        """Fails the request under way, if there is one; with `even_begun` also if its response has begun."""
+        if self._sink is not None and (even_begun or not self._is_head_reported):
+            self._fail(error)
+
     def expire_after(self, seconds: float) -> None:
         """Closes the idle connection unless it is used before."""
         self._deadline.set(seconds)

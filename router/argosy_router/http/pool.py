@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from argosy_router.http.client import ClientConnection, ClientLimits
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.errors import ConnectFailed
+from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.tls import ClientTls
 
 
@@ -47,6 +47,8 @@ class ConnectionPool:
         self._limits = limits
         self._wheel = wheel
         self._idle: list[ClientConnection] = []
+        self._open_connections: set[ClientConnection] = set()
+        """Idle or carrying a request; those of `connect` are not among them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -95,6 +97,11 @@ class ConnectionPool:
         self._idle.append(connection)
         connection.expire_after(self._limits.keep_alive_s)
 
+    def give_up(self, error: UpstreamError, *, even_begun: bool) -> None:
+        """Fails the requests under way; with `even_begun` also those whose response has begun."""
+        for connection in list(self._open_connections):
+            connection.give_up(error, even_begun=even_begun)
+
     def close(self) -> None:
         """Closes what is idle or connecting; connections in use finish and close then."""
         self._is_closed = True
@@ -108,6 +115,7 @@ class ConnectionPool:
         return len(self._idle)
 
     def _on_closed(self, connection: ClientConnection) -> None:
+        self._open_connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
@@ -120,6 +128,7 @@ class ConnectionPool:
             waiter.on_connect_failed(ConnectFailed("replica was removed"))
             raise
         else:
+            self._open_connections.add(connection)
             waiter.on_connected(connection)
 
 
