@@ -10,9 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, NameConflict, resolve_names
+from argosy_engine.protocol.fleet import (
+    Endpoint,
+    FleetDocument,
+    FleetService,
+    NameConflict,
+    ServiceLimits,
+    resolve_names,
+)
 from argosy_operator.names import ENGINE_PORT, selector
-from argosy_operator.spec import InferenceService
+from argosy_operator.spec import InferenceService, RouterLimits
 
 
 def fleet_service(
@@ -31,7 +38,18 @@ def fleet_service(
         port=ENGINE_PORT,
         endpoints=endpoints,
         policy=service.spec.router.policy,
+        limits=_limits(service.spec.router.limits),
         internal_key=internal_key,
+    )
+
+
+def _limits(limits: RouterLimits) -> ServiceLimits:
+    return ServiceLimits(
+        max_inflight_per_replica=limits.max_inflight_per_replica,
+        max_queued_requests=limits.max_queued_requests,
+        queue_timeout_s=limits.queue_timeout_seconds,
+        hold_timeout_s=limits.hold_timeout_seconds,
+        request_timeout_s=limits.request_timeout_seconds,
     )
 
 

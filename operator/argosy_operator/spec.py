@@ -216,6 +216,22 @@ class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
         return 0 if self.surge else 1
 
 
+class RouterLimits(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What a router lets through to this service. 0 stands for the router's own default."""
+
+    max_inflight_per_replica: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    """Requests each router has under way at one replica; further ones wait for their turn. By default replicas
+    count as full with 1.5 requests for each sequence of their batch, all replicas taken together."""
+    max_queued_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Requests that may wait in each router while all replicas are full; further ones are refused (429)."""
+    queue_timeout_seconds: Annotated[int, Meta(ge=0, le=3600)] = 0
+    """How long one may wait before it is refused (429)."""
+    hold_timeout_seconds: Annotated[int, Meta(ge=0, le=3600)] = 0
+    """How long requests wait for the first replica while there is none, instead of being refused (503)."""
+    request_timeout_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 0
+    """How long an answer may take to begin. One that is not streamed begins when it is complete."""
+
+
 class Router(Struct, frozen=True, kw_only=True, rename="camel"):
     """How the router treats this service."""
 
@@ -223,6 +239,8 @@ class Router(Struct, frozen=True, kw_only=True, rename="camel"):
     """How a replica is chosen: `cost` (cached prefix against load, the default), `least-load`, `prefix-hash` (the
     prompt's beginning names the replica), `session` (header x-session-id, or prompt_cache_key), `round-robin`,
     `random` or `power-of-two`."""
+    limits: RouterLimits = RouterLimits()
+    """Bounds of its requests in each router."""
 
 
 class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):

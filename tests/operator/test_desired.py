@@ -260,6 +260,7 @@ SAME_REVISION: list[dict[str, Any]] = [
     {"rollout": {"maxSurge": 2}},
     {"rollout": {"progressDeadlineSeconds": 60}},
     {"router": {"policy": "least-load"}},
+    {"router": {"limits": {"maxQueuedRequests": 5}}},
     {"paused": True},
 ]
 OTHER_REVISION: list[dict[str, Any]] = [

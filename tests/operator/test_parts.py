@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
-from argosy_engine.protocol.fleet import Endpoint, decode_fleet, encode_fleet, resolve_names
+from argosy_engine.protocol.fleet import Endpoint, ServiceLimits, decode_fleet, encode_fleet, resolve_names
 from argosy_operator.api import DEPLOYMENTS, PODS
 from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.desired import desired
@@ -158,7 +158,16 @@ def test_queue_backs_off_and_forgives() -> None:
 def test_fleet_service() -> None:
     service = isvc(
         model={"source": "builtin://tiny", "servedName": "org/Tiny", "aliases": ["t"]},
-        router={"policy": "least-load"},
+        router={
+            "policy": "least-load",
+            "limits": {
+                "maxInflightPerReplica": 1,
+                "maxQueuedRequests": 2,
+                "queueTimeoutSeconds": 3,
+                "holdTimeoutSeconds": 4,
+                "requestTimeoutSeconds": 5,
+            },
+        },
     )
     entry = fleet_service(service)
     assert (entry.key, entry.uid, entry.model, entry.aliases) == (
@@ -168,6 +177,14 @@ def test_fleet_service() -> None:
         ("t",),
     )
     assert (entry.policy, entry.port, entry.internal_key) == ("least-load", 8000, "")
+    assert entry.limits == ServiceLimits(
+        max_inflight_per_replica=1,
+        max_queued_requests=2,
+        queue_timeout_s=3,
+        hold_timeout_s=4,
+        request_timeout_s=5,
+    )
+    assert fleet_service(isvc(model={"source": "builtin://tiny"})).limits == ServiceLimits()
     assert entry.selector == selector(service)
     local = fleet_service(
         service, endpoints=(Endpoint(name="e", url="http://127.0.0.1:1"),), internal_key="k"
