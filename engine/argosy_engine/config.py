@@ -51,6 +51,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Literal["fcfs", "priority"],
         Meta(description="priority: requests with a lower `priority` go first"),
     ] = "fcfs"
+    async_scheduling: Annotated[
+        bool | None,
+        Meta(description="launch a step before the last one's tokens are known; default: where it saves time"),
+    ] = None
     max_num_queued_reqs: Annotated[
         int,
         Meta(ge=1, le=1 << 20, description="requests waiting or running; beyond that clients get a 503"),
@@ -208,6 +212,7 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int
     max_num_queued_tokens: int | None
     scheduling_policy: Literal["fcfs", "priority"]
+    async_scheduling: bool
     epoch: str
     eos_token_ids: tuple[int, ...]
     logits_processors: tuple[str, ...]

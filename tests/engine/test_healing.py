@@ -17,10 +17,21 @@ from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.worker.info import WorkerInfo
 from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, group_layers
-from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from scheduler_fakes import FakeWorker, next_token
 
 BLOCK = 4
+
+
+class FakePending:
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def sample(self, grammar: GrammarBitmask | None) -> None:
+        raise NotImplementedError
+
+    def get(self) -> ModelRunnerOutput:
+        return self._output
 
 
 class FakeExecutor:
@@ -45,8 +56,8 @@ class FakeExecutor:
             phases=(),
         )  # fmt: skip
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        return self.worker.execute(step)
+    def execute(self, step: SchedulerOutput) -> FakePending:
+        return FakePending(self.worker.execute(step))
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         raise NotImplementedError
@@ -54,9 +65,10 @@ class FakeExecutor:
     def shutdown(self) -> None: ...
 
 
-@pytest.fixture
-def core() -> EngineCore:
-    return EngineCore(EngineArgs.of(model="builtin://tiny", block_size=BLOCK), FakeExecutor())
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def core(request: pytest.FixtureRequest) -> EngineCore:
+    args = EngineArgs.of(model="builtin://tiny", block_size=BLOCK, async_scheduling=request.param)
+    return EngineCore(args, FakeExecutor())
 
 
 def add(core: EngineCore, name: str, prompt: list[int]) -> list[int]:

@@ -3,6 +3,9 @@
 The same object serves both ways to run: in the caller's process (`InprocClient`) and in a process of its own
 (`core.process`). It raises on its own faults only: nothing a request contains can make `step` raise. A fault in the
 bookkeeping (scheduler, KV cache) is logged and healed; one in the executor ends the engine.
+
+With async scheduling two steps are in flight: while the device computes one, the next is scheduled and launched, and
+the one before is booked. Its tokens are the same, a step that turns out to be needless excepted: it is dropped.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.kv_cache_manager import KVCacheManager
@@ -27,7 +31,7 @@ from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.core.sleep import SleepState
 from argosy_engine.errors import EngineDead, UtilityFailed
-from argosy_engine.executor.base import Executor
+from argosy_engine.executor.base import Executor, PendingOutput
 from argosy_engine.structured.manager import StructuredOutputManager
 from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
@@ -35,6 +39,13 @@ logger = logging.getLogger("argosy.core")
 
 _RATE_SMOOTHING = 0.2
 """Weight of the newest step in the measured rates: a few steps to follow a change, single outliers damped."""
+
+
+class _Launched(NamedTuple):
+    step: SchedulerOutput
+    pending: PendingOutput
+    at: float
+    """`time.perf_counter()`"""
 
 
 class EngineCore:
@@ -63,6 +74,7 @@ class EngineCore:
             max_num_queued_reqs=args.max_num_queued_reqs,
             max_num_queued_tokens=args.max_num_queued_tokens,
             scheduling_policy=args.scheduling_policy,
+            async_scheduling=_is_async(args, info.device),
             epoch=secrets.token_hex(8),
             eos_token_ids=info.config.eos_token_ids,
             logits_processors=args.logits_processors,
@@ -95,6 +107,10 @@ class EngineCore:
             info.config.eos_token_ids,
             args.structured_outputs_cache_bytes,
         )
+        self._max_in_flight = 2 if self.config.async_scheduling else 1
+        self._launched: deque[_Launched] = deque()
+        """Steps that are not booked yet, oldest first."""
+        self._last_end = 0.0
         self.last_step: SchedulerOutput | None = None
         """For the dump of a core that dies."""
         self._prefill_rate = 0.0
@@ -115,7 +131,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.structured.has_compiled
+        return bool(self.scheduler.has_work or self.structured.has_compiled or self._launched)
 
     def add_request(self, message: EngineCoreRequest) -> None:
         self.sleep_state.check_awake()
@@ -138,25 +154,51 @@ class EngineCore:
             self._heal("aborting requests")
 
     def step(self) -> EngineCoreOutputs:
-        """Schedules, computes and books one step. One whose bookkeeping fails is empty; the next one starts afresh."""
+        """Launches the next step and books the oldest one, or nothing yet if another may be launched before.
+
+        A step whose bookkeeping fails is empty; the next one starts afresh.
+        """
         self._is_checked = False
+        step = self._schedule()
+        if step is None:
+            return self.idle_outputs()
+        if step.num_scheduled_tokens or step.finished_request_ids:
+            self.last_step = step
+            self._launched.append(_Launched(step, self.executor.execute(step), time.perf_counter()))
+            if step.num_scheduled_tokens and len(self._launched) < self._max_in_flight:
+                return EngineCoreOutputs()
+        elif not self._launched:
+            return self._book(step, ModelRunnerOutput([], []))
+        launched = self._launched.popleft()
+        result = launched.pending.get()
+        self._measure(launched)
+        outputs = self._book(launched.step, result)
+        self._mask_next()
+        return outputs
+
+    def _schedule(self) -> SchedulerOutput | None:
+        """The next step, None if the bookkeeping failed."""
         try:
             self._admit_compiled()
             step = self.scheduler.schedule()
             if self.structured:
-                step.grammar = self._grammar_bitmask(step)
+                # What a grammar allows depends on the tokens that are still under way.
+                step.awaits_grammar = bool(self._launched and self._with_grammar(step))
+                step.grammar = None if step.awaits_grammar else self._grammar_bitmask(step)
+            return step
         except Exception:
             self._heal("scheduling")
-            return self.idle_outputs()
-        self.last_step = step
-        started = time.perf_counter()
-        result = self.executor.execute(step)
-        self._measure(step, time.perf_counter() - started)
+            return None
+
+    def _book(self, step: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs:
+        """Tells scheduler and grammars what a step gave."""
         try:
+            stale = self.scheduler.in_flight.stale(step) if step.num_scheduled_tokens else ()
             for request_id, error in result.errors.items():
-                self.scheduler.fail(request_id, error, ErrorKind.INTERNAL)
+                if request_id not in stale:
+                    self.scheduler.fail(request_id, error, ErrorKind.INTERNAL)
             if self.structured:
-                self._follow_grammars(result)
+                self._follow_grammars(result, stale)
             outputs = self.scheduler.update(step, result)
             self._forget_finished()
         except Exception:
@@ -169,6 +211,18 @@ class EngineCore:
             residency=self.kv.residency.take_delta(),
         )
 
+    def _mask_next(self) -> None:
+        """Sends the step that is launched already what the grammars allow, now that they know the tokens before."""
+        if not self._launched or not self._launched[-1].step.awaits_grammar:
+            return
+        launched = self._launched[-1]
+        mask = None
+        try:
+            mask = self._grammar_bitmask(launched.step)
+        except Exception:
+            self._heal("masking a step")
+        launched.pending.sample(mask)
+
     def _admit_compiled(self) -> None:
         """Requests whose grammar has become known may run, or end."""
         for compiled in self.structured.take_compiled():
@@ -178,21 +232,25 @@ class EngineCore:
                 kind = ErrorKind.BUSY if compiled.is_overload else ErrorKind.INVALID
                 self.scheduler.fail(compiled.request_id, compiled.error, kind)
 
-    def _grammar_bitmask(self, step: SchedulerOutput) -> GrammarBitmask | None:
-        """What the requests with a grammar that sample in this step may say next."""
+    def _with_grammar(self, step: SchedulerOutput) -> list[str]:
+        """The requests with a grammar that sample in this step, which is the newest."""
         requests = self.scheduler.requests
-        request_ids = [
+        return [
             request_id
             for request_id in self.structured.request_ids
             if request_id in step.num_scheduled_tokens
             and requests[request_id].num_computed_tokens >= requests[request_id].num_tokens
         ]
+
+    def _grammar_bitmask(self, step: SchedulerOutput) -> GrammarBitmask | None:
+        """What they may say next."""
+        request_ids = self._with_grammar(step)
         return GrammarBitmask(request_ids, self.structured.bitmask(request_ids)) if request_ids else None
 
-    def _follow_grammars(self, result: ModelRunnerOutput) -> None:
+    def _follow_grammars(self, result: ModelRunnerOutput, stale: Collection[str]) -> None:
         """Tells the grammars what was sampled. A token that does not fit costs its request only."""
         for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
-            error = self.structured.accept(request_id, token_ids)
+            error = self.structured.accept(request_id, token_ids) if request_id not in stale else None
             if error is not None:
                 self.scheduler.fail(request_id, error)
 
@@ -266,8 +324,11 @@ class EngineCore:
         self.scheduler.check()
         return True
 
-    def _measure(self, step: SchedulerOutput, seconds: float) -> None:
+    def _measure(self, launched: _Launched) -> None:
         """Rates for the router's cost: steps that mostly prefill give tokens per second, pure decodes give ITL."""
+        step, now = launched.step, time.perf_counter()
+        seconds = now - max(launched.at, self._last_end)
+        self._last_end = now
         total, rows = step.total_num_scheduled_tokens, len(step.num_scheduled_tokens)
         if not total:
             return
@@ -280,3 +341,10 @@ class EngineCore:
             self._prefill_rate += (rate - self._prefill_rate) * (
                 _RATE_SMOOTHING if self._prefill_rate else 1.0
             )
+
+
+def _is_async(args: EngineArgs, device: str) -> bool:
+    """A CPU worker in the core's own process computes while it launches, so there is nothing to overlap with."""
+    if args.async_scheduling is None:
+        return device != "cpu" or args.distributed_executor_backend != "uni"
+    return args.async_scheduling

@@ -44,8 +44,6 @@ from argosy_engine.worker.memory import check_model
 logger = logging.getLogger("argosy.core")
 
 IDLE_HEARTBEAT_S = 0.5
-_BUSY_STATS_INTERVAL_S = 0.05
-"""While stepping, statistics ride along at most this often: the API process has better things to decode."""
 _LINGER_MS = 4000
 """Long enough for the message that tells why the core died."""
 
@@ -134,20 +132,16 @@ class CoreProcess:
 
     def _busy_loop(self) -> None:
         core = self.core
-        last_stats = 0.0
         while True:
             if not core.has_work and not self._wait_for_input():
                 core.check_when_idle()
                 self._outputs.put(core.idle_outputs())
-                last_stats = time.monotonic()
                 continue
             self._drain_inputs()
             if not core.has_work:
                 continue
             outputs = core.step()
-            now = time.monotonic()
-            if outputs.outputs or outputs.residency or now - last_stats > _BUSY_STATS_INTERVAL_S:
-                last_stats = now
+            if outputs.stats is not None:  # else it was only launched
                 self._outputs.put(outputs)
 
     def _wait_for_input(self) -> bool:

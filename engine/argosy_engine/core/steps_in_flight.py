@@ -23,16 +23,15 @@ class StepsInFlight:
         self._steps.append((step, set()))
 
     def pop(self, step: SchedulerOutput) -> Collection[str]:
-        """Ends the oldest step, which must be this one; the requests for which it is stale."""
-        oldest, stale = self._steps.popleft()
-        assert oldest is step, "steps are booked in order"
+        """Ends a step, and gives up older ones, which were never computed; the requests for which it is stale."""
+        stale = self.stale(step)
+        while self._steps and self._steps.popleft()[0] is not step:
+            pass
         return stale
 
     def stale(self, step: SchedulerOutput) -> Collection[str]:
-        """The requests for which the oldest step, which must be this one, is stale."""
-        oldest, stale = self._steps[0]
-        assert oldest is step, "steps are booked in order"
-        return stale
+        """The requests for which the step is stale."""
+        return next(stale for known, stale in self._steps if known is step)
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a step may still bring something for the request."""

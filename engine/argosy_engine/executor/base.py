@@ -6,7 +6,23 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+
+
+class PendingOutput(Protocol):
+    """A step that was launched. Steps end in the order in which they were launched."""
+
+    def sample(self, grammar: GrammarBitmask | None) -> None:
+        """The mask of a step that awaits one; for no other, and before the next step is launched."""
+        ...
+
+    def get(self) -> ModelRunnerOutput:
+        """Waits for the step's end.
+
+        Raises:
+            EngineDead: a worker's process ended, or the step failed in it.
+        """
+        ...
 
 
 class Executor(Protocol):
@@ -19,8 +35,9 @@ class Executor(Protocol):
         """
         ...
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """
+    def execute(self, step: SchedulerOutput) -> PendingOutput:
+        """Launches a step.
+
         Raises:
             EngineDead: a worker's process ended, or the step failed in it.
         """

@@ -11,6 +11,7 @@ import contextlib
 import select
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,11 +21,27 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastWriter, Framed
 from argosy_engine.executor.lifeline import describe_exit, parent_argument
-from argosy_engine.executor.worker_process import CALL, EXECUTE, FAILED, INIT, Call, Failure
+from argosy_engine.executor.worker_process import CALL, EXECUTE, FAILED, INIT, SAMPLE, Call, Failure
 from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 _EXIT_TIMEOUT_S = 5.0
+
+
+class PendingAnswer:
+    """A step that the workers were told to compute."""
+
+    def __init__(self, executor: MultiprocExecutor) -> None:
+        self._executor = executor
+        self.output: ModelRunnerOutput | None = None
+
+    def sample(self, grammar: GrammarBitmask | None) -> None:
+        self._executor.sample(grammar)
+
+    def get(self) -> ModelRunnerOutput:
+        while self.output is None:
+            self._executor.receive()
+        return self.output
 
 
 class MultiprocExecutor:
@@ -42,6 +59,8 @@ class MultiprocExecutor:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._outputs = msgspec.msgpack.Decoder(ModelRunnerOutput)
+        self._pending: deque[PendingAnswer] = deque()
+        """Steps whose answers have not come, oldest first."""
 
     def start(self) -> WorkerInfo:
         safe_path = ["-P"] if sys.flags.safe_path else []
@@ -67,14 +86,29 @@ class MultiprocExecutor:
         tightest = min(infos, key=lambda info: info.memory.num_blocks)
         return msgspec.structs.replace(infos[0], memory=tightest.memory)
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput) -> PendingAnswer:
         self._queue.put(EXECUTE + self._encode(step))
+        pending = PendingAnswer(self)
+        self._pending.append(pending)
+        return pending
+
+    def sample(self, grammar: GrammarBitmask | None) -> None:
+        self._queue.put(SAMPLE + self._encode(grammar))
+
+    def receive(self) -> None:
+        """Waits for the answer to the oldest step.
+
+        Raises:
+            EngineDead: see `Executor.execute`.
+        """
         answer = self._answer(0)
         if isinstance(answer, Failure):
             raise EngineDead(f"a step failed in worker 0: {answer.message}")
-        return self._outputs.decode(answer)
+        self._pending.popleft().output = self._outputs.decode(answer)
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        while self._pending:  # answers come in order
+            self.receive()
         self._queue.put(CALL + self._encode(Call(method, list(args))))
         answers = [self._answer(rank) for rank in range(len(self._processes))]
         for rank, answer in enumerate(answers):

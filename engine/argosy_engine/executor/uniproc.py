@@ -7,9 +7,10 @@ from typing import Any
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import UtilityFailed
+from argosy_engine.executor.base import PendingOutput
 from argosy_engine.executor.worker_class import public_method, worker_class
 from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+from argosy_engine.worker.step import SchedulerOutput
 
 
 class UniprocExecutor:
@@ -19,7 +20,7 @@ class UniprocExecutor:
     def start(self) -> WorkerInfo:
         return self._worker.start()
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput) -> PendingOutput:
         return self._worker.execute(step)
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:

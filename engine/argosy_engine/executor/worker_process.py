@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -22,7 +22,10 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastReader, Framed, ReaderEnds
 from argosy_engine.executor.lifeline import die_with_parent
-from argosy_engine.worker.step import SchedulerOutput
+from argosy_engine.worker.step import GrammarBitmask, SchedulerOutput
+
+if TYPE_CHECKING:
+    from argosy_engine.worker.pending_step import PendingStep
 
 logger = logging.getLogger("argosy.worker")
 
@@ -30,7 +33,9 @@ INIT = b"\x00"
 """`EngineArgs`: make the worker and load the model; first of all, answered by `WorkerInfo`"""
 EXECUTE = b"\x01"
 """`SchedulerOutput`, answered by the first rank's `ModelRunnerOutput`: every rank computes the same tokens"""
-CALL = b"\x02"
+SAMPLE = b"\x02"
+"""`GrammarBitmask` or nothing, for the step before that awaits it: its answer comes only now"""
+CALL = b"\x03"
 """`Call`, answered by every rank"""
 
 DONE = b"\x00"
@@ -87,20 +92,33 @@ class WorkerProcess:
             self._fail("start", error)
             return
         steps = msgspec.msgpack.Decoder(SchedulerOutput)
+        grammars = msgspec.msgpack.Decoder(GrammarBitmask | None)
         calls = msgspec.msgpack.Decoder(Call)
+        awaiting: PendingStep | None = None
         while True:
             message = self._reader.get()
+            kind, payload = message[:1], memoryview(message)[1:]
             try:
-                if message[:1] == EXECUTE:
-                    output = worker.execute(steps.decode(memoryview(message)[1:]))
-                    if self._rank == 0:
-                        self._done(output)
-                else:
-                    call = calls.decode(memoryview(message)[1:])
+                if kind == CALL:
+                    call = calls.decode(payload)
                     self._done(public_method(worker, call.method)(*call.args))
+                    continue
+                if kind == EXECUTE:
+                    step = steps.decode(payload)
+                    pending = worker.execute(step)
+                    if step.awaits_grammar:
+                        awaiting = pending
+                        continue
+                else:
+                    assert awaiting is not None
+                    pending, awaiting = awaiting, None
+                    pending.sample(grammars.decode(payload))
+                output = pending.get()
+                if self._rank == 0:
+                    self._done(output)
             except Exception as error:
                 self._fail("call", error)
-                if message[:1] == EXECUTE and self._rank != 0:
+                if kind != CALL and self._rank != 0:
                     os._exit(1)  # nobody awaits this rank's answer, but everybody sees its end
 
     def _done(self, result: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from argosy_engine.sample.sampler import Sampler, SamplerOptions
+from argosy_engine.worker.pending_step import PendingStep
 from argosy_engine.worker.step import BlockIds, NewRequest
 
 
@@ -32,6 +33,7 @@ class InputBatch:
         device: torch.device,
         sampling: SamplerOptions,
     ) -> None:
+        self.num_slots = max_num_seqs
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -41,6 +43,8 @@ class InputBatch:
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         """alternatives per prompt token; -1: nobody asked, or they were sent before a preemption"""
         self.sampler = Sampler(self.token_ids, eos_token_ids, device, sampling)
+        self.unsettled: list[PendingStep] = []
+        """Steps whose tokens `token_ids` lacks, oldest first; `num_tokens` counts them."""
         self.slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
@@ -70,4 +74,11 @@ class InputBatch:
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
+            for step in self.unsettled:
+                step.free(slot)
             self.sampler.remove(slot)
+
+    def settle_all(self) -> None:
+        """Waits for all tokens that are under way."""
+        for step in list(self.unsettled):
+            step.settle()

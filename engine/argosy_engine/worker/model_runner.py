@@ -16,9 +16,10 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.sample.logprobs import score_prompt
-from argosy_engine.sample.sampler import GrammarMask, SamplerOptions
+from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.kv_cache_interface import kv_cache_groups
+from argosy_engine.worker.pending_step import PendingStep
 from argosy_engine.worker.pooler import Pooler
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 
@@ -77,10 +78,11 @@ class ModelRunner:
         self.vocab_size = config.vocab_size
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput) -> PendingStep:
+        """Launches a step. Its tokens are drawn too, unless it awaits a grammar."""
         self._apply(step)
         if not step.num_scheduled_tokens:
-            return ModelRunnerOutput([], [])
+            return PendingStep(self.batch, ModelRunnerOutput([], []))
         # One new token first; sorted() is stable, so equal rows keep the scheduler's order.
         scheduled = sorted(step.num_scheduled_tokens.items(), key=lambda item: item[1] > 1)
         request_ids = [request_id for request_id, _ in scheduled]
@@ -95,26 +97,20 @@ class ModelRunner:
         hidden = self.model.forward(token_ids, positions, self.kv_cache, meta)
         # Only rows that reach the end of their known tokens give a next token.
         is_sampled = seq_lens >= self.batch.num_tokens[slots]
+        self.batch.num_computed[slots] = seq_lens
         output = ModelRunnerOutput(request_ids, [[] for _ in request_ids], {}, {})
         output.pooler_output = self.pooler.pool(request_ids, hidden, query_lens, is_sampled)
         if (self.batch.num_prompt_logprobs[slots] >= 0).any():
             self._score_prompts(output, hidden, slots, query_lens, computed)
-        if is_sampled.any():
-            last_rows = np.cumsum(query_lens)[is_sampled] - 1
-            logits = self.model.logits(hidden[torch.from_numpy(last_rows).to(self.device)])
-            rows = np.flatnonzero(is_sampled).tolist()
-            grammar = _grammar_mask(step, [request_ids[row] for row in rows])
-            sampled = self.batch.sampler.sample(logits, slots[is_sampled], seq_lens[is_sampled], grammar)
-            output.errors = {request_ids[rows[index]]: why for index, why in sampled.failed.items()}
-            tokens = sampled.token_ids.tolist()
-            for row, token in zip(rows, tokens, strict=True):
-                output.sampled_token_ids[row] = [token]
-            if sampled.logprobs is not None:
-                for index, logprobs in sampled.logprobs.by_row().items():
-                    output.logprobs[request_ids[rows[index]]] = [logprobs]
-            self._append(slots[is_sampled], tokens)
-        self.batch.num_computed[slots] = seq_lens
-        return output
+        if not is_sampled.any():
+            return PendingStep(self.batch, output)
+        last_rows = np.cumsum(query_lens)[is_sampled] - 1
+        logits = self.model.logits(hidden[torch.from_numpy(last_rows).to(self.device)])
+        rows = np.flatnonzero(is_sampled).tolist()
+        pending = PendingStep(self.batch, output, logits, rows, slots[is_sampled], seq_lens[is_sampled])
+        if not step.awaits_grammar:
+            pending.sample(step.grammar)
+        return pending
 
     def _apply(self, step: SchedulerOutput) -> None:
         """Books the scheduler's diff into the input batch."""
@@ -157,7 +153,10 @@ class ModelRunner:
         meta = metas[0]
         if len(metas) > 1:
             meta = replace(meta, layers=tuple(metas[group] for group in self._group_of_layer))
-        return self._tensor(token_ids.astype(np.int64)), self._tensor(positions), meta
+        tokens = self._tensor(token_ids.astype(np.int64))
+        for pending in batch.unsettled:
+            pending.fill(tokens, slots, starts + query_lens - 1)
+        return tokens, self._tensor(positions), meta
 
     def _score_prompts(
         self,
@@ -185,22 +184,8 @@ class ModelRunner:
                 )
                 output.prompt_logprobs[output.request_ids[row]] = int(first), scored
 
-    def _append(self, slots: np.ndarray, tokens: list[int]) -> None:
-        batch = self.batch
-        batch.token_ids[slots, batch.num_tokens[slots]] = tokens
-        batch.num_tokens[slots] += 1
-
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
-
-
-def _grammar_mask(step: SchedulerOutput, sampled_ids: list[str]) -> GrammarMask | None:
-    """The step's grammar mask by rows of the logits, whose requests are `sampled_ids`."""
-    if step.grammar is None:
-        return None
-    row_of = {request_id: row for row, request_id in enumerate(sampled_ids)}
-    rows = np.array([row_of[request_id] for request_id in step.grammar.request_ids], np.int64)
-    return GrammarMask(rows, np.frombuffer(step.grammar.bitmask, np.int32).reshape(len(rows), -1).copy())
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

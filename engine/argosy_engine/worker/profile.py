@@ -56,9 +56,7 @@ def run_largest_step(runner: ModelRunner, args: EngineArgs, max_model_len: int) 
     lengths = [tokens // count + (row < tokens % count) for row in range(count)]
     lengths = [min(length, max_model_len - 1) for length in lengths]
     logprobs = runner.vocab_size if args.max_logprobs < 0 else args.max_logprobs
-    sampling = SamplingParams(
-        temperature=1.0, top_p=0.9, top_k=50, seed=0, max_tokens=1, logprobs=logprobs
-    )
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=0, max_tokens=1, logprobs=logprobs)
     num_groups = len(runner.groups)
     requests = [
         NewRequest(
@@ -67,7 +65,7 @@ def run_largest_step(runner: ModelRunner, args: EngineArgs, max_model_len: int) 
         for row, length in enumerate(lengths)
     ]
     scheduled = {request.request_id: len(request.token_ids) for request in requests}
-    result = runner.execute(_step(requests, scheduled, []))
+    result = runner.execute(_step(requests, scheduled, [])).get()
     runner.execute(_step([], {}, list(scheduled)))
     return sum(bool(sampled) for sampled in result.sampled_token_ids)
 

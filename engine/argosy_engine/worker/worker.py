@@ -25,8 +25,9 @@ from argosy_engine.worker.device import DeviceMemory, choose_dtype, cpu_memory
 from argosy_engine.worker.info import WorkerInfo
 from argosy_engine.worker.memory import estimate_activations, plan_memory, wanted_model_len
 from argosy_engine.worker.model_runner import ModelRunner
+from argosy_engine.worker.pending_step import PendingStep
 from argosy_engine.worker.profile import measure_activations
-from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+from argosy_engine.worker.step import SchedulerOutput
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -106,7 +107,7 @@ class Worker:
             phases=tuple(self._phases),
         )
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput) -> PendingStep:
         assert self._runner is not None, "the worker is asleep"
         return self._runner.execute(step)
 
