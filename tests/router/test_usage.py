@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from argosy_router.append_file import AppendFile
-from argosy_router.proxy.usage import TokenUsage, find_usage
+from argosy_router.proxy.usage import TokenUsage, find_usage, without_usage
 from argosy_router.usage_ledger import UsageLedger
 
-from .fake_engine import Connection, FakeEngine, Received, completion, event
+from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import Rig, rig
 
 NINE = 1_795_251_600.0
@@ -163,3 +163,57 @@ async def test_answers_without_usage_are_counted_as_such() -> None:
         assert (await r.chat()).status_code == 400
         assert await metered(r, metered="no") == 1
         assert await metered(r) == 0
+
+
+# streams
+
+CHOICE, USAGE = event("a"), b'data: {"choices": [],"usage":{"prompt_tokens":40,"completion_tokens":3}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("events", "left"),
+    [
+        (CHOICE + USAGE + DONE, CHOICE + DONE),
+        (USAGE, b""),
+        (DONE, DONE),
+        (CHOICE.replace(b"\n\n", b"\r\n\r\n") + USAGE.replace(b"\n\n", b"\r\n\r\n"), None),
+        (b'data: {"choices":[{"delta":{}}],"usage":{"prompt_tokens":4}}\n\n', None),
+        (rb'data: {"choices":[{"delta":{"content":"\"usage\" and \"choices\": []"}}]}' + b"\n\n", None),
+    ],
+)
+def test_only_the_event_of_the_usage_is_kept_back(events: bytes, left: bytes | None) -> None:
+    if left is None:
+        left = events.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" if b"\r" in events else events
+    assert without_usage(events) == left
+
+
+@pytest.mark.parametrize(
+    ("options", "is_shown"),
+    [
+        ({}, False),
+        ({"stream_options": None}, False),
+        ({"stream_options": {"include_usage": False, "continuous_usage_stats": True}}, False),
+        ({"stream_options": {"include_usage": True}}, True),
+    ],
+)
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_every_stream_is_metered_and_clients_see_what_they_asked_for(
+    options: dict[str, Any], is_shown: bool, is_split: bool
+) -> None:
+    async def stream(connection: Connection, request: Received) -> None:
+        assert request.json["stream_options"]["include_usage"] is True
+        connection.begin_stream()
+        for piece in (CHOICE, USAGE, DONE) if is_split else (CHOICE + USAGE + DONE,):
+            connection.chunk(piece)
+            await connection.writer.drain()
+        connection.end_stream()
+
+    async with rig([FakeEngine(script=stream)]) as r:
+        answer = await r.chat(stream=True, **options)
+        assert answer.content == CHOICE + (USAGE if is_shown else b"") + DONE
+        assert await metered(r) == 1
+        assert r.metric('usage_tokens_total{key="",kind="completion",model="tiny"}') == 3
+        sent = r.engines[0].requests[-1].json
+        assert sent["messages"][0]["content"] == "hi"
+        expected = (options.get("stream_options") or {}).get("continuous_usage_stats")
+        assert sent["stream_options"].get("continuous_usage_stats") == expected

@@ -2,7 +2,8 @@
 
 Owns: what the router needs to know about a request after reading it. Must not know: connections, replicas.
 Invariant: the body that is forwarded is the client's own bytes, except for the value of `model` where the engine
-would not know the name the client used, and of `priority` where the client's key has a say in it.
+would not know the name the client used, of `priority` where the client's key has a say in it, and of `stream_options`
+where a stream would not tell its usage.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from argosy_engine.protocol.openai import (
     CompletionRequest,
     Endpoint,
     GenerationRequest,
+    StreamOptions,
     decode_request,
 )
 from argosy_engine.protocol.prompt_view import prompt_view
@@ -28,6 +30,7 @@ from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
 from argosy_router.proxy.migration import StreamShape, resumable_shape
+from argosy_router.proxy.usage import asking_usage
 from argosy_router.service import Prompt, Service
 
 if TYPE_CHECKING:
@@ -58,6 +61,8 @@ class Call(NamedTuple):
     """Prompt and completion, before either is known."""
     shape: StreamShape | None = None
     """Of a stream that can be resumed."""
+    hides_usage: bool = False
+    """The client did not ask its stream for the usage; we did."""
     trace: Trace | None = None
     """Where requests are traced."""
 
@@ -100,13 +105,19 @@ def decode_call(
     if not may_use(account, decoded.model, service):
         raise unknown_model(decoded.model)
     priority = account.priority(decoded.priority)
-    changes: dict[str, str | int] = {}
+    changes: dict[str, str | int | StreamOptions] = {}
     if decoded.model == service.spec.key and decoded.model != service.spec.model:
         changes["model"] = service.spec.model
     if priority != decoded.priority:
         changes["priority"] = priority
+    options = decoded.stream_options
+    hides_usage = decoded.stream and not (options is not None and options.include_usage)
+    if hides_usage and options is not None:
+        changes["stream_options"] = msgspec.structs.replace(options, include_usage=True)
     if changes:
         body = with_fields(body, changes)
+    if hides_usage and options is None:
+        body = asking_usage(body)
     prompt = prompt_of(service, decoded, request.header(SESSION_HEADER))
     return Call(
         service,
@@ -120,6 +131,7 @@ def decode_call(
         priority,
         service.estimate_tokens(prompt) + _expected_output_tokens(decoded),
         resumable_shape(decoded),
+        hides_usage=hides_usage,
     )
 
 
@@ -168,7 +180,7 @@ def unknown_model(name: str) -> NotFound:
     return NotFound(f"the model `{name[:256]}` does not exist", param="model", code="model_not_found")
 
 
-def with_fields(body: bytes, changes: Mapping[str, str | int]) -> bytes:
+def with_fields(body: bytes, changes: Mapping[str, str | int | StreamOptions]) -> bytes:
     """`body` with other values of some fields; all others keep their bytes.
 
     A key given twice keeps its last value, which is what every JSON decoder on the way reads.

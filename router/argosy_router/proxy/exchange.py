@@ -251,7 +251,9 @@ class Exchange:
         if is_stream and self._fingerprint and self._transcript is None:
             assert self.call.shape is not None
             self._transcript = Transcript(self.call.shape)
-        self._relay = StreamRelay(self._transcript) if is_stream else UnaryRelay()
+        self._relay = (
+            StreamRelay(self._transcript, hides_usage=self.call.hides_usage) if is_stream else UnaryRelay()
+        )
 
     def on_data(self, data: bytes) -> None:
         relay = self._relay

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argosy_router.http.errors import ConnectionLost, MalformedResponse, UpstreamError
 from argosy_router.http.sse import EventCutter, EventTooLarge
 from argosy_router.proxy.migration import DONE, Transcript
-from argosy_router.proxy.usage import TAIL_BYTES
+from argosy_router.proxy.usage import TAIL_BYTES, without_usage
 
 MAX_BUFFERED_BYTES = 1024 * 1024
 """Unary answers up to this size reach the client whole or not at all; longer ones are streamed and cannot be retried
@@ -65,12 +65,13 @@ class StreamRelay:
     """Events of a stream, sent on as they are, and noted in a transcript if there is one.
 
     An engine that goes down says so by an event. If the stream can be resumed, that event and what follows are not
-    the client's: they end the attempt.
+    the client's: they end the attempt. Neither is the usage, if the client did not ask for it.
     """
 
-    def __init__(self, transcript: Transcript | None) -> None:
+    def __init__(self, transcript: Transcript | None, *, hides_usage: bool = False) -> None:
         self._cutter = EventCutter()
         self._transcript = transcript
+        self._hides_usage = hides_usage
         self._before = b""
         self._last = b""
         self.failure: UpstreamError | None = None
@@ -95,7 +96,7 @@ class StreamRelay:
                 events = self._before_failure(events)
             transcript.add(events)
         self._before, self._last = self._last, events
-        return events
+        return without_usage(events) if self._hides_usage else events
 
     def end(self) -> bytes:
         """The response is complete: what is still to be sent on, nothing if that is not the whole stream."""

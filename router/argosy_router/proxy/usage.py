@@ -1,6 +1,7 @@
 """Token counts out of an answer, without parsing it.
 
-Owns: finding `usage` in the last bytes. Must not know: anything else about answers.
+Owns: having every stream tell its usage, finding it in the last bytes, and keeping it from clients that did not ask.
+Must not know: anything else about answers.
 
 A quote inside a JSON string is escaped, so `"usage":` unescaped can only be a key.
 """
@@ -16,6 +17,10 @@ TAIL_BYTES = 2048
 _PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})')
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
 _COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})')
+
+
+_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 
 
 class TokenUsage(NamedTuple):
@@ -38,4 +43,20 @@ def find_usage(tail: bytes) -> TokenUsage | None:
     completion = _COMPLETION.search(tail, start)
     return TokenUsage(
         int(prompt[1]), int(cached[1]) if cached else 0, int(completion[1]) if completion else 0
+    )
+
+
+def asking_usage(body: bytes) -> bytes:
+    """A request with the JSON object `body` and without stream options, whose stream ends by telling its usage."""
+    return b'%b,"stream_options":{"include_usage":true}}' % body[: body.rindex(b"}")]
+
+
+def without_usage(events: bytes) -> bytes:
+    """Whole events, less the one that tells nothing but the usage."""
+    if b'"usage"' not in events:
+        return events
+    return b"".join(
+        event
+        for event in _EVENT_END.split(events)
+        if b'"usage"' not in event or _NO_CHOICES.search(event) is None
     )
