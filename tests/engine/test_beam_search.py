@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from argosy_engine import LLM
+from argosy_engine import LLM, BeamSearchParams
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.beam_search import MAX_BEAM_WIDTH, BeamSearchParams, beam_search
+from argosy_engine.frontend.beam_search import MAX_BEAM_WIDTH, BeamSearch, BeamSearchSequence
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
@@ -32,18 +33,35 @@ def from_table(beams: list[list[int]]) -> list[TokenLogprobs]:
     return entries
 
 
+def beam_search(
+    prompts: list[list[int]],
+    params: BeamSearchParams,
+    next_logprobs: Callable[[list[list[int]]], list[TokenLogprobs]] = from_table,
+) -> list[list[BeamSearchSequence]]:
+    searches = [BeamSearch(prompt, params, {EOS}, num_logprobs=1) for prompt in prompts]
+    while beams := [beam for search in searches for beam in search.beams]:
+        proposals = iter(next_logprobs(beams))
+        for search in searches:
+            search.advance(proposals)
+    return [search.best() for search in searches]
+
+
 def test_the_best_sequence_need_not_begin_with_the_best_token() -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3, length_penalty=0.0)
-    ((first, second),) = beam_search([[9]], params, {EOS}, from_table)
+    ((first, second),) = beam_search([[9]], params)
     assert first.tokens == [9, 2, 3, EOS]
     assert first.cum_logprob == pytest.approx(math.log(0.4 * 0.9))
     assert second.tokens == [9, 1, 1, EOS]
     assert {first.finish_reason, second.finish_reason} == {"stop"}
+    assert [(entry.token_ids, entry.rank) for entry in first.logprobs] == [
+        ([2, 1], 2), ([3, 3], 1), ([EOS, EOS], 1)
+    ]  # fmt: skip
+    assert sum(entry.logprobs[0] for entry in first.logprobs) == pytest.approx(first.cum_logprob)
 
 
 def test_width_one_is_the_greedy_walk() -> None:
     params = BeamSearchParams(beam_width=1, max_tokens=2, ignore_eos=True)
-    ((only,),) = beam_search([[9]], params, {EOS}, from_table)
+    ((only,),) = beam_search([[9]], params)
     assert (only.tokens, only.finish_reason) == ([9, 1, 1], "length")
 
 
@@ -54,9 +72,7 @@ def test_length_penalty_favours_longer_sequences() -> None:
         return [TokenLogprobs([EOS, *scores], [math.log(0.5)] * 3, 1) for _ in beams]
 
     short, long = (
-        beam_search([[9]], BeamSearchParams(beam_width=1, max_tokens=3, length_penalty=p), {EOS}, steady)[0][
-            0
-        ]
+        beam_search([[9]], BeamSearchParams(beam_width=1, max_tokens=3, length_penalty=p), steady)[0][0]
         for p in (0.0, 4.0)
     )
     assert len(short.tokens) < len(long.tokens)
@@ -64,8 +80,8 @@ def test_length_penalty_favours_longer_sequences() -> None:
 
 def test_prompts_are_searched_apart() -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3)
-    alone = beam_search([[9]], params, {EOS}, from_table)
-    several = beam_search([[8], [9], [9, 2]], params, {EOS}, from_table)
+    alone = beam_search([[9]], params)
+    several = beam_search([[8], [9], [9, 2]], params)
     assert several[1] == alone[0]
 
 
@@ -88,6 +104,8 @@ def test_equal_to_transformers() -> None:
     too_long = BeamSearchParams(beam_width=2, max_tokens=500)
     with pytest.raises(InvalidRequest, match="context length"):
         llm.beam_search(prompts[0], too_long)
+    with pytest.raises(InvalidRequest, match="--max-logprobs is 20"):
+        llm.beam_search(prompts[0], BeamSearchParams(beam_width=11, max_tokens=2))
     llm.close()
     model = AutoModelForCausalLM.from_pretrained(resolve_model("builtin://tiny"), dtype=torch.float32)
     model.generation_config.eos_token_id = None

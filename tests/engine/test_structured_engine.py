@@ -12,8 +12,12 @@ import jsonschema
 import pytest
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
+from argosy_engine.api.serving import to_api_error
+from argosy_engine.core.client import InprocClient
 from argosy_engine.errors import EngineError
+from argosy_engine.frontend.async_llm import request_error
 from argosy_engine.frontend.llm import CompletionOutput, RequestOutput
+from argosy_engine.structured.compiler import MAX_OVERDUE
 
 SHORT = {"type": "string", "minLength": 1, "maxLength": 8}
 SCHEMAS: dict[str, Any] = {
@@ -239,6 +243,18 @@ def test_what_does_not_compile_costs_its_request_only(
         llm.generate("x", SamplingParams.of(structured_outputs=params), use_tqdm=False)
     assert ask(llm, StructuredOutputsParams(choice=("fine",)))[0].text == "fine"
     assert llm.client.call_utility("check")
+
+
+def test_an_overloaded_compiler_is_a_reason_to_retry(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(llm.client, InprocClient)
+    monkeypatch.setattr(llm.client.core.structured.compiler, "_num_overdue", MAX_OVERDUE)
+    params = SamplingParams.of(structured_outputs=StructuredOutputsParams(regex="never seen before"))
+    llm.client.add_request(llm.processor.core_requests(llm.processor.text_prompt("x"), params)[0])
+    (output,) = llm.client.step().outputs
+    error = to_api_error(request_error(output))
+    assert error.http_status == 503
+    assert int(error.headers()["retry-after"]) >= 1
+    assert "too many grammars" in error.message
 
 
 def test_contradicting_limits_are_an_error_of_their_request(llm: LLM) -> None:

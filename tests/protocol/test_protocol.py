@@ -87,7 +87,8 @@ def test_bad_bodies_name_the_field(body: str, param: str | None, message: str) -
         ({}, None),
         ({"presence_penalty": 0.5}, None),
         ({"use_beam_search": False}, None),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "length_penalty": 0.5}, None),
+        ({"length_penalty": 0.5}, "length_penalty"),
         ({"response_format": {"type": "json_object"}}, None),
     ],
 )

@@ -17,9 +17,10 @@ class Faulty(LogitsProcessor):
 
     @classmethod
     def is_used_by(cls, params: SamplingParams) -> bool:
-        if (params.extra_args or {}).get("fail_in") == "is_used_by":
+        extra_args = params.extra_args or {}
+        if extra_args.get("fail_in") == "is_used_by":
             raise RuntimeError("as asked")
-        return bool(params.extra_args)
+        return "harmless" in extra_args or "fail_in" in extra_args
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from argosy_engine.api.beam_search import beam_search
 from argosy_engine.api.completion_parts import CompletionParts
 from argosy_engine.api.logprobs import LogprobsFormat
 from argosy_engine.core.messages import EngineCoreRequest
@@ -91,9 +92,9 @@ class Serving:
 
     async def chat(self, request: ChatCompletionRequest, request_id: str) -> ChatCompletion:
         name = self.check_model(request.model)
-        requests, prompt = await self._chat_requests(request)
-        merged = await self._collect(requests, request)
-        parsers, logprobs = self._parsers(request, len(requests)), self._logprobs(request)
+        prompt = await self._chat_prompt(request)
+        merged = await self._generate([prompt], request)
+        parsers, logprobs = self._parsers(request, len(merged)), self._logprobs(request)
         choices = []
         for output, parser in zip(merged, parsers, strict=True):
             parsed = parser.feed(output.text, is_last=True)
@@ -134,7 +135,8 @@ class Serving:
             resumable: every chunk carries the token ids by which another engine can continue the stream.
         """
         name = self.check_model(request.model)
-        requests, prompt = await self._chat_requests(request)
+        prompt = await self._chat_prompt(request)
+        requests = self._core_requests([prompt], request)
         parsers, logprobs = self._parsers(request, len(requests)), self._logprobs(request)
         totals, finished = _totals(requests), _finished(request)
         stream_id, created = f"chatcmpl-{request_id}", _created(request)
@@ -197,11 +199,10 @@ class Serving:
         if usage_options is not None and usage_options.include_usage:
             yield chunk([], _usage(totals, len(totals)))
 
-    async def _chat_requests(self, request: ChatCompletionRequest) -> tuple[list[EngineCoreRequest], Prompt]:
+    async def _chat_prompt(self, request: ChatCompletionRequest) -> Prompt:
         self.llm.admission.check(request.n or 1)
         size = sum(len(message.content or "") for message in request.messages)
-        prompt = await self._off_loop(size, self.llm.processor.chat_prompt, request)
-        return self._core_requests([prompt], request), prompt
+        return await self._off_loop(size, self.llm.processor.chat_prompt, request)
 
     def _parsers(self, request: ChatCompletionRequest, count: int) -> list[ChatParser]:
         has_tools = bool(request.tools) and request.tool_choice != "none"
@@ -226,12 +227,12 @@ class Serving:
 
     async def completion(self, request: CompletionRequest, request_id: str) -> Completion:
         name = self.check_model(request.model)
-        requests, prompts = await self._completion_requests(request)
-        merged = await self._collect(requests, request)
+        prompts = await self._completion_prompts(request)
+        merged = await self._generate(prompts, request)
         n = request.n or 1
         for output in merged:  # each prompt's log probabilities came with its first choice
             output.prompt_logprobs = merged[output.index // n * n].prompt_logprobs
-        parts = self._completion_parts(request, requests, prompts)
+        parts = self._completion_parts(request, prompts, [()] * len(merged))
         choices = [parts.choice(output, is_first=True) for output in merged]
         return Completion(
             id=f"cmpl-{request_id}", created=int(time.time()), model=name, choices=choices, usage=_usage(merged, n)
@@ -245,9 +246,11 @@ class Serving:
             resumable: every chunk carries the token ids by which another engine can continue the stream.
         """
         name = self.check_model(request.model)
-        requests, prompts = await self._completion_requests(request)
+        prompts = await self._completion_prompts(request)
+        requests = self._core_requests(prompts, request)
         n = request.n or 1
-        parts = self._completion_parts(request, requests, prompts, with_ids=resumable)
+        resumed = [core_request.resume_token_ids for core_request in requests]
+        parts = self._completion_parts(request, prompts, resumed, with_ids=resumable)
         totals, finished = _totals(requests), _finished(request)
         stream_id, created, usage_options = f"cmpl-{request_id}", _created(request), request.stream_options
         continuous = usage_options is not None and usage_options.continuous_usage_stats
@@ -276,28 +279,32 @@ class Serving:
         if usage_options is not None and usage_options.include_usage:
             yield chunk([], _usage(totals, n))
 
-    async def _completion_requests(
-        self, request: CompletionRequest
-    ) -> tuple[list[EngineCoreRequest], list[Prompt]]:
+    async def _completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
         self.llm.admission.check(request.n or 1)
         size = sum(len(prompt) for prompt in request.prompts())
-        prompts = await self._off_loop(size, self.llm.processor.completion_prompts, request)
-        return self._core_requests(prompts, request), prompts
+        return await self._off_loop(size, self.llm.processor.completion_prompts, request)
 
     def _completion_parts(
         self,
         request: CompletionRequest,
-        requests: Sequence[EngineCoreRequest],
         prompts: Sequence[Prompt],
+        resumed: Sequence[Sequence[int]],
         *,
         with_ids: bool = False,
     ) -> CompletionParts:
-        resumed = [core_request.resume_token_ids for core_request in requests]
         return CompletionParts(
             request, self.llm.processor.tokenizer, prompts, resumed, with_ids=with_ids or request.return_token_ids
         )  # fmt: skip
 
     # Both
+
+    async def _generate(
+        self, prompts: Sequence[Prompt], request: GenerationRequest
+    ) -> list[GenerationOutput]:
+        """Every choice of every prompt, whole."""
+        if request.use_beam_search:
+            return await beam_search(self.llm, prompts, request)
+        return await self._collect(self._core_requests(prompts, request), request)
 
     def _core_requests(
         self, prompts: Sequence[Prompt], request: GenerationRequest
@@ -311,6 +318,8 @@ class Serving:
         )
         if resumed and len(resumed) != count:
             raise BadRequest(f"resume must have one entry for each of {count} choices", param="resume")
+        if request.use_beam_search:
+            raise BadRequest("use_beam_search cannot be streamed", param="stream")
         if request.stream and request.prompt_logprobs is not None:
             raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         params = self.llm.processor.sampling_params(request)

@@ -313,7 +313,7 @@ class AsyncLLM:
             return  # aborted meanwhile
         if output.finish_reason is FinishReason.ERROR:
             self._forget(output.request_id)
-            live.collector.fail(_error(output))
+            live.collector.fail(request_error(output))
             return
         timings, now = live.timings, time.monotonic()
         if output.prefill_stats is not None:
@@ -390,7 +390,7 @@ class AsyncLLM:
         return request_ids
 
 
-def _error(output: EngineCoreOutput) -> EngineError:
+def request_error(output: EngineCoreOutput) -> EngineError:
     """Why the core could not run a request."""
     message = output.error or "the engine could not run this request"
     match output.error_kind:

@@ -2,35 +2,40 @@
 
 vLLM's algorithm (`entrypoints/llm.py: beam_search`): every beam proposes its 2 * beam_width most probable tokens; a
 proposal that ends the sequence is complete, the best beam_width others go on. Beams of a prompt share its blocks by the
-prefix cache, which makes a round cheap.
+prefix cache, which makes a round cheap. `BeamSearch` knows no engine: `LLM.beam_search` and `api.beam_search` run it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from heapq import nlargest
 
 from msgspec import Struct
 
+from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.sample.params import MAX_N, SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 MAX_BEAM_WIDTH = MAX_N
-"""The engine's `--max-logprobs` is another bound: a round asks for twice as many."""
 
 
 class BeamSearchParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Field names and defaults are vLLM's."""
 
     beam_width: int
+    """A round asks for twice as many log probabilities, so the engine's `--max-logprobs` is a bound as well."""
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Of the tokens drawn on the way, which the search does not look at; it follows the raw log probabilities."""
+    """Of the tokens drawn on the way, which the search does not look at; it follows the log probabilities."""
     length_penalty: float = 1.0
     """Scores are divided by the sequence's length, prompt included, to this power."""
+    include_stop_str_in_output: bool = False
+    """Whether the text shows the token that ended the sequence."""
 
     def verify(self) -> None:
         """Raises InvalidRequest when a value is out of bounds."""
@@ -44,10 +49,32 @@ class BeamSearchParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if not is_good:
                 raise InvalidRequest(f"{name} {message}", param=name)
 
-    def round_params(self) -> SamplingParams:
-        """What one round asks of each beam."""
+    def round_params(self, config: ResolvedConfig, num_logprobs: int = 0) -> SamplingParams:
+        """What one round asks of each beam.
+
+        Args:
+            config: of the engine that is asked.
+            num_logprobs: alternatives that the reader wants to see.
+
+        Raises:
+            InvalidRequest: the engine does not give these log probabilities.
+        """
+        if config.logprobs_mode.endswith("logits"):
+            raise InvalidRequest(
+                f"beam search needs log probabilities, and this engine's --logprobs-mode is {config.logprobs_mode}"
+            )
+        if 0 <= config.max_logprobs < 2 * self.beam_width:
+            raise InvalidRequest(
+                f"{self.beam_width} beams need {2 * self.beam_width} log probabilities per token, the engine's "
+                f"--max-logprobs is {config.max_logprobs}",
+                param="beam_width",
+            )
         return SamplingParams.of(
-            max_tokens=1, logprobs=2 * self.beam_width, temperature=self.temperature, ignore_eos=True, seed=0
+            max_tokens=1,
+            logprobs=max(2 * self.beam_width, num_logprobs),
+            temperature=self.temperature,
+            ignore_eos=True,
+            seed=0,
         )
 
 
@@ -59,6 +86,8 @@ class BeamSearchSequence:
     finish_reason: str | None = None
     text: str | None = None
     """Of the output."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the output's tokens, with the alternatives that were asked for."""
 
 
 @dataclass(slots=True)
@@ -67,60 +96,89 @@ class BeamSearchOutput:
     """The beam_width best, best first."""
 
 
-class _Search(NamedTuple):
-    """One prompt's beams that go on, and those that are complete."""
-
-    beams: list[BeamSearchSequence]
-    completed: list[BeamSearchSequence]
-
-
-def beam_search(
-    prompts: list[list[int]],
-    params: BeamSearchParams,
-    eos_token_ids: Collection[int],
-    next_logprobs: Callable[[list[list[int]]], list[TokenLogprobs]],
-) -> list[list[BeamSearchSequence]]:
-    """The best sequences of each prompt.
+class BeamSearch:
+    """The search of one prompt: `advance` while there are `beams`, then `best`.
 
     Args:
-        next_logprobs: of many token sequences at once, the most probable next tokens of each.
+        num_logprobs: alternatives to keep per token.
     """
-    searches = [_Search([BeamSearchSequence(prompt, 0.0)], []) for prompt in prompts]
-    for _ in range(params.max_tokens):
-        beams = [beam for search in searches for beam in search.beams]
-        if not beams:
-            break
-        proposals = iter(next_logprobs([beam.tokens for beam in beams]))
-        for search in searches:
-            candidates = [
-                BeamSearchSequence([*beam.tokens, token_id], beam.cum_logprob + logprob)
-                for beam in search.beams
-                for token_id, logprob in _best(next(proposals), 2 * params.beam_width)
-            ]
-            candidates.sort(key=lambda candidate: -candidate.cum_logprob)
-            search.beams.clear()
-            for candidate in candidates:
-                if candidate.tokens[-1] in eos_token_ids and not params.ignore_eos:
-                    candidate.finish_reason = "stop"
-                    search.completed.append(candidate)
-                elif len(search.beams) < params.beam_width:
-                    search.beams.append(candidate)
-    results = []
-    for search in searches:
-        for beam in search.beams:
+
+    def __init__(
+        self,
+        prompt: list[int],
+        params: BeamSearchParams,
+        eos_token_ids: Collection[int],
+        num_logprobs: int = 0,
+    ) -> None:
+        self._params = params
+        self._num_prompt = len(prompt)
+        self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._num_logprobs = num_logprobs
+        self._num_rounds = 0
+        self._beams = [BeamSearchSequence(prompt, 0.0)]
+        self._completed: list[BeamSearchSequence] = []
+
+    @property
+    def beams(self) -> list[list[int]]:
+        """The sequences whose next tokens `advance` wants to know; none when the search is over."""
+        return [beam.tokens for beam in self._beams] if self._num_rounds < self._params.max_tokens else []
+
+    def advance(self, proposals: Iterator[TokenLogprobs]) -> None:
+        """One round; none when the search is over.
+
+        Args:
+            proposals: begins with the most probable next tokens of each of the beams, which are taken from it.
+        """
+        if not self.beams:
+            return
+        self._num_rounds += 1
+        width = self._params.beam_width
+        # The first of an entry is the token that was drawn; the others are the best.
+        candidates = [
+            (beam.cum_logprob + logprob, beam, entry, rank)
+            for beam, entry in zip(self._beams, proposals, strict=False)
+            for rank, logprob in enumerate(entry.logprobs[1 : 2 * width + 1], 1)
+        ]
+        self._beams = []
+        candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+        for cum_logprob, beam, entry, rank in candidates:
+            if entry.token_ids[rank] in self._eos_token_ids:
+                ended = self._grow(beam, entry, rank, cum_logprob)
+                ended.finish_reason = "stop"
+                self._completed.append(ended)
+            elif len(self._beams) < width:
+                self._beams.append(self._grow(beam, entry, rank, cum_logprob))
+
+    def best(self) -> list[BeamSearchSequence]:
+        """The beam_width best, best first."""
+        for beam in self._beams:
             beam.finish_reason = "length"
-        sequences = search.completed + search.beams
-        sequences.sort(key=lambda sequence: -_score(sequence, params.length_penalty))
-        results.append(sequences[: params.beam_width])
-    return results
+        return nlargest(self._params.beam_width, self._completed + self._beams, key=self._score)
 
+    def text(
+        self, sequence: BeamSearchSequence, tokenizer: Tokenizer, *, skip_special_tokens: bool = True
+    ) -> str:
+        """Of the output. The token that ended it counts as special."""
+        prompt, output = sequence.tokens[: self._num_prompt], sequence.tokens[self._num_prompt :]
+        end = output.pop() if sequence.finish_reason == "stop" else None
+        detokenizer = IncrementalDetokenizer(
+            tokenizer, SamplingParams(skip_special_tokens=skip_special_tokens), prompt
+        )
+        text = detokenizer.update(output, is_last=True)
+        if end is None or not self._params.include_stop_str_in_output:
+            return text
+        return text + tokenizer.token_text(end)
 
-def _best(entry: TokenLogprobs, count: int) -> list[tuple[int, float]]:
-    """The most probable tokens; the first of the entry is the one that was drawn."""
-    return list(zip(entry.token_ids[1 : count + 1], entry.logprobs[1 : count + 1], strict=True))
+    def _grow(
+        self, beam: BeamSearchSequence, entry: TokenLogprobs, rank: int, cum_logprob: float
+    ) -> BeamSearchSequence:
+        token_id, kept = entry.token_ids[rank], self._num_logprobs + 1
+        logprobs = TokenLogprobs(
+            [token_id, *entry.token_ids[1:kept]], [entry.logprobs[rank], *entry.logprobs[1:kept]], rank
+        )
+        return BeamSearchSequence([*beam.tokens, token_id], cum_logprob, logprobs=[*beam.logprobs, logprobs])
 
-
-def _score(sequence: BeamSearchSequence, length_penalty: float) -> float:
-    """An end token counts in the probability, not in the length."""
-    length = len(sequence.tokens) - (sequence.finish_reason == "stop")
-    return sequence.cum_logprob / length**length_penalty
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        """An end token counts in the probability, not in the length."""
+        length = len(sequence.tokens) - (sequence.finish_reason == "stop")
+        return sequence.cum_logprob / length**self._params.length_penalty

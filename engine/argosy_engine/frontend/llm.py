@@ -12,7 +12,7 @@ import msgspec
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import EngineError, InvalidRequest
-from argosy_engine.frontend.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from argosy_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from argosy_engine.frontend.llm_engine import CompletionOutput, LLMEngine, RequestOutput
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
 from argosy_engine.frontend.processor import Prompt
@@ -104,26 +104,24 @@ class LLM:
             InvalidRequest: a prompt is empty or too long for `max_tokens`, or parameters are out of bounds.
         """
         params.verify()
-        made: list[list[int]] = []
+        sampling_params = params.round_params(self.config)
+        searches: list[BeamSearch] = []
         for prompt in _as_list(prompts):
             whole = self.engine.make_prompt(prompt)
             self.processor.core_requests(
                 whole, SamplingParams(max_tokens=params.max_tokens)
             )  # raises if too long
-            made.append(whole.token_ids)
-        sampling_params = params.round_params()
-        found = beam_search(
-            made,
-            params,
-            self.config.eos_token_ids,
-            lambda beams: [
-                result.outputs[0].logprobs[0] for result in self._run(beams, sampling_params, False)
-            ],
-        )
-        for token_ids, sequences in zip(made, found, strict=True):
-            for sequence in sequences:
-                sequence.text = self.processor.tokenizer.decode(sequence.tokens[len(token_ids) :])
-        return [BeamSearchOutput(sequences) for sequences in found]
+            searches.append(BeamSearch(whole.token_ids, params, self.config.eos_token_ids))
+        while beams := [beam for search in searches for beam in search.beams]:
+            proposals = (result.outputs[0].logprobs[0] for result in self._run(beams, sampling_params, False))
+            for search in searches:
+                search.advance(proposals)
+        outputs = []
+        for search in searches:
+            outputs.append(BeamSearchOutput(search.best()))
+            for sequence in outputs[-1].sequences:
+                sequence.text = search.text(sequence, self.processor.tokenizer)
+        return outputs
 
     def encode(
         self,

@@ -148,7 +148,7 @@ class InputProcessor:
             skip_special_tokens=request.skip_special_tokens,
             structured_outputs=structured_outputs(request),
             extra_args=request.vllm_xargs,
-            **_logprobs(request),
+            **self._logprobs(request),
         )
 
     def core_requests(
@@ -244,6 +244,20 @@ class InputProcessor:
             )
         return min(count, vocab_size)
 
+    def _logprobs(self, request: GenerationRequest) -> dict[str, int | None]:
+        """`logprobs` and `prompt_logprobs` of SamplingParams."""
+        if isinstance(request, ChatCompletionRequest):
+            if request.top_logprobs and not request.logprobs:
+                raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+            top_logprobs = self._num_logprobs("top_logprobs", request.top_logprobs)
+            logprobs = (top_logprobs or 0) if request.logprobs else None
+            return {"logprobs": logprobs, "prompt_logprobs": request.prompt_logprobs}
+        assert isinstance(request, CompletionRequest)
+        prompt = request.prompt_logprobs
+        if prompt is None and request.echo:
+            prompt = request.logprobs
+        return {"logprobs": request.logprobs, "prompt_logprobs": prompt}
+
     def _check_extra_args(self, params: SamplingParams) -> None:
         """Asks the logits processors that a request uses; one that nobody uses would be ignored silently."""
         is_used = False
@@ -315,17 +329,3 @@ def _repetition_detection(request: GenerationRequest) -> RepetitionDetectionPara
     if asked is None:
         return None
     return RepetitionDetectionParams(asked.max_pattern_size, asked.min_pattern_size, asked.min_count)
-
-
-def _logprobs(request: GenerationRequest) -> dict[str, int | None]:
-    """`logprobs` and `prompt_logprobs` of SamplingParams."""
-    if isinstance(request, ChatCompletionRequest):
-        if request.top_logprobs and not request.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return {"logprobs": logprobs, "prompt_logprobs": request.prompt_logprobs}
-    assert isinstance(request, CompletionRequest)
-    prompt = request.prompt_logprobs
-    if prompt is None and request.echo:
-        prompt = request.logprobs
-    return {"logprobs": request.logprobs, "prompt_logprobs": prompt}

@@ -136,6 +136,9 @@ class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     use_beam_search: bool = False
+    """vLLM's: the `n` most probable answers, instead of sampled ones. Not streamed."""
+    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] = 1.0
+    """vLLM's: beams are ranked by their log probability over their length to this power."""
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
@@ -163,7 +166,8 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     """A text, a list of texts, one list of token ids, or a list of such lists."""
     echo: bool = False
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    """The beam width, where it is to be more than `n`."""
     logprobs: LogprobCount | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     """0 only with `echo`: the prompt is scored and nothing follows it."""
@@ -192,18 +196,21 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
     "suffix": (None, ""),
     "best_of": (None, 1),
+    "length_penalty": (1.0,),
 }
-"""Fields this engine does not implement yet, and the values that ask for nothing."""
+"""Fields this engine does not implement, and the values that ask for nothing."""
+_OF_BEAM_SEARCH = ("best_of", "length_penalty")
+"""Those that it implements in a beam search only."""
 
 
 def unsupported(request: GenerationRequest) -> str | None:
     """Name of the first field that asks for something this engine cannot do, or None."""
     for field, neutral in _NEUTRAL.items():
         value = getattr(request, field, None)
-        if value is not None and value not in neutral:
+        is_done = request.use_beam_search and field in _OF_BEAM_SEARCH
+        if value is not None and value not in neutral and not is_done:
             return field
     return None
 

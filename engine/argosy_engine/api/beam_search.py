@@ -1,0 +1,131 @@
+"""`use_beam_search` of the generation endpoints: `n` is the beam width, or a larger `best_of` of /v1/completions.
+As in vLLM nothing is streamed, and a round is a request per beam, in metrics as well.
+
+What the search would not look at is refused, where vLLM ignores it: it ranks whole continuations by the model's own
+probabilities, and ends them at the model's end of sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.async_llm import AsyncLLM
+from argosy_engine.frontend.beam_search import BeamSearch, BeamSearchParams
+from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.processor import Prompt
+from argosy_engine.protocol.openai import MAX_CHOICES, CompletionRequest, GenerationRequest
+from argosy_engine.sample.params import SamplingParams
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stop": (None, []),
+    "stop_token_ids": (None, []),
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "min_tokens": (None, 0),
+    "repetition_detection": (None,),
+    "prompt_logprobs": (None,),
+    "vllm_xargs": (None, {}),
+    "structured_outputs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "echo": (None, False),
+}
+"""Fields that a search does not look at, and the values that ask for nothing."""
+
+
+async def beam_search(
+    llm: AsyncLLM, prompts: Sequence[Prompt], request: GenerationRequest
+) -> list[GenerationOutput]:
+    """The `n` best continuations of each prompt, best first, as the choices of one call.
+
+    Raises:
+        InvalidRequest: out of bounds, too long, or asks for something that a search does not do.
+        EngineError: see `AsyncLLM.generate`.
+    """
+    processor, config = llm.processor, llm.config
+    n, (field, width) = request.n or 1, _width(request)
+    _check(request, len(prompts) * width)
+    sampling = processor.sampling_params(request)
+    searches = []
+    for prompt in prompts:
+        whole = SamplingParams(max_tokens=sampling.max_tokens, ignore_eos=request.ignore_eos)
+        (longest,) = processor.core_requests(prompt, whole)  # raises if too long
+        assert longest.sampling_params.max_tokens is not None
+        params = BeamSearchParams(
+            beam_width=width,
+            max_tokens=longest.sampling_params.max_tokens,
+            ignore_eos=request.ignore_eos,
+            temperature=sampling.temperature,
+            length_penalty=request.length_penalty,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+        )
+        params.verify()
+        searches.append(BeamSearch(prompt.token_ids, params, config.eos_token_ids, sampling.logprobs or 0))
+    try:
+        round_params = params.round_params(config, sampling.logprobs or 0)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), param=field) from None  # the client set no beam_width
+    num_cached: list[int] = []
+    while beams := [
+        (prompt, tokens) for prompt, search in zip(prompts, searches, strict=True) for tokens in search.beams
+    ]:
+        requests = [
+            core_request
+            for prompt, tokens in beams
+            for core_request in processor.core_requests(
+                Prompt(tokens, prompt.chunk_ends),
+                round_params,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+            )
+        ]
+        results = [GenerationOutput(index) for index in range(len(requests))]
+        async with aclosing(llm.generate(requests)) as stream:
+            async for outputs in stream:
+                for output in outputs:
+                    results[output.index].merge(output)
+        num_cached = num_cached or [result.num_cached_tokens for result in results]
+        proposals = (result.logprobs[0] for result in results)
+        for search in searches:
+            search.advance(proposals)
+    return [
+        GenerationOutput(
+            index * n + choice,
+            text=search.text(sequence, processor.tokenizer, skip_special_tokens=request.skip_special_tokens),
+            token_ids=sequence.tokens[len(prompt.token_ids) :],
+            finish_reason=sequence.finish_reason,
+            num_prompt_tokens=len(prompt.token_ids),
+            num_cached_tokens=num_cached[index],
+            num_output_tokens=len(sequence.tokens) - len(prompt.token_ids),
+            logprobs=sequence.logprobs,
+        )
+        for index, (prompt, search) in enumerate(zip(prompts, searches, strict=True))
+        for choice, sequence in enumerate(search.best()[:n])
+    ]
+
+
+def _width(request: GenerationRequest) -> tuple[str, int]:
+    """The beam width, and the field that says it."""
+    n = request.n or 1
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    if best_of is not None and best_of < n:
+        raise InvalidRequest(f"best_of must be at least n ({n})", param="best_of")
+    return ("n", n) if best_of is None else ("best_of", best_of)
+
+
+def _check(request: GenerationRequest, num_beams: int) -> None:
+    if num_beams > MAX_CHOICES:
+        raise InvalidRequest(f"prompts times beams exceed {MAX_CHOICES}", param="n")
+    for field, neutral in _NEUTRAL.items():
+        if getattr(request, field, None) not in neutral:
+            raise InvalidRequest(f"{field} cannot be combined with use_beam_search", param=field)
