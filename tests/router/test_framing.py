@@ -60,6 +60,24 @@ REFUSED = {
     "bare LF in a chunk extension": HEAD + HOST + b"Transfer-Encoding: chunked\r\n\r\n1;a\nx\r\n0\r\n\r\n",
     "negative chunk": HEAD + HOST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\nx\r\n0\r\n\r\n",
     "chunk size with 0x": HEAD + HOST + b"Transfer-Encoding: chunked\r\n\r\n0x1\r\nx\r\n0\r\n\r\n",
+    "chunk size beyond 64 bits": HEAD
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n10000000000000001\r\nx\r\n0\r\n\r\n",
+    "chunk longer than its size": HEAD
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n1\r\nxy\r\n0\r\n\r\n"
+    + SMUGGLED,
+    "bare LF after the last chunk": HEAD + HOST + b"Transfer-Encoding: chunked\r\n\r\n0\n\n" + SMUGGLED,
+    "quoted coding": HEAD + HOST + b'Transfer-Encoding: "chunked"\r\n\r\n0\r\n\r\n' + SMUGGLED,
+    "coding behind a vertical tab": HEAD
+    + HOST
+    + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n"
+    + SMUGGLED,
+    "length behind a bare CR": HEAD + HOST + b"X: a\rContent-Length: 5\r\n\r\nhello" + SMUGGLED,
+    "header without a colon": HEAD + HOST + b"Content-Length\r\n\r\n" + SMUGGLED,
+    "header without a name": HEAD + HOST + b": 5\r\n\r\nhello",
+    "space before the first header": HEAD + b" Host: a\r\n\r\n" + SMUGGLED,
+    "control character in the target": b"GET /hea\x01lth HTTP/1.1\r\nHost: a\r\n\r\n",
     "two hosts": HEAD + HOST + HOST + LENGTH + b"\r\n" + BODY,
     "no host": HEAD + LENGTH + b"\r\n" + BODY,
     "CONNECT": b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
