@@ -19,12 +19,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native import NativeAttention
 from argosy_engine.attention.torch_native import TorchAttention
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import InprocClient
 from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.models import layers
+from argosy_engine.models.config import load_model_config
+from argosy_engine.models.decoder import Decoder
+from argosy_engine.models.llama_config import LlamaConfig
+from argosy_engine.models.weights import DummyWeights
 from argosy_engine.native import build, library
 from argosy_engine.native.build import NativeUnavailable
 from argosy_engine.native.library import Kernels
@@ -94,20 +99,38 @@ def test_linear_equals_float64_for_every_number_of_rows(kernels: Kernels, dtype:
     for out_features, in_features in ((1, 16), (33, 62), (64, 64), (200, 130), (1000, 256)):
         weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
         bias = torch.randn(out_features, generator=generator).to(dtype)
-        packed = kernels.pack_linear(weight)
+        packed = kernels.pack_linear(weight, bias)
         x = torch.randn(301, in_features, generator=generator).to(dtype)
         expected = x.double() @ weight.double().t() + bias.double()
-        whole = kernels.linear(x, packed, bias, out_features, torch.float32)
+        whole = kernels.linear(x, packed, torch.float32)
         assert error(whole, expected) < 1e-4
         for rows in (*range(1, 26), 48, 97):
-            part = kernels.linear(x[:rows].contiguous(), packed, bias, out_features, torch.float32)
+            part = kernels.linear(x[:rows].contiguous(), packed, torch.float32)
             assert torch.equal(part, whole[:rows]), f"{rows} rows of {out_features} x {in_features}"
-        narrow = kernels.linear(x, packed, None, out_features, dtype)
+        narrow = kernels.linear(x, kernels.pack_linear(weight), dtype)
         assert error(narrow, (whole.double() - bias.double()).to(dtype).double()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_row_operations_equal_torch(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_gated_linear_equals_float64_for_every_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for inner, in_features in ((16, 16), (48, 62), (208, 130)):
+        weight = torch.randn(2 * inner, in_features, generator=generator).to(dtype)
+        bias = torch.randn(2 * inner, generator=generator).to(dtype)
+        x = (torch.randn(70, in_features, generator=generator) / in_features**0.5).to(dtype)
+        for offset in (None, bias):
+            packed = kernels.pack_linear(weight, offset, is_gated=True)
+            gate, up = F.linear(
+                x.double(), weight.double(), offset if offset is None else offset.double()
+            ).chunk(2, -1)
+            whole = kernels.gated_linear(x, packed)
+            assert error(whole, F.silu(gate) * up) < TOLERANCE[dtype]
+            for rows in (1, 2, 13, 48):
+                assert torch.equal(kernels.gated_linear(x[:rows].contiguous(), packed), whole[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_equals_float64(kernels: Kernels, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -123,9 +146,6 @@ def test_row_operations_equal_torch(kernels: Kernels, dtype: torch.dtype) -> Non
         expected = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
         assert error(out, expected) < TOLERANCE[dtype]
         assert torch.equal(kernels.rms_norm(total, weight, 1e-6), out)
-        gate_up = draw(rows, 2 * width) * 10
-        gate, up = gate_up.double().chunk(2, dim=-1)
-        assert error(kernels.silu_multiply(gate_up), F.silu(gate) * up) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,15 +156,64 @@ def test_argmax_takes_the_first_of_equals(kernels: Kernels, dtype: torch.dtype) 
     assert kernels.argmax(x).tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ["qwen3-tied", "qwen2-bias"])
+def test_all_layers_in_one_call_equal_the_layers_one_by_one(
+    architecture: str, dtype: torch.dtype, random_checkpoint: Any
+) -> None:
+    config = load_model_config(random_checkpoint(architecture)[0])
+    assert isinstance(config, LlamaConfig)
+    generator = torch.Generator().manual_seed(8)
+    lengths = [1100, 5, 40]  # more rows than one chunk
+    blocks = iter(range(100))
+    tables = torch.zeros(3, 70, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        for column in range(length // 16 + 1):
+            tables[row, column] = next(blocks)
+
+    def step(starts: list[int], ends: list[int]) -> AttentionMetadata:
+        slots = [
+            int(tables[row, at // 16]) * 16 + at % 16
+            for row in range(3)
+            for at in range(starts[row], ends[row])
+        ]
+        query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        return AttentionMetadata(0, query_lens, ends, torch.tensor(slots), tables, torch.tensor([]))
+
+    ends = [length + 1 for length in lengths]
+    tokens = [
+        torch.randint(0, config.vocab_size, (sum(n),), generator=generator) for n in (lengths, [1, 1, 1])
+    ]
+    results: list[list[torch.Tensor]] = []
+    for is_whole in (True, False):
+        model = Decoder(config, DummyWeights(dtype, torch.device("cpu"), 3), 1200)
+        assert model.native is not None
+        if not is_whole:
+            model.native = None
+        cache = torch.zeros(
+            config.num_hidden_layers, 2, 100, 16, config.num_key_value_heads, config.head_dim, dtype=dtype
+        )
+        metas = step([0, 0, 0], lengths), step(lengths, ends)
+        results.append(
+            [
+                model.forward(ids, torch.tensor([]), list(cache), meta)
+                for ids, meta in zip(tokens, metas, strict=True)
+            ]
+        )
+    for whole, one_by_one in zip(*results, strict=True):
+        assert whole.isfinite().all()
+        assert torch.equal(whole, one_by_one)
+
+
 def test_engines_in_two_threads_share_the_pool(kernels: Kernels) -> None:
     weight = torch.randn(4000, 64)
     packed, x = kernels.pack_linear(weight), torch.randn(40, 64)
-    expected = kernels.linear(x, packed, None, 4000, torch.float32)
+    expected = kernels.linear(x, packed, torch.float32)
     wrong: list[int] = []
 
     def compute(number: int) -> None:
         for _ in range(50):
-            if not torch.equal(kernels.linear(x, packed, None, 4000, torch.float32), expected):
+            if not torch.equal(kernels.linear(x, packed, torch.float32), expected):
                 wrong.append(number)
 
     threads = [threading.Thread(target=compute, args=(number,)) for number in range(3)]

@@ -49,7 +49,7 @@ class NativeAttention:
         cosines_at, sines_at, q_norm_at, k_norm_at = (
             None if tensor is None else tensor.data_ptr() for tensor in self._kept_alive
         )
-        self._layer = Layer(
+        self.layer = Layer(  # as the kernels read it
             q_norm=q_norm_at,
             k_norm=k_norm_at,
             cosines=cosines_at,
@@ -94,20 +94,29 @@ class NativeAttention:
 
         kv_cache: this layer's, [2, num_blocks, block_size, num_kv_heads, head_dim]. The heads in qkv change in place.
         """
-        layer, address = self._layer, kv_cache.data_ptr()
+        self.bind(kv_cache)
+        layer, step = self.layer, native_step(meta)
+        self._kernels.rotate_and_write(layer, step, qkv)
+        return self._kernels.attention(layer, step, qkv)
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        """Makes this the cache that `layer` works on."""
+        layer, address = self.layer, kv_cache.data_ptr()
         if address != layer.k_cache:
             _, layer.num_blocks, layer.block_size, _, _ = kv_cache.shape
             layer.k_cache = address
             layer.v_cache = address + kv_cache.stride(0) * kv_cache.itemsize
-        if meta.native_step is None:
-            meta.native_step = NativeStep(meta)
-        step = meta.native_step.struct
-        self._kernels.rotate_and_write(layer, step, qkv)
-        return self._kernels.attention(layer, step, qkv)
+
+
+def native_step(meta: AttentionMetadata) -> Step:
+    """A step's metadata as the kernels read it; made for the first layer, used by all."""
+    if meta.native_step is None:
+        meta.native_step = NativeStep(meta)
+    return meta.native_step.struct
 
 
 class NativeStep:
-    """A step's metadata as the kernels read it; made by the first layer, used by all."""
+    """The arrays behind `native_step`."""
 
     def __init__(self, meta: AttentionMetadata) -> None:
         seq_lens = np.array(meta.seq_lens, dtype=np.int32)

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native import NativeAttention
 from argosy_engine.attention.torch_native import TorchAttention
-from argosy_engine.models.layers import Linear, RMSNorm, RotaryEmbedding, silu_multiply
+from argosy_engine.models.layers import Linear, RMSNorm, RotaryEmbedding
 from argosy_engine.models.llama_config import LlamaConfig
+from argosy_engine.models.native_decoder import NativeDecoder, NativeLayer
 from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.weights import Weights
 
@@ -30,13 +31,13 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, weights: Weights, prefix: str, hidden: int, inner: int, *, bias: bool) -> None:
-        self.gate_up = weights.linear(
-            {prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden, bias=bias
+        self.gate_up = weights.gated_linear(
+            prefix + "gate_proj", prefix + "up_proj", inner, hidden, bias=bias
         )
         self.down = weights.linear({prefix + "down_proj": hidden}, inner, bias=bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_multiply(self.gate_up(x)))
+        return self.down(self.gate_up(x))
 
 
 class DecoderLayer:
@@ -81,6 +82,21 @@ class DecoderLayer:
             eps=eps,
             sliding_window=window,
         )
+
+    def native_layer(self) -> NativeLayer | None:
+        """The layer for `NativeDecoder`; None if some part of it has no kernel."""
+        if self.native is None or not isinstance(self.mlp, GatedMLP):
+            return None
+        layer = NativeLayer(
+            self.input_norm,
+            self.qkv,
+            self.native,
+            self.output,
+            self.post_norm,
+            self.mlp.gate_up,
+            self.mlp.down,
+        )
+        return layer if layer.is_complete else None
 
     def __call__(
         self,
@@ -144,6 +160,8 @@ class Decoder:
             DecoderLayer(config, weights, index, self.rotary, self.make_mlp)
             for index in range(config.num_hidden_layers)
         ]
+        native_layers = [native for layer in self.layers if (native := layer.native_layer())]
+        self.native = NativeDecoder(native_layers) if len(native_layers) == len(self.layers) else None
         self.norm = RMSNorm(weights.take("model.norm.weight", config.hidden_size), config.rms_norm_eps)
         if config.tie_word_embeddings:
             self.lm_head = Linear(self.embedding)
@@ -166,9 +184,11 @@ class Decoder:
         kv_cache: of each layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
         """
         x = F.embedding(token_ids, self.embedding)
-        residual: torch.Tensor | None = None
         native = self.layers[0].native
         is_native = native is not None and native.serves(kv_cache[0])
+        if is_native and self.native is not None:
+            return self.native(x, kv_cache, meta)
+        residual: torch.Tensor | None = None
         rotary = None if is_native else self.rotary.select(positions)
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, rotary, kv_cache[index], meta.of_layer(index))

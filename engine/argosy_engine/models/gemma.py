@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native import NativeAttention
 from argosy_engine.attention.torch_native import TorchAttention
-from argosy_engine.models.decoder import GatedMLP
 from argosy_engine.models.gemma_config import GemmaConfig
 from argosy_engine.models.layers import Linear, RotaryEmbedding
 from argosy_engine.models.rope import inverse_frequencies
@@ -38,8 +37,12 @@ class GemmaRMSNorm:
         return (wide * self.weight).to(x.dtype)
 
 
-class GeGLU(GatedMLP):
-    """down(gelu(gate(x)) * up(x))."""
+class GeGLU:
+    """down(gelu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, weights: Weights, prefix: str, hidden: int, inner: int) -> None:
+        self.gate_up = weights.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden)
+        self.down = weights.linear({prefix + "down_proj": hidden}, inner)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -70,7 +73,7 @@ class GemmaLayer:
         if config.qk_norm:
             self.q_norm = GemmaRMSNorm(weights, attention + "q_norm", head_dim, eps)
             self.k_norm = GemmaRMSNorm(weights, attention + "k_norm", head_dim, eps)
-        self.mlp = GeGLU(weights, prefix + "mlp.", hidden, config.intermediate_size, bias=False)
+        self.mlp = GeGLU(weights, prefix + "mlp.", hidden, config.intermediate_size)
         options: dict[str, Any] = {
             "scale": config.query_pre_attn_scalar**-0.5,
             "sliding_window": config.sliding_windows[index],

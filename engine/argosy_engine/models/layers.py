@@ -1,4 +1,4 @@
-"""Layers shared by the architectures: linear, RMSNorm, gated SiLU, rotary embedding.
+"""Layers shared by the architectures: linear, gated linear, RMSNorm, rotary embedding.
 
 Weights are plain tensors in inference mode. On a CPU the layers use our own kernels (`native`). Where there are none,
 `Linear` keeps its weight in the layout that is fast in torch at decode batch sizes (bf16: oneDNN's packed layout, about
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.native.library import DTYPES, Kernels, kernels
+from argosy_engine.native.library import DTYPES, Kernels, PackedLinear, kernels
 
 
 class Linear:
@@ -20,14 +20,16 @@ class Linear:
         self.bias = bias
         self.out_features, self.in_features = weight.shape
         self.num_bytes = weight.nbytes
-        self._packed: torch.Tensor | None = None
+        self._onednn: torch.Tensor | None = None
         self._transposed: torch.Tensor | None = None
         self.weight: torch.Tensor | None = None
+        self.packed: PackedLinear | None = None
+        """for our kernels"""
         self._kernels = _kernels(weight) if self.in_features * weight.itemsize % 4 == 0 else None
         if self._kernels is not None:
-            self._packed = self._kernels.pack_linear(weight.contiguous())
+            self.packed = self._kernels.pack_linear(weight, bias)
         elif _packs(weight):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+            self._onednn = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         elif weight.device.type == "cpu" and weight.dtype is torch.float32:
             # A product with W^T laid out contiguously is 3 to 6 times faster at decode batch sizes.
             self._transposed = weight.t().contiguous()
@@ -35,11 +37,10 @@ class Linear:
             self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed is not None:
-            if self._kernels is not None:
-                x = x.contiguous()
-                return self._kernels.linear(x, self._packed, self.bias, self.out_features, x.dtype)
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        if self._kernels is not None and self.packed is not None:
+            return self._kernels.linear(x.contiguous(), self.packed, x.dtype)
+        if self._onednn is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._onednn, self.bias, "none", [], "")
         if self._transposed is not None:
             return (
                 x.mm(self._transposed) if self.bias is None else torch.addmm(self.bias, x, self._transposed)
@@ -49,9 +50,29 @@ class Linear:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The same for an output head: float32 where the sums, which are float32, need no copy to stay so."""
-        if self._kernels is None or self._packed is None:
+        if self._kernels is None or self.packed is None:
             return self(x)
-        return self._kernels.linear(x.contiguous(), self._packed, self.bias, self.out_features, torch.float32)
+        return self._kernels.linear(x.contiguous(), self.packed, torch.float32)
+
+
+class GatedLinear:
+    """silu(gate) * up for x [T, in], where x W^T + b = [gate, up] with W [2 * inner, in] -> [T, inner]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.packed: PackedLinear | None = None
+        """for our kernels"""
+        self._kernels = loaded = _kernels(weight)
+        fits = weight.shape[1] * weight.itemsize % 4 == 0
+        if loaded is not None and fits and weight.shape[0] // 2 % loaded.lanes == 0:
+            self.packed = loaded.pack_linear(weight, bias, is_gated=True)
+        else:
+            self._linear = Linear(weight, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None and self.packed is not None:
+            return self._kernels.gated_linear(x.contiguous(), self.packed)
+        gate, up = self._linear(x).chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 def _kernels(weight: torch.Tensor) -> Kernels | None:
@@ -75,6 +96,10 @@ class RMSNorm:
         loaded = _kernels(weight)
         self._kernels = loaded if loaded is not None and weight.shape[0] % loaded.lanes == 0 else None
 
+    @property
+    def has_kernel(self) -> bool:
+        return self._kernels is not None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernels is not None and x.dim() == 2:
             return self._kernels.rms_norm(x.contiguous(), self.weight, self.eps)
@@ -87,15 +112,6 @@ class RMSNorm:
         if self._kernels is not None:
             return self._kernels.rms_norm(x, self.weight, self.eps, residual)
         return self(residual.add_(x))
-
-
-def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [T, 2 * width] -> [T, width]."""
-    loaded = _kernels(gate_up)
-    if loaded is not None and gate_up.shape[1] // 2 % loaded.lanes == 0:
-        return loaded.silu_multiply(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 class RotaryEmbedding:

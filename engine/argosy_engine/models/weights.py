@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.checkpoint import checkpoint_shards
-from argosy_engine.models.layers import Linear
+from argosy_engine.models.layers import GatedLinear, Linear
 
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_NAMED = 6
@@ -51,14 +51,22 @@ class Weights(ABC):
             is_transposed: the checkpoint stores [in, out] (GPT-2's Conv1D).
         """
 
+        return Linear(*self._fused(parts, in_features, bias=bias, is_transposed=is_transposed))
+
+    def gated_linear(self, gate: str, up: str, inner: int, in_features: int, *, bias: bool) -> GatedLinear:
+        """Two projections to `inner` features, fused with the activation between them."""
+        return GatedLinear(*self._fused({gate: inner, up: inner}, in_features, bias=bias))
+
+    def _fused(
+        self, parts: Mapping[str, int], in_features: int, *, bias: bool, is_transposed: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         def take_weight(name: str, out_features: int) -> torch.Tensor:
             if is_transposed:
                 return self.take(name + ".weight", in_features, out_features).t()
             return self.take(name + ".weight", out_features, in_features)
 
         weight = self._fuse(parts, take_weight)
-        biases = self._fuse(parts, lambda name, size: self.take(name + ".bias", size)) if bias else None
-        return Linear(weight, biases)
+        return weight, self._fuse(parts, lambda name, size: self.take(name + ".bias", size)) if bias else None
 
     def _fuse(self, parts: Mapping[str, int], take: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
         """The parts one after another along dimension 0, each copied into place as it is read."""

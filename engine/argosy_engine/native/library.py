@@ -9,12 +9,14 @@ import ctypes
 import functools
 import logging
 import os
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from argosy_engine.native.build import NativeUnavailable, library_path
+from argosy_engine.native.memory import allocate
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +62,60 @@ class Step(Structure):
     )
 
 
+class Linear(Structure):
+    """`Linear` of linear.h."""
+
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("out", c_int32), ("units", c_int32))
+
+
+class DecoderLayer(Structure):
+    """`DecoderLayer` of decoder.h."""
+
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("attention", POINTER(Layer)),
+        ("qkv", Linear),
+        ("output", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+    )
+
+
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "set_threads": (c_int,),
-    "pack_linear": (c_void_p, c_void_p, c_int, c_int),
-    "linear": (c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int),
+    "pack_linear": (c_void_p, c_void_p, c_int, c_int, c_int),
+    "linear": (c_int, c_int, POINTER(Linear), c_void_p, c_void_p, c_int),
+    "gated_linear": (c_int, POINTER(Linear), c_void_p, c_void_p, c_int),
     "rotate_and_write": (c_int, POINTER(Layer), POINTER(Step), c_void_p),
     "attention": (c_int, POINTER(Layer), POINTER(Step), c_void_p, c_int64, c_void_p),
     "rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float),
-    "silu_multiply": (c_int, c_void_p, c_void_p, c_int, c_int),
     "argmax": (c_int, c_void_p, c_void_p, c_int, c_int),
+    "decoder_scratch": (POINTER(DecoderLayer), c_int, c_int),
+    "decoder": (
+        c_int,
+        POINTER(DecoderLayer),
+        c_int,
+        POINTER(POINTER(Step)),
+        c_void_p,
+        c_void_p,
+        c_int,
+        c_float,
+    ),
 }
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of the kernels, and their numbers in C."""
+
+
+class PackedLinear:
+    """A weight, and perhaps a bias, in the layout the kernels multiply: int32 [panels, units, outputs of a panel]."""
+
+    def __init__(self, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> None:
+        self._kept_alive = packed, bias
+        self.out_features = out_features
+        bias_at = None if bias is None else bias.data_ptr()
+        self.struct = Linear(packed.data_ptr(), bias_at, out_features, packed.shape[1])
 
 
 class Kernels:
@@ -86,6 +129,7 @@ class Kernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._library, f"argosy_{name}")
             function.argtypes, function.restype = arguments, None
+        self._library.argosy_decoder_scratch.restype = c_int64
         self.lanes: int = self._library.argosy_lanes()
         """elements of a vector: head sizes, block sizes and widths must be its multiples"""
         self.path = path
@@ -94,35 +138,36 @@ class Kernels:
     def set_threads(self, threads: int) -> None:
         self._library.argosy_set_threads(threads)
 
-    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight [out, in] in the layout `linear` reads, as int32 [panels, units, outputs of a panel]."""
-        units = weight.shape[1] * weight.itemsize // 4
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_gated: bool = False
+    ) -> PackedLinear:
+        """
+        Args:
+            weight: [out, in] of rows that are whole multiples of four bytes.
+            is_gated: the first half of the outputs are gates for the second half; each a multiple of `lanes`.
+        """
+        out, units = weight.shape[0], weight.shape[1] * weight.itemsize // 4
         panel = 2 * self.lanes
-        packed = torch.empty(-(-weight.shape[0] // panel), units, panel, dtype=torch.int32)
-        self._library.argosy_pack_linear(weight.data_ptr(), packed.data_ptr(), weight.shape[0], units)
-        return packed
+        weight = weight.contiguous()
+        packed = allocate((-(-out // panel), units, panel), torch.int32)
+        self._library.argosy_pack_linear(weight.data_ptr(), packed.data_ptr(), out, units, is_gated)
+        if is_gated and bias is not None:
+            bias = bias.view(2, -1, self.lanes).transpose(0, 1).reshape(-1)
+        return PackedLinear(packed, None if bias is None else bias.contiguous(), out)
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        packed: torch.Tensor,
-        bias: torch.Tensor | None,
-        out_features: int,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """x [T, in] times a packed weight, plus a bias of x's type -> [T, out_features] of x's type or float32."""
-        rows = x.shape[0]
-        y = torch.empty((rows, out_features), dtype=out_dtype)
+    def linear(self, x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype) -> torch.Tensor:
+        """x [T, in] -> x W^T + b [T, out], of x's type or float32."""
+        y = torch.empty((x.shape[0], packed.out_features), dtype=out_dtype)
         self._library.argosy_linear(
-            DTYPES[x.dtype],
-            DTYPES[out_dtype],
-            x.data_ptr(),
-            packed.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            rows,
-            out_features,
-            packed.shape[1],
+            DTYPES[x.dtype], DTYPES[out_dtype], packed.struct, x.data_ptr(), y.data_ptr(), x.shape[0]
+        )
+        return y
+
+    def gated_linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """silu(gate) * up, where x W^T + b [T, out] is gate, then up; x [T, in] -> [T, out / 2]."""
+        y = torch.empty((x.shape[0], packed.out_features // 2), dtype=x.dtype)
+        self._library.argosy_gated_linear(
+            DTYPES[x.dtype], packed.struct, x.data_ptr(), y.data_ptr(), x.shape[0]
         )
         return y
 
@@ -143,15 +188,6 @@ class Kernels:
         )
         return out
 
-    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up for [T, 2 * width] -> [T, width]."""
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((rows, width), dtype=gate_up.dtype)
-        self._library.argosy_silu_multiply(
-            DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width
-        )
-        return out
-
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
         """Index of each row's highest value, the lowest of equals: [T, width] -> int64 [T]."""
         out = torch.empty(x.shape[0], dtype=torch.int64)
@@ -169,6 +205,28 @@ class Kernels:
             DTYPES[qkv.dtype], layer, step, qkv.data_ptr(), qkv.shape[1], out.data_ptr()
         )
         return out
+
+    def decoder_scratch(self, layer: DecoderLayer, num_tokens: int, hidden_size: int) -> int:
+        """Elements of scratch space that `decoder` needs."""
+        return int(self._library.argosy_decoder_scratch(layer, num_tokens, hidden_size))
+
+    def decoder(
+        self,
+        layers: Array[DecoderLayer],
+        steps: Array[Any],
+        x: torch.Tensor,
+        scratch: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """All layers over embeddings x [T, hidden_size], which become the hidden states before the last norm.
+
+        Args:
+            steps: pointers to the Step of each layer.
+            scratch: of x's type, at least `decoder_scratch` elements.
+        """
+        self._library.argosy_decoder(
+            DTYPES[x.dtype], layers, len(layers), steps, x.data_ptr(), scratch.data_ptr(), x.shape[1], eps
+        )
 
 
 @functools.cache

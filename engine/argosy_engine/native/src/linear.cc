@@ -6,21 +6,26 @@ using namespace argosy;
 #pragma GCC visibility push(default)
 extern "C" {
 
-void argosy_pack_linear(const Unit* weight, Unit* packed, int out, int units) {
-  pack_linear(weight, packed, out, units);
+void argosy_pack_linear(const Unit* weight, Unit* packed, int out, int units, int is_gated) {
+  pack_linear(weight, packed, out, units, is_gated);
 }
 
-void argosy_linear(int dtype, int out_dtype, const void* x, const Unit* packed, const void* bias, void* y, int rows,
-                   int out, int units) {
+void argosy_linear(int dtype, int out_dtype, const Linear* linear, const void* x, void* y, int rows) {
   with_type(dtype, [&](auto element) {
     using T = decltype(element);
-    const T* b = static_cast<const T*>(bias);
-    const Unit* in = static_cast<const Unit*>(x);
+    const T* in = static_cast<const T*>(x);
     if (out_dtype == 0) {
-      LinearJob<T, float>{in, packed, b, static_cast<float*>(y), rows, out, units}.run();
+      LinearJob<T, float>(*linear, in, static_cast<float*>(y), rows).run();
     } else if constexpr (sizeof(T) == 2) {
-      LinearJob<T, bf16>{in, packed, b, static_cast<bf16*>(y), rows, out, units}.run();
+      LinearJob<T, bf16>(*linear, in, static_cast<bf16*>(y), rows).run();
     }
+  });
+}
+
+void argosy_gated_linear(int dtype, const Linear* linear, const void* x, void* y, int rows) {
+  with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    LinearJob<T, T, Result::kGated>(*linear, static_cast<const T*>(x), static_cast<T*>(y), rows).run();
   });
 }
 

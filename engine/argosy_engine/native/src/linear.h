@@ -22,27 +22,51 @@ ARGOSY_INLINE void with_rows(int rows, F&& f) {
   f(std::integral_constant<int, Rows>{});
 }
 
-// weight: row-major [out, units]; packed: ceil(out / kPanel) panels, the last filled up with zeros.
-inline void pack_linear(const Unit* weight, Unit* packed, int out, int units) {
+// weight: row-major [out, units]; packed: ceil(out / kPanel) panels, the last filled up with zeros. Gated: the first half of
+// the outputs are gates, the second half ups, and a panel is a vector of gates and the vector of their ups.
+inline void pack_linear(const Unit* weight, Unit* packed, int out, int units, bool is_gated) {
   Pool::instance().run(int(ceil_div(out, kPanel)), [&](int panel) {
     Unit* to = packed + int64_t(panel) * units * kPanel;
+    const auto row_of = [&](int lane) -> int64_t {
+      if (!is_gated) return int64_t(panel) * kPanel + lane;
+      return int64_t(panel) * kLanes + lane % kLanes + lane / kLanes * (out / 2);
+    };
     for (int k0 = 0; k0 < units; k0 += 16) {
       const int k1 = std::min(k0 + 16, units);
       for (int lane = 0; lane < kPanel; ++lane) {
-        const int64_t row = int64_t(panel) * kPanel + lane;
+        const int64_t row = row_of(lane);
         for (int k = k0; k < k1; ++k) to[int64_t(k) * kPanel + lane] = row < out ? weight[row * units + k] : 0;
       }
     }
   });
 }
 
-template <class T, class Out>
+// A weight as Python hands it over. Mirrored in library.py.
+struct Linear {
+  const Unit* packed;
+  const void* bias;  // [out], may be null
+  int32_t out, units;
+};
+
+// What becomes of a panel's sums: y itself, or silu(gate) * up.
+enum class Result { kPlain, kGated };
+
+template <class T, class Out, Result kResult = Result::kPlain>
 struct LinearJob {
   const Unit* x;
   const Unit* packed;
   const T* bias;  // may be null
-  Out* y;
+  Out* y;         // [rows][out], gated: [rows][out / 2]
   int rows, out, units;
+
+  LinearJob(const Linear& linear, const T* x, Out* y, int rows)
+      : x(reinterpret_cast<const Unit*>(x)),
+        packed(linear.packed),
+        bias(static_cast<const T*>(linear.bias)),
+        y(y),
+        rows(rows),
+        out(linear.out),
+        units(linear.units) {}
 
   void run() const {
     // Rows of a block stay in the second-level cache while the panels pass by.
@@ -81,8 +105,13 @@ struct LinearJob {
         constexpr int Rows = decltype(row_count)::value;
         Tile<T, Rows, 2> tile;
         tile.accumulate(x + int64_t(begin) * units, units, columns, kPanel, units, ahead, ahead_step);
-        for (int r = 0; r < Rows; ++r)
-          for (int v = 0; v < 2; ++v) write(begin + r, panel * kPanel + v * kLanes, tile.sum[r][v]);
+        for (int r = 0; r < Rows; ++r) {
+          if constexpr (kResult == Result::kGated) {
+            write_gated(begin + r, panel, tile.sum[r][0], tile.sum[r][1]);
+          } else {
+            for (int v = 0; v < 2; ++v) write(begin + r, panel * kPanel + v * kLanes, tile.sum[r][v]);
+          }
+        }
       });
     }
   }
@@ -95,6 +124,14 @@ struct LinearJob {
     } else if (lanes > 0) {
       store_first(to, bias ? sum + load_first(bias + column, lanes) : sum, lanes);
     }
+  }
+
+  ARGOSY_INLINE void write_gated(int row, int panel, vfloat gate, vfloat up) const {
+    if (bias) {
+      gate += load(bias + panel * kPanel);
+      up += load(bias + panel * kPanel + kLanes);
+    }
+    store(y + int64_t(row) * (out / 2) + panel * kLanes, silu(gate) * up);
   }
 };
 

@@ -19,13 +19,6 @@ void argosy_rms_norm(int dtype, const void* x, void* residual, const void* weigh
   });
 }
 
-void argosy_silu_multiply(int dtype, const void* gate_up, void* out, int rows, int width) {
-  with_type(dtype, [&](auto element) {
-    using T = decltype(element);
-    silu_multiply(static_cast<const T*>(gate_up), static_cast<T*>(out), rows, width);
-  });
-}
-
 void argosy_argmax(int dtype, const void* x, int64_t* out, int rows, int width) {
   with_type(dtype, [&](auto element) {
     argmax(static_cast<const decltype(element)*>(x), out, rows, width);

@@ -1,4 +1,4 @@
-// Row-wise operations between the products: RMSNorm with the residual sum, SiLU times gate, argmax.
+// Row-wise operations between the products: RMSNorm with the residual sum, argmax.
 #pragma once
 
 #include "pool.h"
@@ -31,16 +31,12 @@ void rms_norm(const T* x, T* residual, const T* weight, T* out, int rows, int wi
   });
 }
 
-// out[row] = silu(gate) * up, where a row of gate_up is gate[width] then up[width].
+// sum += x
 template <class T>
-void silu_multiply(const T* gate_up, T* out, int rows, int width) {
-  parallel_rows(rows, width * 2, [&](int row) {
-    const T* gate = gate_up + int64_t(row) * 2 * width;
-    T* to = out + int64_t(row) * width;
-    for (int i = 0; i < width; i += kLanes) {
-      const vfloat x = load(gate + i);
-      store(to + i, x / (1.0f + exp(vfloat{} - x)) * load(gate + width + i));
-    }
+void add(const T* x, T* sum, int rows, int width) {
+  parallel_rows(rows, width, [&](int row) {
+    const int64_t at = int64_t(row) * width;
+    for (int i = 0; i < width; i += kLanes) store(sum + at + i, load(sum + at + i) + load(x + at + i));
   });
 }
 

@@ -157,6 +157,8 @@ ARGOSY_INLINE vfloat exp(vfloat x) {
 
 ARGOSY_INLINE vfloat tanh(vfloat x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }
 
+ARGOSY_INLINE vfloat silu(vfloat x) { return x / (1.0f + exp(vfloat{} - x)); }
+
 // sum += a * b, units of T; products of bfloat16 are exact, sums are float.
 template <class T>
 ARGOSY_INLINE vfloat multiply_add(vfloat sum, vuint a, vuint b) {
