@@ -52,15 +52,14 @@ def awake(process: subprocess.Popen[Any]) -> Iterator[None]:
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
-    """Ends a process and its group."""
+    """Ends a process, and what is left of its group: vLLM's workers outlive their parents."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGCONT)
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def start_argosy(
@@ -110,6 +109,7 @@ def _start(name: str, command: list[str], env: Mapping[str, str], port: int, log
                 break
         except OSError:
             if process.poll() is not None or time.perf_counter() - started > START_TIMEOUT_S:
+                stop(process)
                 raise SystemExit(f"{name} did not start:\n{log.read_text()[-3000:]}") from None
             time.sleep(0.02)
     server.start_s = time.perf_counter() - started
