@@ -47,6 +47,13 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, le=1 << 20, description="cap on one prompt's share of a step; 0: no cap")
     ] = 0
+    max_num_mixed_prefill_tokens: Annotated[
+        Annotated[int, Meta(ge=16, le=1 << 20)] | None,
+        Meta(
+            description="prompt tokens of one step while other requests decode, which wait for them; "
+            "default: 512 on a cpu, else no cap"
+        ),
+    ] = None
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
         Meta(description="priority: requests with a lower `priority` go first"),

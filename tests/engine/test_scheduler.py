@@ -76,6 +76,22 @@ def test_prompts_share_the_budget_and_long_ones_are_chunked() -> None:
     assert run_step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 7}
 
 
+def test_a_decode_waits_for_few_prompt_tokens_only() -> None:
+    scheduler = make(max_num_mixed_prefill_tokens=8)
+    scheduler.add(request("a", [1] * 20, max_tokens=9))
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"a": 20}, "nobody decodes yet"
+    scheduler.add(request("b", [2] * 13, max_tokens=1))
+    scheduler.add(request("c", [3] * 5, max_tokens=1))
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 8}
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 5, "c": 3}
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"a": 1, "c": 2}
+    whole = make(max_num_mixed_prefill_tokens=8, enable_chunked_prefill=False)
+    whole.add(request("a", [1] * 20, max_tokens=9))
+    run_step(whole)
+    whole.add(request("b", [2] * 13))
+    assert run_step(whole)[0].num_scheduled_tokens == {"a": 1, "b": 13}
+
+
 def test_long_prefill_threshold_leaves_room_for_others() -> None:
     scheduler = make(long_prefill_token_threshold=5)
     scheduler.add(request("long", [1] * 40))

@@ -59,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         num_drafts=st.sampled_from([0, 0, 2]),
         watermark=st.sampled_from([0.0, 0.2]),
+        mixed=st.sampled_from([None, 2, 6]),
         max_in_flight=st.sampled_from([1, 2, 2, 3]),
     )
     def start(
@@ -72,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         num_drafts: int,
         watermark: float,
+        mixed: int | None,
         max_in_flight: int,
     ) -> None:
         self.budget, self.max_num_seqs = budget, max_num_seqs
@@ -89,6 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset({EOS}),
             long_prefill_token_threshold=threshold,
+            max_num_mixed_prefill_tokens=mixed,
             policy=policy,  # type: ignore[arg-type]
         )
         self.worker = FakeWorker(BLOCK, num_drafts, specs)

@@ -40,6 +40,9 @@ logger = logging.getLogger("argosy.core")
 _RATE_SMOOTHING = 0.2
 """Weight of the newest step in the measured rates: a few steps to follow a change, single outliers damped."""
 
+_MAX_NUM_MIXED_PREFILL_TOKENS = 512
+"""On a CPU, where a step of the whole budget takes seconds; from here on larger chunks are hardly faster."""
+
 
 class _Launched(NamedTuple):
     step: SchedulerOutput
@@ -99,6 +102,8 @@ class EngineCore:
             eos_token_ids=frozenset(info.config.eos_token_ids),
             enable_chunked_prefill=args.enable_chunked_prefill,
             long_prefill_token_threshold=args.long_prefill_token_threshold,
+            max_num_mixed_prefill_tokens=args.max_num_mixed_prefill_tokens
+            or (_MAX_NUM_MIXED_PREFILL_TOKENS if info.device == "cpu" else None),
             policy=args.scheduling_policy,
         )
         self.structured = StructuredOutputManager.for_model(

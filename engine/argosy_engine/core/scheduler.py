@@ -40,6 +40,8 @@ class Scheduler:
         max_num_batched_tokens: token budget of a step.
         max_num_seqs: requests running at once.
         long_prefill_token_threshold: cap on one request's tokens per step while others run; 0 is no cap.
+        max_num_mixed_prefill_tokens: cap on all prompts' tokens in a step while a request decodes, which waits for
+            them between two of its tokens; None is no cap.
         policy: `fcfs` ignores the requests' priority.
     """
 
@@ -53,6 +55,7 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
+        max_num_mixed_prefill_tokens: int | None = None,
         policy: SchedulingPolicy = "fcfs",
     ) -> None:
         self.kv = kv
@@ -62,6 +65,7 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.max_num_mixed_prefill_tokens = max_num_mixed_prefill_tokens or max_num_batched_tokens
         self.policy = policy
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue()
@@ -73,6 +77,8 @@ class Scheduler:
         self.queued_uncached_tokens = 0
         """Tokens that admitted, waiting and blocked requests have to compute before their next token."""
         self._num_arrivals = 0
+        self._prefill_room = 0
+        """Prompt tokens that the step being planned may still take."""
         self._released: list[str] = []
         """Requests whose worker slots the next step frees."""
         self._outputs: list[EngineCoreOutput] = []
@@ -159,6 +165,8 @@ class Scheduler:
         new_block_ids: dict[str, BlockIds] = {}
         drafts: dict[str, list[int]] = {}
         num_preemptions = self.num_preemptions
+        is_mixed = self.enable_chunked_prefill and any(request.has_first_token for request in self.running)
+        self._prefill_room = self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens
         budget = self._schedule_running(scheduled, new_block_ids, drafts)
         new_requests: list[NewRequest] = []
         if num_preemptions == self.num_preemptions:
@@ -208,9 +216,10 @@ class Scheduler:
         drafts: dict[str, list[int]],
     ) -> int:
         """Gives a running request its tokens and blocks, preempting others if need be; the budget that is left."""
-        num_new = self._limit(request.num_tokens_with_spec - request.num_computed_tokens, budget)
+        num_wanted = request.num_tokens_with_spec - request.num_computed_tokens
+        num_new = self._limit(num_wanted, budget, len(request.spec_token_ids))
         if num_new == 0:
-            return budget  # waits for what is in flight
+            return budget  # waits for what is in flight, or for room beside the decodes
         while (block_ids := self.kv.grow(request, num_new)) is None:
             victim = max(
                 (r for r in self.running if r.status is RequestStatus.RUNNING), key=lambda r: r.queue_key
@@ -270,11 +279,13 @@ class Scheduler:
             budget -= num_new
         return budget
 
-    def _limit(self, num_wanted: int, budget: int) -> int:
+    def _limit(self, num_wanted: int, budget: int, num_drafts: int = 0) -> int:
         """How many of the tokens that a request wants to compute this step gives it."""
         threshold = self.long_prefill_token_threshold
         if threshold and num_wanted > threshold and len(self.requests) > 1:
             num_wanted = threshold
+        if num_wanted > 1 + num_drafts:
+            num_wanted = min(num_wanted, self._prefill_room)
         return min(num_wanted, budget)
 
     def _admit(self, request: Request, budget: int) -> int | None:
@@ -283,7 +294,7 @@ class Scheduler:
         num_cached = len(cached_block_ids[0]) * self.kv.block_size
         num_wanted = request.num_tokens - num_cached
         num_new = self._limit(num_wanted, budget)
-        if num_new < num_wanted and not self.enable_chunked_prefill and self.running:
+        if num_new == 0 or (num_new < num_wanted and not self.enable_chunked_prefill and self.running):
             return None
         if not self.kv.admit(request, cached_block_ids, num_new, leave_room=bool(self.running)):
             return None
@@ -296,6 +307,8 @@ class Scheduler:
     def _advance(self, request: Request, num_new: int) -> None:
         """Counts tokens as computed, and the one that is sampled behind the last known one as to be computed."""
         request.num_computed_tokens = num_computed = request.num_computed_tokens + num_new
+        if num_new > 1 + len(request.spec_token_ids):
+            self._prefill_room -= num_new
         self._set_pending(request, request.num_tokens_with_spec - num_computed)
         if request.spec_token_ids and num_computed >= request.num_tokens:
             request.num_tokens_with_spec = num_computed  # how many tokens it brings is open
