@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -265,12 +266,21 @@ def _run(config: RouterConfig) -> int:
 
     from argosy_router.server import Router
 
+    _raise_file_limit()
+
     async def serve() -> None:
         await Router(config).run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Each request takes two descriptors, and the usual soft limit of 1024 exists only for `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -160,6 +161,7 @@ async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
                 "--admin-port",
                 "0",
             ),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096)),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stderr=asyncio.subprocess.PIPE,
         )
@@ -168,6 +170,8 @@ async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request_bytes())
             await until(lambda: bool(engine.requests))
+            soft, _ = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            assert soft == 4096, "a router needs more files than the usual soft limit"
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
             async with asyncio.timeout(20):
