@@ -16,6 +16,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from argosy_router.series import Reading
+
 FLUSH_S = 0.2
 MAX_BUFFERED_LINES = 20_000
 """A few megabytes; reached only when nobody reads standard error."""
@@ -61,6 +63,16 @@ class AccessLog:
         self._entries: list[AccessEntry] = []
         self._timer: asyncio.TimerHandle | None = None
         self.dropped = 0
+
+    def series(self) -> Reading:
+        """What it counts."""
+        return Reading(
+            "counter",
+            "access_log_dropped_lines",
+            "Access lines that nobody read in time.",
+            (),
+            lambda: [((), self.dropped)],
+        )
 
     def write(self, entry: AccessEntry) -> None:
         """Queues one entry."""

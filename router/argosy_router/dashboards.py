@@ -37,6 +37,11 @@ class Registry:
     def __init__(self, series: Sequence[Series]) -> None:
         self._series = {one.name: one for one in series}
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Without prefix and suffix."""
+        return tuple(self._series)
+
     @classmethod
     def of_router(cls) -> Registry:
         """The registry of a router as production runs it."""
@@ -236,6 +241,9 @@ def rows(registry: Registry) -> list[Row]:
                         (e.rate("ejections", "replica"), "{{replica}} ejected"),
                         (e.rate("interrupted_streams", "replica"), "{{replica}} cut"),
                     ],
+                ),
+                Panel(
+                    "Streams whose replica died", "ops", [(e.rate("migrations", "outcome"), "{{outcome}}")]
                 ),
                 Panel("Clients that left", "ops", [(e.rate("client_disconnects", "model"), "{{model}}")]),
             ),

@@ -66,6 +66,7 @@ class Router:
         )
         self.metrics = Metrics(self.fleet)
         self._access_log = AccessLog(is_enabled=config.access_log, line_format=config.access_log_format)
+        self.metrics.add(self._access_log.series())
         self._ledger = UsageLedger(config.usage_log, socket.gethostname())
         for series in self._ledger.series():
             self.metrics.add(series)
@@ -74,7 +75,9 @@ class Router:
             self.metrics.add(counted)
         self._recorder = _recorder(config)
         self._tracer = _tracer(config)
-        self._books = Books(self.metrics, self._access_log, self._ledger, self._recorder)
+        self._books = Books(
+            self.metrics, self._access_log, self._ledger, recorder=self._recorder, policy=config.policy
+        )
         self.dispatcher = Dispatcher(
             self.fleet,
             self.metrics,

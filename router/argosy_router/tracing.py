@@ -34,6 +34,7 @@ _ATTRIBUTES = {
     "replica": "argosy.replica",
     "route": "argosy.route",
     "attempts": "argosy.attempts",
+    "migrations": "argosy.migrations",
     "predicted_tokens": "argosy.predicted_cached_tokens",
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",

@@ -18,7 +18,7 @@ from typing import Any
 import websocket
 
 EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27}
 
 

@@ -30,12 +30,20 @@ class Books:
     """Shared by all requests of one router."""
 
     def __init__(
-        self, metrics: Metrics, access_log: AccessLog, ledger: UsageLedger, recorder: Recorder | None = None
+        self,
+        metrics: Metrics,
+        access_log: AccessLog,
+        ledger: UsageLedger,
+        *,
+        recorder: Recorder | None = None,
+        policy: str = "",
     ) -> None:
+        """`policy` is the router's own, which overrides the services'; empty for none."""
         self._metrics = metrics
         self._access_log = access_log
         self._ledger = ledger
         self._recorder = recorder
+        self._policy = policy
         self.decisions = DecisionLog()
 
     def dispatched(self, call: Call, choice: Choice, attempt: int) -> DecisionRecord:
@@ -90,7 +98,7 @@ class Books:
                 self._access_log.write(entry)
             if call.trace is not None:
                 expected_s = None if record is None else record.predicted_ttft_s
-                call.trace.end(entry, call.service.spec.policy, expected_s)
+                call.trace.end(entry, self._policy or call.service.spec.policy, expected_s)
 
     def refuse(self, request_id: bytes, status: int) -> None:
         """A request got an error before it became a call."""
