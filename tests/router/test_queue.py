@@ -239,6 +239,23 @@ async def test_requests_are_held_until_the_first_replica_comes() -> None:
             await r.until(lambda: is_settled(r))
 
 
+async def test_a_steady_flow_of_newcomers_does_not_put_off_the_held() -> None:
+    async with rig([], admission=AdmissionLimits(hold_timeout_s=60.0)) as r:
+        held = await send(r, "held", 1)
+
+        async def flow() -> None:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.03):
+                        await r.chat("impatient")
+
+        flowing = asyncio.create_task(flow())
+        async with FakeEngine() as engine:
+            r.discovery.set(FleetDocument(services=(service([engine]),)))
+            assert (await held).status_code == 200
+            flowing.cancel()
+
+
 async def test_holding_ends() -> None:
     async with rig([], admission=AdmissionLimits(hold_timeout_s=0.05)) as r:
         assert (await r.chat()).status_code == 503
@@ -274,7 +291,7 @@ async def test_a_waiting_stream_gets_comments_and_then_its_events() -> None:
 
 
 async def test_a_begun_stream_is_told_of_a_refusal_by_an_event() -> None:
-    limits = AdmissionLimits(keep_alive_s=0.01, hold_timeout_s=0.1)
+    limits = AdmissionLimits(keep_alive_s=0.01, hold_timeout_s=0.5)
     async with rig([], admission=limits) as r:
         answer = await r.chat(stream=True)
         assert answer.status_code == 200
@@ -434,7 +451,7 @@ async def test_reloading_keys_interrupts_nobody(tmp_path: Path) -> None:
         await r.until(lambda: turnstile.order == ["first"])
         (tmp_path / "keys").write_text("another\n")
         while (await r.http.get("/v1/models")).status_code != 401:
-            await asyncio.sleep(0.01)
+            pass
         turnstile.let()
         assert (await under_way).status_code == 200
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,9 +55,10 @@ class Gate:
 
     def __init__(self, fleet: Fleet, wheel: TimerWheel, limits: AdmissionLimits) -> None:
         self._fleet = fleet
-        self.wheel = wheel
-        self.limits = limits
+        self._limits = limits
         self._lanes: dict[Service, Lane] = {}
+        self._silent: OrderedDict[Waiting, float] = OrderedDict()
+        """Waiting streams, in the order of when they next get a comment."""
         self._deadline = Deadline(wheel, self._tick)
         self._is_tick_near = False
         self.now = time.monotonic
@@ -99,7 +101,10 @@ class Gate:
             lane.wait(waiting, now)
         except ApiError as error:
             waiting.refuse(error)
-        else:
+            return
+        if exchange.call.is_stream:
+            self._silent[waiting] = now + self._limits.keep_alive_s
+        if not self._deadline.is_set:
             self._deadline.set(TICK_S)
 
     def ended(self, exchange: Exchange, now: float) -> None:
@@ -120,6 +125,7 @@ class Gate:
 
     def left(self, waiting: Waiting, outcome: str) -> None:
         """A request waits no longer."""
+        self._silent.pop(waiting, None)
         model = waiting.exchange.call.service.spec.model
         self._waits.observe((model, outcome), self.now() - waiting.since)
 
@@ -133,7 +139,7 @@ class Gate:
         return lane
 
     def _bounds(self, service: Service) -> Bounds:
-        own, limits = service.spec.limits, self.limits
+        own, limits = service.spec.limits, self._limits
         return Bounds(
             own.max_queued_requests or limits.max_queued_requests,
             limits.max_queued_bytes,
@@ -147,7 +153,11 @@ class Gate:
         busy = [lane for lane in self._lanes.values() if lane.waiting]
         for lane in busy:
             lane.tick(now)
-        if any(lane.waiting for lane in busy):
+        while self._silent and next(iter(self._silent.values())) <= now:
+            waiting, _ = self._silent.popitem(last=False)
+            waiting.keep_alive()
+            self._silent[waiting] = now + self._limits.keep_alive_s
+        if any(lane.waiting for lane in busy) and not self._deadline.is_set:
             self._deadline.set(TICK_S)
 
 

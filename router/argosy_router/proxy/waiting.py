@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from argosy_engine.protocol.errors import ApiError
 from argosy_router.admission.lane import Lane, Waiter
-from argosy_router.http.deadlines import Deadline
 from argosy_router.http.server import Client
 from argosy_router.http.server import Exchange as ClientListener
 
@@ -29,7 +28,7 @@ _COMMENT = b": waiting for a replica\n\n"
 class Waiting(Waiter):
     """One waiting request."""
 
-    __slots__ = ("_client", "_gate", "_is_begun", "_is_paused", "_keep_alive", "_lane", "exchange")
+    __slots__ = ("_client", "_gate", "_is_begun", "_is_paused", "_lane", "exchange")
 
     def __init__(self, gate: Gate, lane: Lane, exchange: Exchange, client: Client) -> None:
         call = exchange.call
@@ -41,9 +40,6 @@ class Waiting(Waiter):
         self._client = client
         self._is_begun = False
         self._is_paused = False
-        self._keep_alive = Deadline(gate.wheel, self._on_keep_alive)
-        if call.is_stream:
-            self._keep_alive.set(gate.limits.keep_alive_s)
 
     def admit(self) -> None:
         self._leave("sent")
@@ -58,23 +54,21 @@ class Waiting(Waiter):
         self.exchange.refuse(error)
 
     def _leave(self, outcome: str) -> None:
-        self._keep_alive.clear()
         self._gate.left(self, outcome)
         self._client.attach(self.exchange)
 
-    def _on_keep_alive(self) -> None:
+    def keep_alive(self) -> None:
+        """Lets a stream's client, and whoever is on the way, know that the answer is still to come."""
         if not self._is_begun:
             self._is_begun = True
             self._client.start(200, _STREAM_HEADERS + self.exchange.identity, _COMMENT)
             self.exchange.answer_through(BegunStream(self._client))
         elif not self._is_paused:
             self._client.send(_COMMENT)
-        self._keep_alive.set(self._gate.limits.keep_alive_s)
 
     # the client
 
     def on_client_lost(self) -> None:
-        self._keep_alive.clear()
         self._lane.leave(self)
         self._gate.left(self, "abandoned")
         self.exchange.on_client_lost()
