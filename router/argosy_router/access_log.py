@@ -46,6 +46,8 @@ class AccessEntry(Struct, omit_defaults=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    queue_ms: float | None = None
+    """Of the next, time in the queue; absent where the request did not wait."""
     ttft_ms: float | None = None
     """To the first byte of the answer."""
     duration_ms: float | None = None
@@ -111,7 +113,7 @@ def _as_text(entry: AccessEntry) -> bytes:
         f"key={_word(e.key)} model={_word(e.model)} replica={_word(e.replica)} route={e.route or '-'} "
         f"attempts={e.attempts} migrations={e.migrations} predicted_tokens={_count(e.predicted_tokens)} "
         f"prompt_tokens={_count(e.prompt_tokens)} cached_tokens={_count(e.cached_tokens)} "
-        f"completion_tokens={_count(e.completion_tokens)} ttft_ms={_time(e.ttft_ms)} "
+        f"completion_tokens={_count(e.completion_tokens)} queue_ms={_time(e.queue_ms)} ttft_ms={_time(e.ttft_ms)} "
         f"duration_ms={_time(e.duration_ms)}"
     )
     return line.encode("ascii", "backslashreplace")

@@ -53,6 +53,7 @@ def is_settled(r: Rig) -> bool:
         r.router.dispatcher.inflight == 0
         and queued(r) == 0
         and all((load.inflight, load.queued_tokens) == (0, 0) for load in loads)
+        and not any(lane.active for lane in r.router._gate._lanes.values())
     )
 
 
@@ -90,6 +91,18 @@ async def test_a_request_waits_until_one_has_ended() -> None:
         assert (await first).status_code == (await second).status_code == 200
         assert turnstile.order == ["first", "second"]
         assert r.metric('queue_seconds_count{model="tiny",outcome="sent"}') == 1
+
+
+async def test_the_room_may_go_between_two_looks() -> None:
+    async with rig([FakeEngine()]) as r:
+        assert (await r.chat()).status_code == 200
+        r.replica(0).is_draining = True
+        r.router.fleet.changed()
+        assert (await r.chat()).status_code == 503
+        r.replica(0).is_draining = False
+        r.router.fleet.changed()
+        assert (await r.chat()).status_code == 200
+        await r.until(lambda: is_settled(r))
 
 
 async def test_waiting_is_not_held_against_the_replica() -> None:

@@ -151,6 +151,8 @@ def _entry(exchange: Exchange, duration_s: float) -> AccessEntry:
         migrations=exchange.migrations,
         duration_ms=duration_s * 1000.0,
     )
+    if exchange.waited_s:
+        entry.queue_ms = exchange.waited_s * 1000.0
     if exchange.first_event_s is not None:
         entry.ttft_ms = exchange.first_event_s * 1000.0
     if choice is not None and record is not None:

@@ -61,7 +61,7 @@ class Gate:
         """Waiting streams, in the order of when they next get a comment."""
         self._deadline = Deadline(wheel, self._tick)
         self._is_tick_near = False
-        self.now = time.monotonic
+        self._now = time.monotonic
         self._waits = Histogram(
             "queue_seconds", "Time in the queue, however it ended.", ("model", "outcome"), WAIT_SECONDS
         )
@@ -127,7 +127,8 @@ class Gate:
         """A request waits no longer."""
         self._silent.pop(waiting, None)
         model = waiting.exchange.call.service.spec.model
-        self._waits.observe((model, outcome), self.now() - waiting.since)
+        waiting.exchange.waited_s = waited_s = self._now() - waiting.since
+        self._waits.observe((model, outcome), waited_s)
 
     def _add_lane(self, service: Service, now: float) -> Lane:
         for gone in set(self._lanes).difference(self._fleet.services.values()):
@@ -149,7 +150,7 @@ class Gate:
 
     def _tick(self) -> None:
         self._is_tick_near = False
-        now = self.now()
+        now = self._now()
         busy = [lane for lane in self._lanes.values() if lane.waiting]
         for lane in busy:
             lane.tick(now)

@@ -43,7 +43,6 @@ class Waiting(Waiter):
 
     def admit(self) -> None:
         self._leave("sent")
-        self.exchange.waited_s = self._gate.now() - self.since
         try:
             self.exchange.start()
         except ApiError as error:
