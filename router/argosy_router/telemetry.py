@@ -107,7 +107,7 @@ class TelemetryClient:
                 if replica.link == "stale" and isinstance(error, (ConnectFailed, FirstByteTimeout)):
                     # Not the lost stream counts, but that the replica no longer answers a new connection.
                     self._fail_health(refused=isinstance(error, ConnectFailed) and error.refused)
-                    if replica.health.is_suspect and isinstance(error, FirstByteTimeout):
+                    if replica.health.is_suspect:
                         self._on_silent(True)
             pause = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(failures, 10))
             await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
