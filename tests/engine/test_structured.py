@@ -7,10 +7,12 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis.strategies as st
 import jsonschema
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.models.source import resolve_model
@@ -37,6 +39,8 @@ THINK, END_THINK = 1018, 1019
         ({"regex": "a", "choice": ["b"]}, "structured_outputs", "regex and choice"),
         ({"json": "{"}, "structured_outputs.json", "not valid JSON"),
         ({"json": '{"minimum": NaN}'}, "structured_outputs.json", "NaN"),
+        ({"json": '{"maximum": 1e400}'}, "structured_outputs.json", "too large"),
+        ({"json": '{"const": "\\ud800"}'}, "structured_outputs.json", "surrogates"),
         ({"json": "[" * 100_000}, "structured_outputs.json", "nested too deeply"),
         ({"json": json.dumps({"description": "x" * 200_000})}, "structured_outputs.json", "bytes"),
         ({"regex": ""}, "structured_outputs.regex", "between 1 and"),
@@ -94,7 +98,33 @@ REFUSED = [
     ({"properties": {"a": False}}, "'false'"),
     ({"items": [{"type": "string"}]}, "a schema is an object"),
     (7, "a schema is an object"),
+    ({"type": "string", "format": ["date"]}, "format must be a string"),
+    ({"oneOf": [{"type": "object", "properties": {"a": {"const": 1}}, "required": 5}] * 2}, "oneOf"),
 ]
+
+
+WORDS = st.sampled_from(
+    ["a", "type", "object", "array", "string", "integer", "properties", "required", "items", "prefixItems", "anyOf",
+     "oneOf", "allOf", "const", "enum", "$ref", "#/$defs/a", "$defs", "minimum", "multipleOf", "maxLength", "pattern", "format",
+     "minItems", "additionalProperties", "patternProperties", "propertyNames", "maxProperties", "json_schema", "tags",
+     "structures", "triggers", "begin", "end", "schema"]
+)  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(VALUES)
+def test_any_value_is_a_grammar_or_a_reason(value: Any) -> None:
+    for fields in ({"json": value}, {"structural_tag": value}, {"json": json.dumps(value)}):
+        try:
+            spec = StructuredOutputsParams(**fields).spec()
+        except InvalidRequest:
+            continue
+        assert msgspec.msgpack.encode(spec)
 
 
 @pytest.mark.parametrize(("schema", "says"), REFUSED, ids=[json.dumps(schema)[:60] for schema, _ in REFUSED])

@@ -292,6 +292,8 @@ class _Checker:
             schema.setdefault("items", True)
 
     def _string(self, schema: dict[str, Any], path: str) -> None:
+        if not isinstance(schema.get("format", ""), str):
+            raise _error(path, "format must be a string")
         given = [keyword for keyword in ("format", "pattern") if keyword in schema]
         if schema.get("format") in _ANNOTATION_FORMATS:
             given.remove("format")
@@ -381,7 +383,10 @@ def _types_of_value(value: Any) -> tuple[str, ...]:
 
 def _tags(schema: Any, name: str) -> list[str]:
     """The values that a required property of an object schema is limited to, as JSON text; none if it is not."""
-    if not isinstance(schema, dict) or name not in (schema.get("required") or ()):
+    if not isinstance(schema, dict):
+        return []
+    required = schema.get("required")
+    if not isinstance(required, list) or name not in required:
         return []
     properties = schema.get("properties")
     value = properties.get(name) if isinstance(properties, dict) else None

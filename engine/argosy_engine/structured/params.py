@@ -7,6 +7,7 @@ The bounds on the size of such a request are here. A grammar is compiled by nati
 from __future__ import annotations
 
 import json as json_codec
+import math
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -67,9 +68,15 @@ class StructuredOutputsParams(
                 "structured_outputs",
             )
         try:
-            return self._spec(given[0])
+            spec = self._spec(given[0])
+            spec.text.encode()
         except InvalidRequest as error:
             raise InvalidRequest(f"{given[0]}: {error}", f"structured_outputs.{given[0]}") from None
+        except UnicodeEncodeError:  # JSON text may hide them as escapes
+            raise InvalidRequest(
+                f"{given[0]}: contains lone surrogates, which are not text", f"structured_outputs.{given[0]}"
+            ) from None
+        return spec
 
     def _spec(self, kind: str) -> GrammarSpec:
         any_whitespace = not self.disable_any_whitespace
@@ -106,7 +113,8 @@ def _parsed(value: str | dict[str, Any] | None) -> Any:
     """A JSON value given as such or as text, within the bound on its size."""
     try:
         text = value if isinstance(value, str) else json_codec.dumps(value, ensure_ascii=False)
-        return json_codec.loads(_bounded(text, MAX_TEXT_BYTES), parse_constant=_refuse_constant)
+        text = _bounded(text, MAX_TEXT_BYTES)
+        return json_codec.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except InvalidRequest:
         raise
     except (ValueError, TypeError) as error:
@@ -117,6 +125,13 @@ def _parsed(value: str | dict[str, Any] | None) -> Any:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:32]} is too large")
+    return value
 
 
 def _choice_grammar(choices: tuple[str, ...]) -> str:
