@@ -27,9 +27,10 @@ from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import EngineCoreOutput, ErrorKind, FinishReason
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.request_queue import RequestQueue
+from argosy_engine.core.step_plan import StepPlan
 from argosy_engine.core.steps_in_flight import StepsInFlight
 from argosy_engine.sample.token_logprobs import TokenLogprobs
-from argosy_engine.worker.step import BlockIds, ModelRunnerOutput, NewRequest, SchedulerOutput
+from argosy_engine.worker.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -77,8 +78,6 @@ class Scheduler:
         self.queued_uncached_tokens = 0
         """Tokens that admitted, waiting and blocked requests have to compute before their next token."""
         self._num_arrivals = 0
-        self._prefill_room = 0
-        """Prompt tokens that the step being planned may still take."""
         self._released: list[str] = []
         """Requests whose worker slots the next step frees."""
         self._outputs: list[EngineCoreOutput] = []
@@ -161,35 +160,28 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans the next step, which is in flight from now on: `update` must follow, in the order of the steps."""
-        scheduled: dict[str, int] = {}
-        new_block_ids: dict[str, BlockIds] = {}
-        drafts: dict[str, list[int]] = {}
-        num_preemptions = self.num_preemptions
         is_mixed = self.enable_chunked_prefill and any(request.has_first_token for request in self.running)
-        self._prefill_room = self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens
-        budget = self._schedule_running(scheduled, new_block_ids, drafts)
-        new_requests: list[NewRequest] = []
+        plan = StepPlan(
+            self.max_num_batched_tokens,
+            self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens,
+            self.long_prefill_token_threshold if len(self.requests) > 1 else 0,
+        )
+        num_preemptions = self.num_preemptions
+        self._schedule_running(plan)
         if num_preemptions == self.num_preemptions:
-            budget = self._schedule_waiting(scheduled, new_requests, budget)
-        assert budget >= 0
+            self._schedule_waiting(plan)
+        assert plan.budget >= 0
         released, self._released = self._released, []
-        num_scheduled = self.max_num_batched_tokens - budget
-        step = SchedulerOutput(new_requests, new_block_ids, scheduled, num_scheduled, released, drafts)
-        if scheduled:
+        step = plan.step(released)
+        if step.num_scheduled_tokens:
             self.in_flight.push(step)
         return step
 
-    def _schedule_running(
-        self,
-        scheduled: dict[str, int],
-        new_block_ids: dict[str, BlockIds],
-        drafts: dict[str, list[int]],
-    ) -> int:
-        """Plans the running requests; the budget that is left."""
-        budget = self.max_num_batched_tokens
+    def _schedule_running(self, plan: StepPlan) -> None:
         num_preemptions = self.num_preemptions
+        scheduled = plan.num_scheduled_tokens
         for request in self.running:
-            if budget <= 0:
+            if plan.budget <= 0:
                 break
             num_computed = request.num_computed_tokens + 1
             if (
@@ -200,56 +192,42 @@ class Scheduler:
                 request.num_computed_tokens = num_computed
                 request.num_tokens_with_spec = num_computed + 1
                 scheduled[request.request_id] = 1
-                budget -= 1
+                plan.budget -= 1
             elif request.status is RequestStatus.RUNNING:  # else preempted a moment ago
-                budget = self._extend(request, budget, scheduled, new_block_ids, drafts)
+                self._extend(request, plan)
         if num_preemptions != self.num_preemptions:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
-        return budget
 
-    def _extend(
-        self,
-        request: Request,
-        budget: int,
-        scheduled: dict[str, int],
-        new_block_ids: dict[str, BlockIds],
-        drafts: dict[str, list[int]],
-    ) -> int:
-        """Gives a running request its tokens and blocks, preempting others if need be; the budget that is left."""
+    def _extend(self, request: Request, plan: StepPlan) -> None:
+        """Gives a running request its tokens and blocks, preempting others if need be."""
         num_wanted = request.num_tokens_with_spec - request.num_computed_tokens
-        num_new = self._limit(num_wanted, budget, len(request.spec_token_ids))
+        num_new = plan.limit(num_wanted, len(request.spec_token_ids))
         if num_new == 0:
-            return budget  # waits for what is in flight, or for room beside the decodes
+            return  # waits for what is in flight, or for room beside the decodes
         while (block_ids := self.kv.grow(request, num_new)) is None:
             victim = max(
                 (r for r in self.running if r.status is RequestStatus.RUNNING), key=lambda r: r.queue_key
             )
-            num_refunded = scheduled.pop(victim.request_id, 0)
-            new_block_ids.pop(victim.request_id, None)
-            drafts.pop(victim.request_id, None)
-            budget += num_refunded
-            self._preempt(victim, victim.num_computed_tokens - num_refunded)
+            self._preempt(victim, victim.num_computed_tokens - plan.drop(victim.request_id))
             if victim is request:
-                return budget
+                return
         if block_ids:
-            new_block_ids[request.request_id] = block_ids
+            plan.new_block_ids[request.request_id] = block_ids
+        num_drafts = 0
         if request.spec_token_ids:
-            num_drafts = request.num_computed_tokens + num_new - request.num_tokens
-            if num_drafts > 0:
-                drafts[request.request_id] = request.spec_token_ids[:num_drafts]
+            num_drafts = max(request.num_computed_tokens + num_new - request.num_tokens, 0)
+            if num_drafts:
+                plan.drafts[request.request_id] = request.spec_token_ids[:num_drafts]
         self._advance(request, num_new)
-        scheduled[request.request_id] = num_new
-        return budget - num_new
+        plan.add(request.request_id, num_new, num_drafts)
 
-    def _schedule_waiting(
-        self, scheduled: dict[str, int], new_requests: list[NewRequest], budget: int
-    ) -> int:
-        """Admits waiting requests in order, up to the first that must wait; the budget that is left."""
-        while budget > 0 and len(self.running) < self.max_num_seqs:
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        """Admits waiting requests in order, up to the first that must wait."""
+        while plan.budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek()
             if request is None or request.request_id in self.in_flight:
                 break
-            num_new = self._admit(request, budget)
+            num_new = self._admit(request, plan)
             if num_new is None:
                 if self.running:
                     break
@@ -263,7 +241,7 @@ class Scheduler:
             self.waiting.remove(request)
             request.status = RequestStatus.RUNNING
             self.running.append(request)
-            new_requests.append(
+            plan.new_requests.append(
                 NewRequest(
                     request.request_id,
                     list(request.all_token_ids),
@@ -275,25 +253,14 @@ class Scheduler:
                 )
             )
             self._advance(request, num_new)
-            scheduled[request.request_id] = num_new
-            budget -= num_new
-        return budget
+            plan.add(request.request_id, num_new)
 
-    def _limit(self, num_wanted: int, budget: int, num_drafts: int = 0) -> int:
-        """How many of the tokens that a request wants to compute this step gives it."""
-        threshold = self.long_prefill_token_threshold
-        if threshold and num_wanted > threshold and len(self.requests) > 1:
-            num_wanted = threshold
-        if num_wanted > 1 + num_drafts:
-            num_wanted = min(num_wanted, self._prefill_room)
-        return min(num_wanted, budget)
-
-    def _admit(self, request: Request, budget: int) -> int | None:
+    def _admit(self, request: Request, plan: StepPlan) -> int | None:
         """Gives the request blocks; the tokens it may compute in this step, or None when it must wait."""
         cached_block_ids = self.kv.find_cached_prefix(request)
         num_cached = len(cached_block_ids[0]) * self.kv.block_size
         num_wanted = request.num_tokens - num_cached
-        num_new = self._limit(num_wanted, budget)
+        num_new = plan.limit(num_wanted)
         if num_new == 0 or (num_new < num_wanted and not self.enable_chunked_prefill and self.running):
             return None
         if not self.kv.admit(request, cached_block_ids, num_new, leave_room=bool(self.running)):
@@ -307,8 +274,6 @@ class Scheduler:
     def _advance(self, request: Request, num_new: int) -> None:
         """Counts tokens as computed, and the one that is sampled behind the last known one as to be computed."""
         request.num_computed_tokens = num_computed = request.num_computed_tokens + num_new
-        if num_new > 1 + len(request.spec_token_ids):
-            self._prefill_room -= num_new
         self._set_pending(request, request.num_tokens_with_spec - num_computed)
         if request.spec_token_ids and num_computed >= request.num_tokens:
             request.num_tokens_with_spec = num_computed  # how many tokens it brings is open

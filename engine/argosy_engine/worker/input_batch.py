@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from argosy_engine.sample.sampler import Sampler, SamplerOptions
-from argosy_engine.worker.pending_step import PendingStep
 from argosy_engine.worker.step import BlockIds, NewRequest
 
 
@@ -43,8 +42,6 @@ class InputBatch:
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         """alternatives per prompt token; -1: nobody asked, or they were sent before a preemption"""
         self.sampler = Sampler(self.token_ids, eos_token_ids, device, sampling)
-        self.unsettled: list[PendingStep] = []
-        """Steps whose tokens `token_ids` lacks, oldest first; `num_tokens` counts them."""
         self.slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
@@ -69,16 +66,10 @@ class InputBatch:
             self.block_tables[group, slot, start : start + len(added)] = added
             self.num_blocks[group, slot] = start + len(added)
 
-    def remove(self, request_id: str) -> None:
-        """Frees the slot; unknown ids are fine: the request was never scheduled."""
+    def remove(self, request_id: str) -> int | None:
+        """Frees the slot and tells it; None for unknown ids: the request was never scheduled."""
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
-            for step in self.unsettled:
-                step.free(slot)
             self.sampler.remove(slot)
-
-    def settle_all(self) -> None:
-        """Waits for all tokens that are under way."""
-        for step in list(self.unsettled):
-            step.settle()
+        return slot

@@ -19,7 +19,7 @@ from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.kv_cache_interface import kv_cache_groups
-from argosy_engine.worker.pending_step import PendingStep
+from argosy_engine.worker.pending_step import PendingStep, UnsettledSteps
 from argosy_engine.worker.pooler import Pooler
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 
@@ -75,6 +75,7 @@ class ModelRunner:
             sampling,
         )
         self._logprobs_mode = sampling.logprobs_mode
+        self._unsettled = UnsettledSteps()
         self.vocab_size = config.vocab_size
 
     @torch.inference_mode()
@@ -82,7 +83,7 @@ class ModelRunner:
         """Launches a step. Its tokens are drawn too, unless it awaits a grammar."""
         self._apply(step)
         if not step.num_scheduled_tokens:
-            return PendingStep(self.batch, ModelRunnerOutput([], []))
+            return PendingStep(self.batch, self._unsettled, ModelRunnerOutput([], []))
         # One new token first; sorted() is stable, so equal rows keep the scheduler's order.
         scheduled = sorted(step.num_scheduled_tokens.items(), key=lambda item: item[1] > 1)
         request_ids = [request_id for request_id, _ in scheduled]
@@ -103,11 +104,13 @@ class ModelRunner:
         if (self.batch.num_prompt_logprobs[slots] >= 0).any():
             self._score_prompts(output, hidden, slots, query_lens, computed)
         if not is_sampled.any():
-            return PendingStep(self.batch, output)
+            return PendingStep(self.batch, self._unsettled, output)
         last_rows = np.cumsum(query_lens)[is_sampled] - 1
         logits = self.model.logits(hidden[torch.from_numpy(last_rows).to(self.device)])
         rows = np.flatnonzero(is_sampled).tolist()
-        pending = PendingStep(self.batch, output, logits, rows, slots[is_sampled], seq_lens[is_sampled])
+        pending = PendingStep(
+            self.batch, self._unsettled, output, logits, rows, slots[is_sampled], seq_lens[is_sampled]
+        )
         if not step.awaits_grammar:
             pending.sample(step.grammar)
         return pending
@@ -115,7 +118,9 @@ class ModelRunner:
     def _apply(self, step: SchedulerOutput) -> None:
         """Books the scheduler's diff into the input batch."""
         for request_id in step.finished_request_ids:
-            self.batch.remove(request_id)
+            slot = self.batch.remove(request_id)
+            if slot is not None:
+                self._unsettled.free(slot)
             self.pooler.remove(request_id)
         for request_id, block_ids in step.new_block_ids.items():
             self.batch.append_blocks(self.batch.slot_of[request_id], block_ids)
@@ -154,8 +159,7 @@ class ModelRunner:
         if len(metas) > 1:
             meta = replace(meta, layers=tuple(metas[group] for group in self._group_of_layer))
         tokens = self._tensor(token_ids.astype(np.int64))
-        for pending in batch.unsettled:
-            pending.fill(tokens, slots, starts + query_lens - 1)
+        self._unsettled.fill(tokens, slots, starts + query_lens - 1)
         return tokens, self._tensor(positions), meta
 
     def _score_prompts(

@@ -6,18 +6,42 @@ them where they are. So nothing waits between two steps but `get`, which is call
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from argosy_engine.sample.logprobs import LogprobsTensors
 from argosy_engine.sample.sampler import GrammarMask, SampledLogprobs
+from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput
 
-if TYPE_CHECKING:
-    from argosy_engine.worker.input_batch import InputBatch
+
+class UnsettledSteps:
+    """Steps whose tokens the host's tables lack, oldest first; none or one."""
+
+    def __init__(self) -> None:
+        self.steps: list[PendingStep] = []
+
+    def fill(self, token_ids: torch.Tensor, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Puts their tokens where the next step needs them, on the device.
+
+        Args:
+            token_ids: int64 [T] of the step to come, changed in place.
+            slots: [N] of its requests.
+            ends: [N] index of the last token of each in `token_ids`.
+        """
+        for step in self.steps:
+            step.fill(token_ids, slots, ends)
+
+    def free(self, slot: int) -> None:
+        """The slot is no longer that of the request that they computed."""
+        for step in self.steps:
+            step.free(slot)
+
+    def settle(self) -> None:
+        """Waits for all tokens that are under way."""
+        for step in list(self.steps):
+            step.settle()
 
 
 class PendingStep:
@@ -33,6 +57,7 @@ class PendingStep:
     def __init__(
         self,
         batch: InputBatch,
+        unsettled: UnsettledSteps,
         output: ModelRunnerOutput,
         logits: torch.Tensor | None = None,
         rows: list[int] | None = None,
@@ -40,6 +65,7 @@ class PendingStep:
         positions: NDArray[np.int64] | None = None,
     ) -> None:
         self._batch = batch
+        self._unsettled = unsettled
         self._output = output
         self._logits = logits
         self._rows = rows or []
@@ -58,7 +84,7 @@ class PendingStep:
             return
         batch = self._batch
         if batch.sampler.reads_tokens:
-            batch.settle_all()
+            self._unsettled.settle()
         mask = self._mask(grammar) if grammar is not None else None
         sampled = batch.sampler.sample(self._logits, self._slots, self._positions, mask)
         self._logits = None
@@ -70,18 +96,11 @@ class PendingStep:
             self._output.errors[self._output.request_ids[self._rows[index]]] = why
         self._copied = _HostCopy(self._tokens, *(self._logprobs.tensors if self._logprobs else ()))
         batch.num_tokens[self._slots] += 1
-        batch.unsettled.append(self)
+        self._unsettled.steps.append(self)
 
     def fill(self, token_ids: torch.Tensor, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Puts this step's tokens where the next one needs them, on the device.
-
-        Args:
-            token_ids: int64 [T] of the step to come, changed in place.
-            slots: [N] of its requests.
-            ends: [N] index of the last token of each in `token_ids`.
-        """
-        if self._tokens is None:
-            return
+        """See `UnsettledSteps`, as `free`."""
+        assert self._tokens is not None
         row_of = np.full(self._batch.num_slots, -1, np.int64)
         row_of[self._slots] = np.arange(len(self._slots))
         row_of[list(self._freed)] = -1
@@ -93,7 +112,6 @@ class PendingStep:
             token_ids[torch.from_numpy(ends[late]).to(device)] = self._tokens[source]
 
     def free(self, slot: int) -> None:
-        """The slot is no longer that of the request that this step computed."""
         self._freed.add(slot)
 
     def settle(self) -> None:
@@ -110,7 +128,7 @@ class PendingStep:
             is_held = ~np.isin(slots, list(self._freed))
             slots, positions, values = slots[is_held], positions[is_held], values[is_held]
         self._batch.token_ids[slots, positions] = values
-        self._batch.unsettled.remove(self)
+        self._unsettled.steps.remove(self)
         if self._logprobs is not None:
             on_host = self._logprobs._replace(tensors=LogprobsTensors(*logprobs))
             for index, entry in on_host.by_row().items():

@@ -1,0 +1,60 @@
+"""StepPlan: a step while it is being planned: who computes how many tokens, and what is left of its budgets."""
+
+from __future__ import annotations
+
+from argosy_engine.worker.step import BlockIds, NewRequest, SchedulerOutput
+
+
+class StepPlan:
+    """
+    Args:
+        budget: tokens of the step.
+        prefill_room: tokens of prompts among them.
+        long_prefill_token_threshold: cap on one request's tokens; 0 is no cap.
+    """
+
+    def __init__(self, budget: int, prefill_room: int, long_prefill_token_threshold: int) -> None:
+        self.budget = budget
+        self.prefill_room = prefill_room
+        self._threshold = long_prefill_token_threshold
+        self.num_scheduled_tokens: dict[str, int] = {}
+        self.new_requests: list[NewRequest] = []
+        self.new_block_ids: dict[str, BlockIds] = {}
+        self.drafts: dict[str, list[int]] = {}
+
+    def limit(self, num_wanted: int, num_drafts: int = 0) -> int:
+        """How many of the tokens that a request wants to compute the step can give it."""
+        if num_wanted > 1 + num_drafts:  # a prompt, or what was preempted
+            num_wanted = min(num_wanted, self.prefill_room)
+            if self._threshold:
+                num_wanted = min(num_wanted, self._threshold)
+        return min(num_wanted, self.budget)
+
+    def add(self, request_id: str, num_tokens: int, num_drafts: int = 0) -> None:
+        """A request gets so many tokens, which `limit` allowed."""
+        self.num_scheduled_tokens[request_id] = num_tokens
+        self.budget -= num_tokens
+        if num_tokens > 1 + num_drafts:
+            self.prefill_room -= num_tokens
+
+    def drop(self, request_id: str) -> int:
+        """Takes a request out again; the tokens that it would have computed."""
+        num_tokens = self.num_scheduled_tokens.pop(request_id, 0)
+        self.new_block_ids.pop(request_id, None)
+        self.drafts.pop(request_id, None)
+        self.budget += num_tokens
+        return num_tokens
+
+    def step(self, released: list[str]) -> SchedulerOutput:
+        """
+        Args:
+            released: requests whose slots the worker frees first.
+        """
+        return SchedulerOutput(
+            self.new_requests,
+            self.new_block_ids,
+            self.num_scheduled_tokens,
+            sum(self.num_scheduled_tokens.values()),
+            released,
+            self.drafts,
+        )
