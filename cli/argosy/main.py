@@ -40,6 +40,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("logs", "argosy.commands.logs:main", "print or follow the logs of replicas and router"),
     Command("chat", "argosy.commands.chat:main", "talk to a model through the router"),
     Command("route", "argosy.commands.route:main", "show which replica a prompt would get, and why"),
+    Command(
+        "dashboard", "argosy.commands.dashboard:main", "print the address of the router's page, with its key"
+    ),
     Command("bench", "argosy.commands.bench:main", "repeat a measurement: routing policies on a trace"),
     Command(
         "serve", "argosy_engine.api.serve:main", "run one engine: an OpenAI server for one model", "engine"

@@ -30,6 +30,7 @@ from argosy_router.http.messages import Request as RouterRequest
 from argosy_router.metrics import CONTENT_TYPE, Metrics
 from argosy_router.overview import Overviews
 from argosy_router.proxy.application import RouterApplication
+from argosy_router.proxy.books import CLIENT_GONE
 from argosy_router.proxy.call import SESSION_HEADER, find_service, prompt_of
 from argosy_router.proxy.decisions import CAPACITY, DecisionLog
 from argosy_router.proxy.inner_client import InnerClient
@@ -144,11 +145,13 @@ def build_admin(
         inner.body = await _body(request, MAX_CHAT_BYTES)
         client = InnerClient()
         application.chat(client, inner)
-        try:
-            status, headers = await client.head
-        except asyncio.CancelledError:
+        gone = asyncio.ensure_future(request.receive())  # the body was read: only the end can still come
+        await asyncio.wait((client.head, gone), return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not client.head.done():
             client.leave()
-            raise
+            return Response(status_code=CLIENT_GONE)
+        status, headers = client.head.result()
         answer = StreamingResponse(client.body(), status)
         answer.raw_headers = headers
         return answer

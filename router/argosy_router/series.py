@@ -35,15 +35,6 @@ class Counter:
     def add(self, labels: Labels, amount: float = 1.0) -> None:
         self.values[labels] += amount
 
-    def total(self, **where: str) -> float:
-        """Sum over all rows whose labels have these values."""
-        wanted = [(self.labels.index(name), value) for name, value in where.items()]
-        return sum(
-            amount
-            for labels, amount in self.values.items()
-            if all(labels[position] == value for position, value in wanted)
-        )
-
     def collect(self, prefix: str) -> Metric:
         family = CounterMetricFamily(prefix + self.name, self.help, labels=self.labels)
         for labels, value in self.values.items():

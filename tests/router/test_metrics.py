@@ -11,7 +11,6 @@ import pytest
 from argosy_engine.protocol.fleet import FleetDocument
 from argosy_router import metrics
 from argosy_router.access_log import AccessEntry, AccessLog
-from argosy_router.series import Counter
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import chat, rig, service
@@ -76,14 +75,6 @@ async def test_series_of_replicas_that_left_are_dropped(monkeypatch: pytest.Monk
         assert r.metric(gone) == 0
         assert r.metric(gone.replace("r1", "r0")) == 2
         assert r.metric("requests_total") == 4, "the model is still served"
-
-
-def test_a_counter_sums_by_label() -> None:
-    counter = Counter("c", "", ("model", "code"))
-    counter.add(("a", "200"), 2)
-    counter.add(("a", "500"))
-    counter.add(("b", "200"))
-    assert (counter.total(), counter.total(model="a"), counter.total(model="a", code="500")) == (4, 3, 1)
 
 
 # the access log

@@ -129,20 +129,23 @@ async def test_the_playground_is_no_way_around_the_clients_keys() -> None:
         assert response.status_code == 403
 
 
-async def test_who_leaves_the_playground_aborts_the_engine() -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_who_leaves_the_playground_aborts_the_engine(has_begun: bool) -> None:
     working, aborted = asyncio.Event(), asyncio.Event()
 
-    async def pour(connection: Connection, _: Received) -> None:
-        connection.begin_stream()
-        connection.chunk(event("x"))
+    async def work(connection: Connection, _: Received) -> None:
+        if has_begun:
+            connection.begin_stream()
+            connection.chunk(event("x"))
         working.set()
         await connection.gone()
         aborted.set()
 
-    async with rig([FakeEngine(script=pour)], admin_port=0) as r:
+    async with rig([FakeEngine(script=work)], admin_port=0) as r:
         url = r.router.admin_url + "/playground/chat/completions"
-        async with r.http.stream("POST", url, json=chat(stream=True)) as response:
-            await anext(response.aiter_bytes())
+        asking = asyncio.ensure_future(r.http.post(url, json=chat(stream=True)))
+        await asyncio.wait_for(working.wait(), 10)
+        asking.cancel()
         await asyncio.wait_for(aborted.wait(), 10)
         await r.until(lambda: r.router.dispatcher.inflight == 0)
 
@@ -236,6 +239,16 @@ async def test_a_person_sees_the_fleet(page: Page) -> None:
         assert await page.js(light) != dark
         refused = [problem for problem in page.problems if "401" not in problem]
         assert refused == []
+
+
+@needs_browser
+async def test_a_key_in_the_address_is_taken_and_hidden(page: Page) -> None:
+    async with rig([FakeEngine()], fleet_key=FLEET_KEY, admin_port=0) as r:
+        await page.goto(f"{r.router.admin_url}/#key={ADMIN_KEY}")
+        await page.until("document.getElementById('state')?.textContent === 'Ready'")
+        assert ADMIN_KEY not in await page.js("location.href")
+        assert await page.js("document.getElementById('key-dialog').open") is False
+        assert page.problems == []
 
 
 @needs_browser

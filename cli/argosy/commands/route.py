@@ -15,15 +15,11 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from argosy.commands.admin_port import admin_port
 from argosy.commands.options import Parser, add_state_dir
 from argosy.errors import OK, CommandError, UsageError
-from argosy.local.client import Client, connect
-from argosy.local.control import Watch
-from argosy.local.state import choose_state_dir
 from argosy.rest import call
 from argosy.terminal import table
-from argosy_engine.protocol.keys import internal_key
-from argosy_engine.protocol.report import ADMIN_KEY_UID
 
 ADMIN_KEY_ENV: Final = "ARGOSY_ROUTER_ADMIN_KEY"
 _ANSWER_S: Final = 10.0
@@ -51,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     )
     add_state_dir(parser)
     options = parser.parse_args(argv)
-    url, key = _admin(options.admin_url, options.admin_key, options.state_dir)
+    key = options.admin_key or os.environ.get(ADMIN_KEY_ENV, "")
+    url, key = admin_port(options.admin_url, key, options.state_dir)
     if options.recent is not None:
         query = urlencode({"limit": options.recent, "model": options.model or ""})
         answer = call("GET", f"{url}/decisions?{query}", key, timeout_s=_ANSWER_S)
@@ -80,23 +77,6 @@ def _body(model: str | None, prompt: str | None, file: str | None) -> bytes:
         raise UsageError("pass MODEL and PROMPT, or --body FILE, or --recent N")
     content = sys.stdin.read() if prompt == "-" else prompt
     return msgspec.json.encode({"model": model, "messages": [{"role": "user", "content": content}]})
-
-
-def _admin(url: str | None, key: str, state_dir: str | None) -> tuple[str, str]:
-    """Admin port and key: the given ones, else the running fleet's."""
-    if url is not None:
-        return url.rstrip("/"), key or os.environ.get(ADMIN_KEY_ENV, "")
-    state = choose_state_dir(state_dir)
-    client = Client(connect(state), Watch())
-    try:
-        status = client.next_status(_ANSWER_S)
-    except TimeoutError:
-        status = None
-    finally:
-        client.close()
-    if status is None or not status.router.admin_url:
-        raise CommandError("the fleet's router is not running; `argosy ps` shows why")
-    return status.router.admin_url, internal_key(state.fleet_key(), ADMIN_KEY_UID)
 
 
 def _render(answer: dict[str, Any]) -> str:

@@ -7,6 +7,13 @@ const wrong = document.getElementById("key-wrong");
 const forget = document.getElementById("forget");
 let asking = null;
 
+// `argosy dashboard` prints an address with the key behind the hash, which browsers keep to themselves.
+const given = new URLSearchParams(location.hash.slice(1)).get("key");
+if (given) {
+  sessionStorage.setItem(KEY, given);
+  history.replaceState(null, "", location.pathname);
+}
+
 export class Refused extends Error {}
 
 /** The response, whatever its status but 401: then the key is asked for and the request repeated. */

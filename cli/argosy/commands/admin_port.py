@@ -1,0 +1,38 @@
+"""Where a router's admin port is, and what opens it.
+
+Owns the way from a running fleet, or from flags, to address and key. Must not know what is asked there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from argosy.errors import CommandError
+from argosy.local.client import Client, connect
+from argosy.local.control import Watch
+from argosy.local.state import choose_state_dir
+from argosy_engine.protocol.keys import internal_key
+from argosy_engine.protocol.report import ADMIN_KEY_UID
+
+_ANSWER_S: Final = 10.0
+
+
+def admin_port(url: str | None, key: str, state_dir: str | None) -> tuple[str, str]:
+    """Address and key: the given ones, else the running fleet's.
+
+    Raises:
+        CommandError: no fleet runs here, or its router does not.
+    """
+    if url is not None:
+        return url.rstrip("/"), key
+    state = choose_state_dir(state_dir)
+    client = Client(connect(state), Watch())
+    try:
+        status = client.next_status(_ANSWER_S)
+    except TimeoutError:
+        status = None
+    finally:
+        client.close()
+    if status is None or not status.router.admin_url:
+        raise CommandError("the fleet's router is not running; `argosy ps` shows why")
+    return status.router.admin_url, internal_key(state.fleet_key(), ADMIN_KEY_UID)

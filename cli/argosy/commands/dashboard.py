@@ -1,0 +1,36 @@
+"""`argosy dashboard`: where to see the fleet in a browser.
+
+Owns the address with its key. Must not know what the page shows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Final
+
+from argosy.commands.admin_port import admin_port
+from argosy.commands.options import Parser, add_state_dir
+from argosy.errors import OK
+from argosy_engine.protocol.keys import internal_key
+from argosy_engine.protocol.report import ADMIN_KEY_UID
+
+FLEET_KEY_ENV: Final = "ARGOSY_FLEET_KEY"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="argosy dashboard",
+        description="Print the address of a router's admin page. The key stands behind the #, which browsers do not "
+        "send; the page takes it from there and hides it.",
+        epilog=f"The running local fleet's unless --admin-url names another router's admin port; the key of that one "
+        f"is derived from the fleet key in {FLEET_KEY_ENV}.",
+    )
+    parser.add_argument("--admin-url", metavar="URL", help="admin port of a router (the running fleet's)")
+    add_state_dir(parser)
+    options = parser.parse_args(argv)
+    fleet_key = os.environ.get(FLEET_KEY_ENV, "")
+    given = internal_key(fleet_key.encode(), ADMIN_KEY_UID) if fleet_key else ""
+    url, key = admin_port(options.admin_url, given, options.state_dir)
+    print(f"{url}/#key={key}" if key else f"{url}/")
+    return OK
