@@ -157,16 +157,16 @@ USAGE = b'"usage": {"prompt_tokens": 12, "total_tokens": 20, "prompt_tokens_deta
 @pytest.mark.parametrize(
     ("tail", "expected"),
     [
-        (b"{" + USAGE + b"}", (12, 8)),
-        (b'{"usage":{"prompt_tokens":3}}', (3, 0)),
+        (b"{" + USAGE + b"}", (12, 8, 0)),
+        (b'{"usage":{"prompt_tokens":3}}', (3, 0, 0)),
         (b'{"usage":null}', None),
         (b'{"choices":[]}', None),
         (b'data: {"choices":[{"text":"\\"usage\\": {\\"prompt_tokens\\": 99}"}]}', None),
-        (b"data: {" + USAGE + b"}\n\ndata: [DONE]\n\n", (12, 8)),
+        (b"data: {" + USAGE + b"}\n\ndata: [DONE]\n\n", (12, 8, 0)),
         (b"", None),
     ],
 )
-def test_usage_is_found_at_the_end(tail: bytes, expected: tuple[int, int] | None) -> None:
+def test_usage_is_found_at_the_end(tail: bytes, expected: tuple[int, int, int] | None) -> None:
     assert find_usage(tail) == expected
 
 
