@@ -24,7 +24,7 @@ from argosy_engine.core.messages import (
     EngineCoreRequest,
     FinishReason,
 )
-from argosy_engine.errors import InvalidRequest
+from argosy_engine.errors import InvalidRequest, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.outputs import GenerationOutput, OutputCollector
@@ -99,6 +99,22 @@ def test_what_came_before_an_error_is_delivered_first() -> None:
             await collector.take()
 
     asyncio.run(run())
+
+
+async def test_an_output_that_cannot_be_processed_costs_its_request_only(llm: LLM) -> None:
+    client = FakeClient(llm)
+    engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
+    good, bad = choices(llm, PROMPT, 1)[0], choices(llm, PROMPT, 1)[0]
+    async with aclosing(engine.generate([good])) as stream, aclosing(engine.generate([bad])) as broken:  # type: ignore[type-var]
+        first, failing = asyncio.ensure_future(anext(stream)), asyncio.ensure_future(anext(broken))
+        await client.arrivals(2)
+        client.say(EngineCoreOutput(bad.request_id, [-1]), EngineCoreOutput(good.request_id, [9]))
+        assert [output.token_ids for output in await first] == [[9]]
+        with pytest.raises(RequestFailed):
+            await failing
+        assert client.aborted == [bad.request_id]
+        assert not engine.is_dead
+    await engine.close()
 
 
 # Choices of one prompt

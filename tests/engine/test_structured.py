@@ -105,9 +105,9 @@ REFUSED = [
 
 WORDS = st.sampled_from(
     ["a", "type", "object", "array", "string", "integer", "properties", "required", "items", "prefixItems", "anyOf",
-     "oneOf", "allOf", "const", "enum", "$ref", "#/$defs/a", "$defs", "minimum", "multipleOf", "maxLength", "pattern", "format",
-     "minItems", "additionalProperties", "patternProperties", "propertyNames", "maxProperties", "json_schema", "tags",
-     "structures", "triggers", "begin", "end", "schema"]
+     "oneOf", "allOf", "const", "enum", "$ref", "#/$defs/a", "$defs", "minimum", "multipleOf", "maxLength", "pattern",
+     "format", "minItems", "additionalProperties", "patternProperties", "propertyNames", "maxProperties", "tags",
+     "json_schema", "structures", "triggers", "begin", "end", "schema"]
 )  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | WORDS,

@@ -298,7 +298,14 @@ class AsyncLLM:
         adds: list[EngineCoreRequest] = []
         for start in range(0, len(outputs), _CHUNK):
             for output in outputs[start : start + _CHUNK]:
-                self._process(output, aborts, adds)
+                try:
+                    self._process(output, aborts, adds)
+                except Exception:
+                    logger.exception("processing the output of request %s failed", output.request_id)
+                    self._fail(
+                        output.request_id, RequestFailed("the engine could not process its own output")
+                    )
+                    aborts.append(output.request_id)
             if start + _CHUNK < len(outputs):
                 await asyncio.sleep(0)
         if aborts:
@@ -312,8 +319,7 @@ class AsyncLLM:
         if live is None:
             return  # aborted meanwhile
         if output.finish_reason is FinishReason.ERROR:
-            self._forget(output.request_id)
-            live.collector.fail(request_error(output))
+            self._fail(output.request_id, request_error(output))
             return
         timings, now = live.timings, time.monotonic()
         if output.prefill_stats is not None:
@@ -384,10 +390,13 @@ class AsyncLLM:
         """Fails every live request; their ids."""
         request_ids = list(self._live)
         for request_id in request_ids:
-            live = self._live[request_id]
-            self._forget(request_id)
-            live.collector.fail(error)
+            self._fail(request_id, error)
         return request_ids
+
+    def _fail(self, request_id: str, error: EngineError) -> None:
+        live = self._live.get(request_id)
+        if self._forget(request_id) and live is not None:
+            live.collector.fail(error)
 
 
 def request_error(output: EngineCoreOutput) -> EngineError:
