@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from argosy_router.dashboards import DASHBOARD, RULES, Registry, render, rows
+from argosy_router.dashboards.__main__ import DASHBOARD, RULES, render
+from argosy_router.dashboards.grafana import rows
+from argosy_router.dashboards.promql import Registry
 from argosy_router.metrics import PREFIX
 from argosy_router.series import Counter
 

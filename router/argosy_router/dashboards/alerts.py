@@ -1,0 +1,136 @@
+"""The Prometheus rules.
+
+Owns: which alerts there are, and what each tells people to do. Must not know: how metrics are named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from argosy_router.dashboards.promql import Expressions, Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One rule; `summary` says what is wrong, `remedy` what to do about it."""
+
+    name: str
+    expression: str
+    wait: str
+    severity: str
+    summary: str
+    remedy: str
+
+
+def alerts(registry: Registry) -> list[Alert]:
+    """The rules. Ratios need some traffic before they count."""
+    e = Expressions(registry, window="5m", chosen="")
+    slow = Expressions(registry, window="15m", chosen="")
+    per_replica = "model, replica"
+    failed, answered = e.rate("requests", "model", 'code=~"5.."'), e.rate("requests", "model")
+    actual, expected = (slow.rate(f"{name}_ttft_seconds", per_replica) for name in ("actual", "predicted"))
+    hits, predicted = (slow.rate(f"{name}_cached_tokens", per_replica) for name in ("actual", "predicted"))
+    return [
+        Alert(
+            "ArgosyNoRoutableReplica",
+            f"max by (model) ({registry.gauge('routable_replicas')}) == 0",
+            "2m",
+            "critical",
+            "No replica of {{ $labels.model }} can be reached: its requests are answered with 503.",
+            "`argosy why` names the reason of a service; `kubectl get pods` shows whether its pods run.",
+        ),
+        Alert(
+            "ArgosyRequestsFail",
+            f"{failed} / {answered} > 0.05 and {answered} > 0.1",
+            "5m",
+            "critical",
+            "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail.",
+            "The dashboard's failed attempts say which replica and how; its log says why.",
+        ),
+        Alert(
+            "ArgosyReplicaEjected",
+            f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="ejected"}}) == 1',
+            "5m",
+            "warning",
+            "{{ $labels.replica }} of {{ $labels.model }} keeps failing and gets no requests.",
+            "Read its log, and delete the pod if it does not recover.",
+        ),
+        Alert(
+            "ArgosyTelemetryLost",
+            f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="stale"}}) == 1',
+            "5m",
+            "warning",
+            "The router has lost the telemetry of {{ $labels.replica }}: it is routed by history alone.",
+            "Check the replica's log and what lies between it and the router.",
+        ),
+        Alert(
+            "ArgosyStreamsCut",
+            f"{e.rate('interrupted_streams', per_replica)} > 0",
+            "10m",
+            "warning",
+            "{{ $labels.replica }} keeps dying under its streams.",
+            "`kubectl describe pod` shows the last termination; an OOM kill asks for a smaller KV cache.",
+        ),
+        Alert(
+            "ArgosyRequestsWait",
+            f"min_over_time({registry.gauge('queued_requests')}[10m]) > 0",
+            "5m",
+            "warning",
+            "Requests to {{ $labels.model }} have been waiting for ten minutes: its replicas are full.",
+            "Add replicas, or lower the limits of the keys that send most.",
+        ),
+        Alert(
+            "ArgosyFirstTokenMispredicted",
+            f"({actual} / {expected} > 4 or {actual} / {expected} < 0.1) and {expected} > 0.01",
+            "30m",
+            "warning",
+            "First tokens of {{ $labels.replica }} come {{ $value | humanize }} times as late as expected.",
+            "Choices rest on this. Look for work the replica does not report: other routers, other processes.",
+        ),
+        Alert(
+            "ArgosyHitsMissing",
+            f"{hits} / {predicted} < 0.5 and {predicted} > 100",
+            "30m",
+            "warning",
+            "{{ $labels.replica }} finds less than half of the prefixes expected in its cache.",
+            "Its KV cache may be too small for the traffic, or chat templates differ between router and engine.",
+        ),
+        Alert(
+            "ArgosyChoicesSlow",
+            f"{e.quantile(0.99, 'decision_seconds')} > 0.001",
+            "10m",
+            "warning",
+            "One in a hundred choices takes more than a millisecond.",
+            "The router lacks CPU: raise its requests, or add replicas of it.",
+        ),
+        Alert(
+            "ArgosyUsageNotWritten",
+            f"sum by (instance) (increase({registry.counter('usage_write_failures')}[5m])) > 0",
+            "0m",
+            "critical",
+            "{{ $labels.instance }} cannot write usage files; what it holds is lost if it ends.",
+            "Look at the disk behind --usage-log.",
+        ),
+    ]
+
+
+def rules(registry: Registry) -> dict[str, Any]:
+    """A PrometheusRule's `spec`."""
+    return {
+        "groups": [
+            {
+                "name": "argosy-router",
+                "rules": [
+                    {
+                        "alert": alert.name,
+                        "expr": alert.expression,
+                        "for": alert.wait,
+                        "labels": {"severity": alert.severity},
+                        "annotations": {"summary": alert.summary, "description": alert.remedy},
+                    }
+                    for alert in alerts(registry)
+                ],
+            }
+        ]
+    }
