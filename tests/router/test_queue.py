@@ -401,6 +401,22 @@ async def test_answers_tell_what_is_left_of_the_limits(tmp_path: Path) -> None:
         assert len(r.engines[0].requests) == 3
 
 
+async def test_streams_count_though_their_client_wants_no_usage(tmp_path: Path) -> None:
+    async def answer(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(event("hel"))
+        connection.chunk(b': {"usage":{"prompt_tokens":300,"total_tokens":400,"completion_tokens":100}}\n\n')
+        connection.chunk(DONE)
+        connection.end_stream()
+
+    async with keyed(tmp_path, "tokens_per_minute=1000", [FakeEngine(script=answer)]) as r:
+        for _ in range(2):
+            await r.chat(stream=True, max_tokens=1)
+        third = await r.chat(stream=True, max_tokens=1)
+        assert int(third.headers["x-ratelimit-remaining-tokens"]) == pytest.approx(200, abs=30)
+        assert r.metric('usage_tokens_total{key="client",kind="completion",model="tiny"}') == 300
+
+
 def first_prompt(r: Rig) -> int:
     """Tokens the router takes the prompt of `chat()` for."""
     from argosy_engine.protocol.openai import decode_request

@@ -44,6 +44,7 @@ from argosy_engine.protocol.openai import (
     ResponseMessage,
     ToolCall,
     Usage,
+    UsageNote,
 )
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
@@ -94,7 +95,7 @@ class Serving:
         name = self.check_model(request.model)
         prompt = await self._chat_prompt(request)
         merged = await self._generate([prompt], request)
-        parsers, logprobs = self._parsers(request, len(merged)), self._logprobs(request)
+        parsers, logprobs = self._parsers(request, prompt, len(merged)), self._logprobs(request)
         choices = []
         for output, parser in zip(merged, parsers, strict=True):
             parsed = parser.feed(output.text, is_last=True)
@@ -129,15 +130,16 @@ class Serving:
 
     async def chat_stream(
         self, request: ChatCompletionRequest, request_id: str, *, resumable: bool = False
-    ) -> AsyncGenerator[ChatCompletionChunk, None]:
+    ) -> AsyncGenerator[ChatCompletionChunk | UsageNote, None]:
         """
         Args:
-            resumable: every chunk carries the token ids by which another engine can continue the stream.
+            resumable: every chunk carries the token ids by which another engine can continue the stream, and the
+                last item is the usage, in one form or the other.
         """
         name = self.check_model(request.model)
         prompt = await self._chat_prompt(request)
         requests = self._core_requests([prompt], request)
-        parsers, logprobs = self._parsers(request, len(requests)), self._logprobs(request)
+        parsers, logprobs = self._parsers(request, prompt, len(requests)), self._logprobs(request)
         totals, finished = _totals(requests), _finished(request)
         stream_id, created = f"chatcmpl-{request_id}", _created(request)
         with_ids, usage_options = request.return_token_ids or resumable, request.stream_options
@@ -198,16 +200,21 @@ class Serving:
                     yield chunk([choice], _usage(totals, len(totals)) if continuous else None)
         if usage_options is not None and usage_options.include_usage:
             yield chunk([], _usage(totals, len(totals)))
+        elif resumable:
+            yield UsageNote(_usage(totals, len(totals)))
 
     async def _chat_prompt(self, request: ChatCompletionRequest) -> Prompt:
         self.llm.admission.check(request.n or 1)
         size = sum(len(message.content or "") for message in request.messages)
         return await self._off_loop(size, self.llm.processor.chat_prompt, request)
 
-    def _parsers(self, request: ChatCompletionRequest, count: int) -> list[ChatParser]:
+    def _parsers(self, request: ChatCompletionRequest, prompt: Prompt, count: int) -> list[ChatParser]:
         has_tools = bool(request.tools) and request.tool_choice != "none"
         thinks = self.llm.processor.has_thinking
-        return [ChatParser(parse_reasoning=thinks, parse_calls=has_tools) for _ in range(count)]
+        is_open = prompt.reasoning is not None and prompt.reasoning.is_open
+        return [
+            ChatParser(parse_reasoning=thinks, parse_calls=has_tools, is_reasoning=is_open) for _ in range(count)
+        ]
 
     def _tool_calls(
         self, calls: Sequence[ParsedCall], request_id: str, choice: int, first: int, *, is_delta: bool
@@ -240,10 +247,11 @@ class Serving:
 
     async def completion_stream(
         self, request: CompletionRequest, request_id: str, *, resumable: bool = False
-    ) -> AsyncGenerator[Completion, None]:
+    ) -> AsyncGenerator[Completion | UsageNote, None]:
         """
         Args:
-            resumable: every chunk carries the token ids by which another engine can continue the stream.
+            resumable: every chunk carries the token ids by which another engine can continue the stream, and the
+                last item is the usage, in one form or the other.
         """
         name = self.check_model(request.model)
         prompts = await self._completion_prompts(request)
@@ -278,6 +286,8 @@ class Serving:
                         yield chunk([choice], _usage(totals, n) if continuous else None)
         if usage_options is not None and usage_options.include_usage:
             yield chunk([], _usage(totals, n))
+        elif resumable:
+            yield UsageNote(_usage(totals, n))
 
     async def _completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
         self.llm.admission.check(request.n or 1)
