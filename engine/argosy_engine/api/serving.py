@@ -162,7 +162,8 @@ class Serving:
                 if is_first:
                     # Not before the first token: until then an error has a status, and a router may still retry.
                     is_first = False
-                    role, no_ids = Delta(role="assistant", content=""), [] if with_ids else None
+                    role = Delta(role="assistant", content="")
+                    no_ids: list[int] | None = [] if with_ids else None
                     yield chunk(
                         [
                             ChatChunkChoice(index=i, delta=role, token_ids=no_ids)
