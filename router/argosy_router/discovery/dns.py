@@ -29,7 +29,8 @@ MAX_ADDRESSES = 1024
 """Per name."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Addresses of a host, IPv4 or IPv6, for a port. Raises OSError."""
+"""Addresses of a host, IPv4 or IPv6, for a port. Raises OSError. Must end by itself: the C library gives up after
+the timeouts of resolv.conf."""
 
 
 class DnsDiscovery:
@@ -70,9 +71,7 @@ class DnsDiscovery:
         while True:
             before = name.members()
             try:
-                name.answered(
-                    await self._resolve(name.host, name.port)
-                )  # the C library bounds how long it tries
+                name.answered(await self._resolve(name.host, name.port))
             except OSError as error:
                 name.failed(str(error))
             if name.members() != before:

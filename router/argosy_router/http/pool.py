@@ -128,7 +128,8 @@ class ConnectionPool:
             waiter.on_connect_failed(ConnectFailed("replica was removed"))
             raise
         else:
-            self._open_connections.add(connection)
+            if not connection.is_closed:
+                self._open_connections.add(connection)
             waiter.on_connected(connection)
 
 

@@ -114,7 +114,7 @@ def _refuse_password() -> str:
 async def watch(tls: ServerTls | ClientTls, poll_s: float = POLL_S) -> None:
     """Reloads whenever a file changed, until cancelled. Mounted Secrets are replaced by renaming, cert-manager and
     people write in place: a `stat` sees both."""
-    seen = _stamp(tls.files)
+    seen = reported = _stamp(tls.files)
     while tls.files:
         await asyncio.sleep(poll_s)
         stamp = _stamp(tls.files)
@@ -124,8 +124,10 @@ async def watch(tls: ServerTls | ClientTls, poll_s: float = POLL_S) -> None:
             tls.reload()
         except (
             OSError
-        ) as error:  # half-written, or certificate and key do not match yet: tried again at each poll
-            log.error("TLS files are not usable, keeping the last ones: %s", error)
+        ) as error:  # half-written, or key and certificate do not match yet: tried again at each poll
+            if stamp != reported:
+                log.error("TLS files are not usable, keeping the last ones: %s", error)
+            reported = stamp
         else:
             seen = stamp
             log.info("TLS files reloaded")
