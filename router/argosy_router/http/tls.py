@@ -120,11 +120,9 @@ async def watch(tls: ServerTls | ClientTls, poll_s: float = POLL_S) -> None:
         stamp = _stamp(tls.files)
         if stamp == seen:
             continue
-        try:
+        try:  # at each poll until it works: files may be half-written, or key and certificate not match yet
             tls.reload()
-        except (
-            OSError
-        ) as error:  # half-written, or key and certificate do not match yet: tried again at each poll
+        except OSError as error:
             if stamp != reported:
                 log.error("TLS files are not usable, keeping the last ones: %s", error)
             reported = stamp
