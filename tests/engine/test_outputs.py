@@ -26,9 +26,11 @@ from argosy_engine.core.messages import (
 )
 from argosy_engine.errors import InvalidRequest, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
+from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.outputs import GenerationOutput, OutputCollector
 from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_engine.protocol.openai import ChatCompletionRequest, ChatMessage
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
@@ -441,3 +443,27 @@ def test_bad_words_do_not_appear(llm: LLM) -> None:
             assert word not in spans
     with pytest.raises(InvalidRequest, match="1024 tokens"):
         llm.generate([text], params.replace(bad_words=tuple(c * 300 for c in "xyzk")), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "has_thinking", "is_open"),
+    [
+        ("{{ messages[0].content }}<think>\n", True, True),
+        ("{{ messages[0].content }}<think>\n\n</think>\n", True, None),
+        ("{% if enable_thinking %}{% endif %}{{ messages[0].content }}", True, False),
+        ("{{ messages[0].content }}", False, None),
+    ],
+)
+def test_thought_is_expected_where_the_template_leaves_room(
+    processor: InputProcessor,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    has_thinking: bool,
+    is_open: bool | None,
+) -> None:
+    monkeypatch.setattr(processor, "template", ChatTemplate(source, {}))
+    reasoning = processor.chat_prompt(
+        ChatCompletionRequest(messages=[ChatMessage(role="user", content="Hi")])
+    ).reasoning
+    assert processor.has_thinking is has_thinking
+    assert (None if reasoning is None else reasoning.is_open) is is_open

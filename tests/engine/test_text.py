@@ -86,6 +86,8 @@ def test_stop_strings(
 
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+NAN_CALL = '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'
+HALF_CALL = '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>'
 PARSES = [
     ("plain", "Hello there.", Parsed("", "Hello there.")),
     ("thinking", "<think>\nTwo and two.\n</think>\n\nFour.", Parsed("Two and two.", "Four.")),
@@ -100,6 +102,9 @@ PARSES = [
     ),  # type: ignore[arg-type]
     ("two calls", CALL + "\n" + CALL, Parsed("", "", (("get_weather", '{"city": "Paris"}'),) * 2)),  # type: ignore[arg-type]
     ("broken call", "<tool_call>{nope}</tool_call>", Parsed("", "<tool_call>{nope}</tool_call>")),
+    ("no JSON", NAN_CALL, Parsed("", NAN_CALL)),
+    ("half a pair", HALF_CALL, Parsed("", "", (("f", '{"a": "\\ud83d"}'),))),  # type: ignore[arg-type]
+    ("half a name", HALF_CALL.replace('"f"', '"\\ud83d"'), Parsed("", HALF_CALL.replace('"f"', '"\\ud83d"'))),
     ("unclosed call", '<tool_call>{"name": "x"', Parsed("", '<tool_call>{"name": "x"')),
     ("trailing newlines", "Done.\n\n", Parsed("", "Done.\n\n")),
 ]
@@ -160,6 +165,22 @@ def test_nothing_but_newlines_is_not_silence(before: str) -> None:
     assert sum(len(part.content) + len(part.reasoning) for part in heard) > 50
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("Hm", "Hm", ""),
+        ("<think>again</think>x", "<think>again", "x"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_text_that_begins_within_a_thought(text: str, reasoning: str, content: str, size: int) -> None:
+    parser = ChatParser(parse_reasoning=True, parse_calls=True, is_reasoning=True)
+    parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
+    assert "".join(part.reasoning for part in parts) == reasoning
+    assert "".join(part.content for part in parts) == content
+
+
 def test_without_tools_a_call_is_text() -> None:
     assert ChatParser(parse_reasoning=False, parse_calls=False).feed(CALL, True).content == CALL
 
@@ -168,6 +189,12 @@ def chat(**fields: object) -> ChatCompletionRequest:
     request = decode_request("chat/completions", json.dumps(fields).encode())
     assert isinstance(request, ChatCompletionRequest)
     return request
+
+
+def test_a_template_that_fails_is_a_bad_request() -> None:
+    for source in ("{{ range(10 ** 9) | list }}", "{{ messages[0].name.a.b }}", "{{ 1 // 0 }}"):
+        with pytest.raises(InvalidRequest, match="cannot render"):
+            ChatTemplate(source, {}).render(chat(messages=[{"role": "user", "content": "Hi"}]))
 
 
 def test_template_takes_text_parts_and_refuses_others(template: ChatTemplate) -> None:

@@ -36,14 +36,15 @@ class ChatParser:
     """
     Args:
         parse_reasoning: split a leading think block off the content.
+        is_reasoning: the prompt has opened that block, and the text begins within it.
         parse_calls: turn tool-call blocks into calls; off when the request offers no tools.
     """
 
-    def __init__(self, *, parse_reasoning: bool, parse_calls: bool) -> None:
+    def __init__(self, *, parse_reasoning: bool, parse_calls: bool, is_reasoning: bool = False) -> None:
         self._parse_calls = parse_calls
-        self._state = "start" if parse_reasoning else "content"
+        self._state = "reasoning" if is_reasoning else "start" if parse_reasoning else "content"
         self._buffer = ""
-        self._newlines_to_skip = 0
+        self._newlines_to_skip = _MAX_TRIMMED if is_reasoning else 0
         """Right behind a marker: so many more newlines belong to it."""
         self.num_calls = 0
 
@@ -135,9 +136,22 @@ def _parse_call(body: str) -> ParsedCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", {})
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or not _is_text(value["name"]):
         return None
-    return ParsedCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # NaN and infinities, which Python reads and JSON does not have
+        return None
+    # Half of a surrogate pair can only be written as an escape.
+    return ParsedCall(value["name"], text if _is_text(text) else json.dumps(arguments))
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _without_last_newlines(text: str) -> str:

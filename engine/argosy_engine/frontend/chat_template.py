@@ -17,6 +17,7 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy_engine.errors import ConfigError, InvalidRequest
+from argosy_engine.frontend.chat_parser import THINK
 from argosy_engine.models.config import read_json
 from argosy_engine.protocol.openai import ChatCompletionRequest, ChatMessage
 
@@ -53,6 +54,8 @@ class ChatTemplate:
             self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source)) - _RESERVED
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from None
+        self.has_thinking = "enable_thinking" in self.variables or THINK in source
+        """Whether the model may think before it answers."""
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -100,7 +103,7 @@ class ChatTemplate:
             )
         except _TemplateRaised as error:
             raise InvalidRequest(str(error), param="messages") from None
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template may fail in any way at values that it did not expect
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from None

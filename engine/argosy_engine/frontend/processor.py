@@ -54,11 +54,13 @@ class InputProcessor:
         self.template = ChatTemplate.load(path)
         self.defaults = _generation_defaults(path)
         self._logits_processors = load_logits_processors(config.logits_processors)
-        self.has_thinking = self.template is not None and "enable_thinking" in self.template.variables
-        """Whether the model may think before it answers."""
         self._think_ids = [
             self.tokenizer.encode(marker, add_special_tokens=False).ids for marker in (THINK, END_THINK)
         ]
+
+    @property
+    def has_thinking(self) -> bool:
+        return self.template is not None and self.template.has_thinking
 
     def chat_prompt(self, request: ChatCompletionRequest) -> Prompt:
         """Renders and tokenises a chat.
