@@ -33,6 +33,7 @@ async def answer(connection: Connection, request: Received) -> None:
         connection.answer(200, completion(prompt_tokens=120, cached=96))
         return
     connection.begin_stream()
+    connection.chunk(event("").replace(b'"content": ""', b'"reasoning": "Tides..."'))
     for piece in ("<b>The tide", " turns", " at six.</b>"):
         connection.chunk(event(piece))
     connection.chunk(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
@@ -261,9 +262,10 @@ async def test_a_person_chats_with_the_keyboard(page: Page) -> None:
         await page.press("Enter")
         await page.until("document.querySelectorAll('.message .meta')[1]?.textContent.includes('r0')")
         said: list[str] = await page.js(
-            "[...document.querySelectorAll('.message .text')].map(e => e.textContent)"
+            "[...document.querySelectorAll('.message .said')].map(e => e.textContent)"
         )
         assert said == ["When does the tide turn?", "<b>The tide turns at six.</b>"]
+        assert await page.js("document.querySelectorAll('.thought')[1].textContent") == "Tides..."
         assert await page.js("document.querySelectorAll('.message b').length") == 0
         facts = await page.js("document.getElementById('facts').textContent")
         assert "120 tokens" in facts

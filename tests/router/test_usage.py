@@ -178,6 +178,7 @@ CHOICE, USAGE = event("a"), b'data: {"choices": [],"usage":{"prompt_tokens":40,"
         (DONE, DONE),
         (CHOICE.replace(b"\n\n", b"\r\n\r\n") + USAGE.replace(b"\n\n", b"\r\n\r\n"), None),
         (b'data: {"choices":[{"delta":{}}],"usage":{"prompt_tokens":4}}\n\n', None),
+        (b'data: {"choices":[{"delta":{"content":"a"}}],"usage":null}\n\n', None),
         (rb'data: {"choices":[{"delta":{"content":"\"usage\" and \"choices\": []"}}]}' + b"\n\n", None),
     ],
 )

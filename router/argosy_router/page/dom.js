@@ -86,6 +86,7 @@ export function rate(value) {
 
 export function seconds(value) {
   if (value == null) return NONE;
+  if (Math.abs(value) < 0.00005) return "0 ms";
   if (value < 0.01) return `${(value * 1000).toFixed(1)} ms`;
   return value < 1 ? `${(value * 1000).toFixed(0)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`;
 }

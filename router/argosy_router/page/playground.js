@@ -3,6 +3,7 @@
 import { call, json, post } from "./api.js";
 import { $, Table, count, element, seconds, setText } from "./dom.js";
 
+const MEASURABLE_S = 0.05; // below it, tokens that came together say nothing about speed
 const log = $("log");
 const composer = $("composer");
 const prompt = $("prompt");
@@ -49,17 +50,19 @@ async function explain(body) {
 function bubble(who) {
   const node = element("div", "message");
   const text = element("div", "text");
+  const [thought, said] = [element("span", "thought"), element("span", "said")];
   const meta = element("div", "meta");
+  text.append(thought, said);
   node.append(element("div", "who", who), text, meta);
   log.append(node);
   log.scrollTop = log.scrollHeight;
-  return { node, text, meta };
+  return { node, thought, said, meta };
 }
 
 async function converse(text) {
   const body = request(text);
   messages.push({ role: "user", content: text });
-  bubble("You").text.textContent = text;
+  bubble("You").said.textContent = text;
   const answer = bubble(service.model);
   answer.node.classList.add("busy");
   const result = { content: "", tokens: 0, began: performance.now(), first: null, usage: null, headers: null };
@@ -94,12 +97,14 @@ async function receive(body, result, answer) {
     if (chunk.error) throw new Error(chunk.error.message);
     if (chunk.usage) result.usage = chunk.usage;
     const delta = chunk.choices?.[0]?.delta;
-    const piece = (delta?.reasoning_content ?? "") + (delta?.content ?? "");
-    if (!piece) continue;
+    const thought = delta?.reasoning ?? delta?.reasoning_content ?? "";
+    const said = delta?.content ?? "";
+    if (!thought && !said) continue;
     result.first ??= performance.now();
-    result.content += piece;
+    result.content += said;
     const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-    answer.text.append(piece);
+    answer.thought.append(thought);
+    answer.said.append(said);
     if (isAtEnd) log.scrollTop = log.scrollHeight;
   }
 }
@@ -123,7 +128,7 @@ function summarise(answer, result) {
   if (!result.first) return;
   const elapsed = (performance.now() - result.first) / 1000;
   const tokens = result.usage?.completion_tokens;
-  const speed = tokens > 1 && elapsed > 0 ? `, ${((tokens - 1) / elapsed).toFixed(1)} tok/s` : "";
+  const speed = tokens > 1 && elapsed > MEASURABLE_S ? `, ${((tokens - 1) / elapsed).toFixed(1)} tok/s` : "";
   const place = result.headers.get("x-argosy-replica");
   answer.meta.textContent = `${place}, first token ${seconds((result.first - result.began) / 1000)}${speed}`;
 }

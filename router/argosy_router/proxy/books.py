@@ -149,12 +149,12 @@ def _entry(exchange: Exchange, duration_s: float) -> AccessEntry:
         call.service.spec.model,
         attempts=exchange.attempts,
         migrations=exchange.migrations,
-        duration_ms=duration_s * 1000.0,
+        duration_ms=round(duration_s * 1000.0, 3),
     )
     if exchange.waited_s:
         entry.queue_ms = exchange.waited_s * 1000.0
     if exchange.first_event_s is not None:
-        entry.ttft_ms = exchange.first_event_s * 1000.0
+        entry.ttft_ms = round(exchange.first_event_s * 1000.0, 3)
     if choice is not None and record is not None:
         entry.replica = choice.replica.name
         entry.route = choice.decision.reason
