@@ -9,8 +9,8 @@ be full, and evicting, after the warm-up.
 
 After each `--requests` / 25 the memory of the API process and of the core is read. RSS and PSS are shown; judged is the
 anonymous part, because pages of libraries come and go with other processes. The verdict is the median slope over all
-pairs of readings (Theil and Sen), which a single step of the allocator does not move. Exits with 1 when a process grows
-by more than --tolerance bytes per request.
+pairs of readings (Theil and Sen); a jump of the allocator in the first or last third does not move it. Exits with 1
+when a process grows by more than --tolerance bytes per request.
 """
 
 from __future__ import annotations

@@ -68,11 +68,12 @@ def start_argosy(
     logs: Path,
     threads: int,
     *flags: str,
+    device: str = "cpu",
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> Server:
     port = _free_port()
     command = [
-        sys.executable, "-P", "-m", "argosy", "serve", model, "--port", str(port), "--device", "cpu",
+        sys.executable, "-P", "-m", "argosy", "serve", model, "--port", str(port), "--device", device,
         "--dtype", dtype, "--threads", str(threads), "--served-model-name", "bench",
         *flags,
     ]  # fmt: skip

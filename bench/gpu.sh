@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The engine on one NVIDIA GPU: does it start, are its tokens transformers' in float32, how fast is it? One table.
+#
+#   bash bench/gpu.sh [--wheels FOLDER] [flags of bench/engine/gpu.py]
+#
+# PYTHON (default python3) is an interpreter with torch (CUDA), transformers and what they bring. No network is used:
+# what else the engine needs (msgspec, pyzmq, fastapi, uvicorn, ...) is installed into a folder of its own from the
+# wheels, where it is not there already. Without a GPU: one line, exit status 3.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+wheels=
+if [ "${1:-}" = --wheels ]; then
+  wheels=${2:?--wheels takes a folder}
+  shift 2
+fi
+case " $* " in *' --device cpu '*) ;; *)
+  "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || {
+    echo "gpu.sh: $python has no torch that sees an NVIDIA GPU; nothing was measured" >&2
+    exit 3
+  } ;;
+esac
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+if [ -n "$wheels" ]; then
+  missing=$("$python" bench/engine/gpu.py --missing)
+  if [ -n "$missing" ]; then
+    # shellcheck disable=SC2086 # names, one a word
+    "$python" -m pip install --quiet --no-index --find-links "$wheels" --target "$site" $missing
+  fi
+fi
+PYTHONPATH="engine:router:operator:cli:$site${PYTHONPATH:+:$PYTHONPATH}" "$python" bench/engine/gpu.py "$@"

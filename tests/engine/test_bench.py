@@ -1,0 +1,55 @@
+"""The benchmark's own rules: what it says where something is missing, and how it judges figures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "engine"))
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "bench" / "gpu.sh"], env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stderr == f"gpu.sh: {python} has no torch that sees an NVIDIA GPU; nothing was measured\n"
+
+
+def test_the_summary_judges_ratios_figures_and_gaps() -> None:
+    from suite import ROWS, SECTIONS, summary
+
+    assert {row.section for row in ROWS} == set(SECTIONS)
+    found = dict.fromkeys(SECTIONS)
+    found["offline tiny"] = {
+        "argosy": {"output tok/s": [90.0, 210.0, 300.0], "start to first token s": [3.0]},
+        "vllm": {"output tok/s": [100.0], "start to first token s": [20.0]},
+    }
+    found["memory"] = {"argosy": {"API: bytes per request": [-5.0], "core: bytes per request": [900.0]}}
+    lines = summary(found, is_quick=False).splitlines()
+    assert "| 1 | offline, random 5 M, out tok/s | >= 2x | 210 | 100 | 2.10x | met |" in lines
+    assert "| 1 | offline, shipped tiny, out tok/s | >= 2x | - | - | - |  |" in lines
+    assert "| 3 | start to first token, offline 5 M, s | <= 0.1x | 3 | 20 | 0.15x | missed |" in lines
+    assert "| 7 | memory of the API process, bytes/request | <= 200 | -5 | - | - | met |" in lines
+    assert "| 7 | memory of the core, bytes/request | <= 200 | 900 | - | - | missed |" in lines
+    assert "met" not in summary(found, is_quick=True)
+
+
+def test_a_jump_after_a_third_of_the_readings_is_no_slope() -> None:
+    from memory import slope
+
+    steady = [(100 * reading, 5_000_000 if reading < 8 else 6_000_000) for reading in range(26)]
+    assert slope(steady) == 0
+    assert slope([(x, y + 300 * x) for x, y in steady]) == 300
