@@ -152,14 +152,14 @@ class Gate:
         self._is_tick_near = False
         now = self._now()
         busy = [lane for lane in self._lanes.values() if lane.waiting]
+        if busy and not self._deadline.is_set:
+            self._deadline.set(TICK_S)
         for lane in busy:
             lane.tick(now)
         while self._silent and next(iter(self._silent.values())) <= now:
             waiting, _ = self._silent.popitem(last=False)
             waiting.keep_alive()
             self._silent[waiting] = now + self._limits.keep_alive_s
-        if any(lane.waiting for lane in busy) and not self._deadline.is_set:
-            self._deadline.set(TICK_S)
 
 
 def _tokens_used(exchange: Exchange) -> int | None:
