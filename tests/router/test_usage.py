@@ -16,6 +16,7 @@ from argosy_router.usage_ledger import UsageLedger
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import Rig, rig
+from .storyteller import PROMPT_TOKENS, Storyteller, length
 
 NINE = 1_795_251_600.0
 """2026-11-21T09:00:00Z."""
@@ -218,3 +219,20 @@ async def test_every_stream_is_metered_and_clients_see_what_they_asked_for(
         assert sent["messages"][0]["content"] == "hi"
         expected = (options.get("stream_options") or {}).get("continuous_usage_stats")
         assert sent["stream_options"].get("continuous_usage_stats") == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
+async def test_a_migrated_stream_is_entered_once(options: dict[str, Any]) -> None:
+    teller = Storyteller()
+    async with rig([FakeEngine(script=teller), FakeEngine(script=teller)]) as r:
+        size = len((await r.chat(stream=True, **options)).content)
+        asked = 1
+        for life in range(1, size, size // 6):
+            teller.deaths = [life]
+            asked += (await r.chat(stream=True, **options)).status_code == 200
+        assert r.metric('migrations_total{model="tiny",outcome="resumed"}') > 0
+        assert await metered(r) + await metered(r, metered="no") == asked
+        told = await metered(r)
+        assert told > asked / 2, "a death after the last token may leave the usage untold, others do not"
+        assert r.metric('usage_tokens_total{key="",kind="prompt",model="tiny"}') == told * PROMPT_TOKENS
+        assert r.metric('usage_tokens_total{key="",kind="completion",model="tiny"}') == told * length(0)
