@@ -33,7 +33,8 @@ from argosy_engine.protocol.telemetry import (
 MAX_READERS = 64
 _QUEUE_FRAMES = 4096
 _LOAD_INTERVAL_S = 0.1
-"""Load frames ride along with the core's statistics at most this often; the router corrects between them."""
+"""Load frames ride along with the core's statistics at most this often, and the last of them is always sent: a
+replica that has become idle must not look busy until the next heartbeat. The router corrects between them."""
 
 
 class _Reader:
@@ -58,6 +59,7 @@ class TelemetryHub(Observer):
         self._readers: set[_Reader] = set()
         self._stats = SchedulerStats()
         self._last_load = 0.0
+        self._next_load: asyncio.TimerHandle | None = None
         self._is_draining = False
         self._heartbeat = asyncio.create_task(self._beat(), name="telemetry heartbeat")
 
@@ -82,8 +84,12 @@ class TelemetryHub(Observer):
             self._apply(outputs.residency)
         if outputs.stats is not None:
             self._stats = outputs.stats
-            if asyncio.get_running_loop().time() - self._last_load >= _LOAD_INTERVAL_S:
+            loop = asyncio.get_running_loop()
+            due = self._last_load + _LOAD_INTERVAL_S
+            if loop.time() >= due:
                 self._send_load()
+            elif self._next_load is None:
+                self._next_load = loop.call_at(due, self._send_load)
 
     def drain(self) -> None:
         """Tells every router to send no more, and ends the streams."""
@@ -94,6 +100,7 @@ class TelemetryHub(Observer):
 
     def close(self) -> None:
         self._heartbeat.cancel()
+        self._forget_next_load()
         for reader in self._readers:
             reader.put(None)
 
@@ -153,8 +160,14 @@ class TelemetryHub(Observer):
         )
 
     def _send_load(self) -> None:
+        self._forget_next_load()
         self._last_load = asyncio.get_running_loop().time()
         self._broadcast(self._load())
+
+    def _forget_next_load(self) -> None:
+        if self._next_load is not None:
+            self._next_load.cancel()
+            self._next_load = None
 
     def _broadcast(self, frame: Frame) -> None:
         if self._readers:

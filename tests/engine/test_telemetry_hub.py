@@ -1,0 +1,70 @@
+"""What the API process tells routers, without an engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from argosy_engine.api import telemetry
+from argosy_engine.api.telemetry import TelemetryHub
+from argosy_engine.core.messages import EngineCoreOutputs, SchedulerStats
+from argosy_engine.protocol.telemetry import FrameReader, Load
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a hub whose heartbeat stays out of the way."""
+    monkeypatch.setattr(telemetry, "HEARTBEAT_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(telemetry, "_LOAD_INTERVAL_S", 0.02)
+
+    def make() -> TelemetryHub:
+        config = SimpleNamespace(
+            epoch="e",
+            model_name="m",
+            model_fingerprint="f",
+            block_size=16,
+            max_model_len=1,
+            max_num_seqs=1,
+            memory=SimpleNamespace(kv_cache_tokens=1),
+        )
+        return TelemetryHub(cast("Any", SimpleNamespace(heartbeat_age_s=0.0)), cast("Any", config))
+
+    return make
+
+
+def running(count: int) -> EngineCoreOutputs:
+    return EngineCoreOutputs(stats=SchedulerStats(num_running=count))
+
+
+async def test_the_last_load_is_told_however_close_it_follows_the_one_before(hub: Any) -> None:
+    made: TelemetryHub = hub()
+    reader, heard = FrameReader(), []
+
+    async def listen() -> None:
+        async for data in made.stream():
+            heard.extend(frame.num_running for frame in reader.feed(data) if isinstance(frame, Load))
+            if len(heard) > 1 and heard[-1] == 0:
+                return
+
+    listening = asyncio.create_task(listen())
+    await asyncio.sleep(0)
+    for count in (1, 5, 4, 3, 2, 1, 0):
+        made.on_core_outputs(running(count))
+    async with asyncio.timeout(10):
+        await listening
+    assert len(heard) <= 4, "and those between may be left out"
+    made.close()
+
+
+async def test_nothing_is_sent_after_the_end(hub: Any) -> None:
+    made: TelemetryHub = hub()
+    stream = made.stream()
+    await anext(stream)
+    made.on_core_outputs(running(1))
+    made.on_core_outputs(running(0))
+    made.close()
+    assert made._next_load is None
+    await stream.aclose()
