@@ -16,6 +16,7 @@ from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.structured.manager import GrammarRequest
+from argosy_engine.worker.step import MultimodalFeature
 
 
 class RequestType:
@@ -71,6 +72,10 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     """Asks for a vector made of the prompt. The one token of output that comes with it means nothing."""
     grammar: GrammarRequest | None = None
     """What the output must look like."""
+    adapter: str | None = None
+    """Name and version of the adapter whose weights serve the request."""
+    mm_features: list[MultimodalFeature] = []
+    """In the order of their positions."""
 
 
 class UtilityCall(Struct, array_like=True, gc=False):

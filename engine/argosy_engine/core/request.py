@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from array import array
 from enum import IntEnum
 
+from argosy_engine.core.block_hash import hash_block, root_hash
 from argosy_engine.core.messages import ChunkEnd, EngineCoreRequest, FinishReason, PrefillStats
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
@@ -33,6 +32,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "all_token_ids",
         "arrival_time",
         "block_hashes",
@@ -45,6 +45,7 @@ class Request:
         "has_first_token",
         "has_grammar",
         "max_num_tokens",
+        "mm_features",
         "num_allocated_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
@@ -118,7 +119,9 @@ class Request:
         self.num_tied_chunks = 0
         """Leading chunk ends already tied to a block."""
         self.block_size = block_size
-        self.root_hash = _root_hash(message.cache_salt) if hash_blocks else None
+        self.mm_features = message.mm_features
+        self.adapter = message.adapter
+        self.root_hash = root_hash(message.cache_salt, message.adapter) if hash_blocks else None
         self.block_hashes: list[bytes] = []
         """Of the full blocks, as far as someone asked (`hash_full_blocks`)."""
         self.hash_full_blocks()
@@ -171,17 +174,5 @@ class Request:
         size, hashes = self.block_size, self.block_hashes
         parent = hashes[-1] if hashes else self.root_hash
         for start in range(len(hashes) * size, self.num_tokens - size + 1, size):
-            parent = hash_block(parent, self.all_token_ids[start : start + size])
+            parent = hash_block(parent, self.all_token_ids[start : start + size], self.mm_features, start)
             hashes.append(parent)
-
-
-def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
-    """SHA-256 over the parent's digest and the tokens as int64: collisions are out of reach even for an attacker who
-    chooses the tokens (CVE-2025-25183), so a hit needs no content check."""
-    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
-
-
-def _root_hash(cache_salt: str | None) -> bytes:
-    """Start of a request's hash chain; tagged and length-prefixed, so that no salt equals another key's bytes."""
-    salt = (cache_salt or "").encode("utf-8", "surrogatepass")
-    return hashlib.sha256(b"argosy-block/1\0salt" + len(salt).to_bytes(8, "little") + salt).digest()

@@ -249,7 +249,9 @@ class Scheduler:
                     request.num_computed_tokens,
                     request.sampling_params,
                     request.num_output_tokens,
-                    pooling_params=request.pooling_params,
+                    request.pooling_params,
+                    request.adapter,
+                    request.mm_features,
                 )
             )
             self._advance(request, num_new)

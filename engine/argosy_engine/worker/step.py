@@ -16,6 +16,18 @@ BlockIds = list[list[int]]
 """Per KV cache group the blocks in token order; 0 where one is no longer read."""
 
 
+class MultimodalFeature(Struct, array_like=True, frozen=True, gc=False):
+    """A picture, sound or video in a prompt, behind placeholder tokens."""
+
+    modality: str
+    identifier: str
+    """Digest of its content."""
+    offset: int
+    """Position of its first placeholder."""
+    length: int
+    """Number of placeholders."""
+
+
 class NewRequest(Struct, array_like=True, gc=False):
     """First schedule of a request, or its resumption after a preemption (then with the tokens generated so far)."""
 
@@ -28,6 +40,8 @@ class NewRequest(Struct, array_like=True, gc=False):
     num_output_tokens: int = 0
     """How many of the last `token_ids` are output."""
     pooling_params: PoolingParams | None = None
+    adapter: str | None = None
+    mm_features: list[MultimodalFeature] = []
 
 
 class GrammarBitmask(Struct, array_like=True, gc=False):
