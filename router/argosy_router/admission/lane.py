@@ -167,7 +167,9 @@ class Lane:
         bounds = self._bounds()
         patience_s = bounds.hold_timeout_s if self._is_deserted else bounds.queue_timeout_s
         while (oldest := self._queue.oldest) is not None:
-            if max(oldest.since, self._turned) + patience_s > now:
+            # A replica that comes and goes starts the wait anew, but not for ever.
+            last = oldest.since + bounds.hold_timeout_s + bounds.queue_timeout_s
+            if min(last, max(oldest.since, self._turned) + patience_s) > now:
                 return
             self._queue.remove(oldest)
             oldest.refuse(self._refusal(now))
