@@ -143,12 +143,21 @@ def test_chat_parser(name: str, text: str, expected: Parsed, size: int) -> None:
         max_size=12,
     ),
     cuts=st.sets(st.integers(0, 120)),
+    is_reasoning=st.booleans(),
+    calls_end_reasoning=st.booleans(),
 )
-def test_chat_parser_does_not_care_how_text_is_cut(pieces: list[str], cuts: set[int]) -> None:
+def test_chat_parser_does_not_care_how_text_is_cut(
+    pieces: list[str], cuts: set[int], is_reasoning: bool, calls_end_reasoning: bool
+) -> None:
     text = "".join(pieces)
 
     def parse(parts: list[str]) -> tuple[str, str, list[object]]:
-        parser = ChatParser(parse_reasoning=True, parse_calls=True)
+        parser = ChatParser(
+            parse_reasoning=True,
+            parse_calls=True,
+            is_reasoning=is_reasoning,
+            calls_end_reasoning=calls_end_reasoning,
+        )
         parsed = [parser.feed(part, index == len(parts) - 1) for index, part in enumerate(parts)]
         calls = [call for part in parsed for call in part.calls]
         return "".join(p.reasoning for p in parsed), "".join(p.content for p in parsed), calls
@@ -179,6 +188,28 @@ def test_text_that_begins_within_a_thought(text: str, reasoning: str, content: s
     parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
     assert "".join(part.reasoning for part in parts) == reasoning
     assert "".join(part.content for part in parts) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "num_calls"),
+    [
+        ("<think>I ask." + CALL, "I ask.", "", 1),
+        ("<think>I ask.\n" + CALL + "\nDone.", "I ask.", "Done.", 1),
+        ("<think>I could write <tool_call>.</think>No.", "I could write <tool_call>.", "No.", 0),
+        ("<think>a <tool_call>nope</tool_call> b</think>c", "a <tool_call>nope</tool_call> b", "c", 0),
+        ("<think>cut <tool_call>{", "cut <tool_call>{", "", 0),
+        ("<think>a</think>" + CALL, "a", "", 1),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_a_whole_call_ends_a_thought(
+    text: str, reasoning: str, content: str, num_calls: int, size: int
+) -> None:
+    parser = ChatParser(parse_reasoning=True, parse_calls=True, calls_end_reasoning=True)
+    parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
+    assert "".join(part.reasoning for part in parts) == reasoning
+    assert "".join(part.content for part in parts) == content
+    assert parser.num_calls == num_calls
 
 
 def test_without_tools_a_call_is_text() -> None:

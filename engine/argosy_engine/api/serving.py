@@ -214,7 +214,13 @@ class Serving:
         thinks = self.llm.processor.has_thinking
         is_open = prompt.reasoning is not None and prompt.reasoning.is_open
         return [
-            ChatParser(parse_reasoning=thinks, parse_calls=has_tools, is_reasoning=is_open) for _ in range(count)
+            ChatParser(
+                parse_reasoning=thinks,
+                parse_calls=has_tools,
+                is_reasoning=is_open,
+                calls_end_reasoning=request.tool_choice in (None, "auto"),
+            )
+            for _ in range(count)
         ]
 
     def _tool_calls(

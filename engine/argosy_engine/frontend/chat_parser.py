@@ -38,10 +38,20 @@ class ChatParser:
         parse_reasoning: split a leading think block off the content.
         is_reasoning: the prompt has opened that block, and the text begins within it.
         parse_calls: turn tool-call blocks into calls; off when the request offers no tools.
+        calls_end_reasoning: a whole call within a thought is meant: it counts, and ends the thought. Off where the call
+            is held by a grammar, which begins behind the thought.
     """
 
-    def __init__(self, *, parse_reasoning: bool, parse_calls: bool, is_reasoning: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        parse_reasoning: bool,
+        parse_calls: bool,
+        is_reasoning: bool = False,
+        calls_end_reasoning: bool = False,
+    ) -> None:
         self._parse_calls = parse_calls
+        self._calls_end_reasoning = parse_calls and calls_end_reasoning
         self._state = "reasoning" if is_reasoning else "start" if parse_reasoning else "content"
         self._buffer = ""
         self._newlines_to_skip = _MAX_TRIMMED if is_reasoning else 0
@@ -70,9 +80,14 @@ class ChatParser:
             case "start":
                 return self._leave_start(is_last)
             case "reasoning":
-                return self._take_until(END_THINK, reasoning, "content", is_last)
+                markers = {END_THINK: "content"}
+                if self._calls_end_reasoning:
+                    markers[_CALL] = "call in thought"
+                return self._take_until(markers, reasoning, is_last)
             case "content":
-                return self._take_until(_CALL if self._parse_calls else "", content, "call", is_last)
+                return self._take_until({_CALL: "call"} if self._parse_calls else {}, content, is_last)
+            case "call in thought":
+                return self._take_call_in_thought(reasoning, calls, is_last)
             case _:
                 return self._take_call(content, calls)
 
@@ -87,27 +102,45 @@ class ChatParser:
         self._state = "content"
         return True
 
-    def _take_until(self, marker: str, into: list[str], next_state: str, is_last: bool) -> bool:
-        """Moves the text before `marker` to `into`, without the newlines around markers.
+    def _take_until(self, markers: dict[str, str], into: list[str], is_last: bool) -> bool:
+        """Moves the text before the first marker to `into`, without the newlines around markers; each marker has the
+        state behind it.
 
-        Without a marker in sight, holds back what may be its beginning and the newlines before that.
+        Without a marker in sight, holds back what may be the beginning of one and the newlines before that.
         """
         while self._newlines_to_skip and self._buffer.startswith("\n"):
             self._buffer = self._buffer[1:]
             self._newlines_to_skip -= 1
-        position = self._buffer.find(marker) if marker else -1
-        if position >= 0:
+        found = [(position, marker) for marker in markers if (position := self._buffer.find(marker)) >= 0]
+        if found:
+            position, marker = min(found)
             into.append(_without_last_newlines(self._buffer[:position]))
-            self._enter(next_state, self._buffer[position + len(marker) :])
+            self._enter(markers[marker], self._buffer[position + len(marker) :])
             return True
         certain = self._buffer
-        if marker and not is_last:
-            certain = _without_last_newlines(certain[: len(certain) - _overlap(certain, marker)])
+        if markers and not is_last:
+            overlap = max(_overlap(certain, marker) for marker in markers)
+            certain = _without_last_newlines(certain[: len(certain) - overlap])
         if certain:
             self._newlines_to_skip = 0
         into.append(certain)
         self._buffer = self._buffer[len(certain) :]
         return False
+
+    def _take_call_in_thought(self, reasoning: list[str], calls: list[ParsedCall], is_last: bool) -> bool:
+        """A call that is whole before the thought ends counts; anything else is a thought about calls."""
+        end, end_of_thought = self._buffer.find(_END_CALL), self._buffer.find(END_THINK)
+        if end >= 0 and not 0 <= end_of_thought < end:
+            call = _parse_call(self._buffer[:end])
+            if call is not None:
+                calls.append(call)
+                self._enter("content", self._buffer[end + len(_END_CALL) :])
+                return True
+        elif end_of_thought < 0 and not is_last:
+            return False
+        reasoning.append(_CALL)
+        self._state, self._newlines_to_skip = "reasoning", 0
+        return True
 
     def _take_call(self, content: list[str], calls: list[ParsedCall]) -> bool:
         position = self._buffer.find(_END_CALL)
@@ -125,7 +158,7 @@ class ChatParser:
 
     def _enter(self, state: str, rest: str) -> None:
         self._state, self._buffer = state, rest
-        self._newlines_to_skip = 0 if state == "call" else _MAX_TRIMMED
+        self._newlines_to_skip = 0 if "call" in state else _MAX_TRIMMED
 
 
 def _parse_call(body: str) -> ParsedCall | None:

@@ -180,8 +180,10 @@ def _cuda_memory(device: torch.device) -> DeviceMemory:
 
 
 def _fingerprint(path: Path, config: ModelConfig, dtype: str, args: EngineArgs) -> str:
-    """Digest of what determines the tokens a seed gives: config, weights' identity (names, sizes), tokenizer, dtype."""
-    digest = hashlib.sha256(f"{config!r}|{dtype}|{args.load_format}|{args.seed}".encode())
+    """Digest of what determines the tokens a seed gives: config, weights' identity (names, sizes), tokenizer, dtype,
+    and the operator's logits processors."""
+    flags = f"{args.load_format}|{args.seed}|{args.logits_processors}"
+    digest = hashlib.sha256(f"{config!r}|{dtype}|{flags}".encode())
     for file in sorted(path.glob("*.safetensors")):
         digest.update(f"|{file.name}:{file.stat().st_size}".encode())
         with file.open("rb") as handle:
