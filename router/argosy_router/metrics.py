@@ -147,9 +147,9 @@ class Metrics(Collector):
         """Everything a scrape can show."""
         return tuple(self._series)
 
-    def add(self, series: Series) -> None:
-        """Shows a series that another part counts."""
-        self._series.append(series)
+    def add(self, *series: Series) -> None:
+        """Shows series that other parts count."""
+        self._series += series
 
     def render(self) -> bytes:
         """The text exposition."""

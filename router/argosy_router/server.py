@@ -66,13 +66,9 @@ class Router:
         )
         self.metrics = Metrics(self.fleet)
         self._access_log = AccessLog(is_enabled=config.access_log, line_format=config.access_log_format)
-        self.metrics.add(self._access_log.series())
         self._ledger = UsageLedger(config.usage_log, socket.gethostname())
-        for series in self._ledger.series():
-            self.metrics.add(series)
         self._gate = Gate(self.fleet, self._wheel, config.admission)
-        for counted in self._gate.series():
-            self.metrics.add(counted)
+        self.metrics.add(self._access_log.series(), *self._ledger.series(), *self._gate.series())
         self._recorder = _recorder(config)
         self._tracer = _tracer(config)
         self._books = Books(
