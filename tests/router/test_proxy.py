@@ -11,6 +11,7 @@ import pytest
 
 from argosy_engine.protocol.fleet import FleetDocument
 from argosy_engine.protocol.keys import internal_key
+from argosy_engine.protocol.openai import decode_request
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.server import ServerLimits
 
@@ -198,7 +199,27 @@ async def test_known_names_forward_the_body_untouched() -> None:
         (b'{"model":"","messages":[{"role":"user","content":"a"}]}', "application/json", 400),
         (b"[" * 100_000, "application/json", 400),
         (b"\xff\xfe{\x00", "application/json", 400),
-        (b'{"model":"tiny","messages":[{"role":"user","content":"a"}],"n":1e9}', "application/json", 400),
+        *[
+            (
+                b'{"model":"tiny","messages":[{"role":"user","content":"a"}],%b}' % field,
+                "application/json",
+                400,
+            )
+            for field in (
+                b'"n":1e9',
+                b'"n":1.0',
+                b'"n":"1"',
+                b'"n":true',
+                b'"n":%d' % 2**70,
+                b'"temperature":NaN',
+                b'"temperature":Infinity',
+                b'"temperature":1e400',
+                b'"stop":"\xed\xa0\x80"',
+                b'"tools":' + b"[" * 50_000 + b"]" * 50_000,
+            )
+        ],
+        (b'\xef\xbb\xbf{"model":"tiny","messages":[{"role":"user","content":"a"}]}', "application/json", 400),
+        ('{"model":"tiny","messages":[]}'.encode("utf-16"), "application/json", 400),
         (b'{"model":"tiny","messages":[{"role":"user","content":"a"}]}', "text/plain", 415),
     ],
 )
@@ -209,6 +230,18 @@ async def test_bad_requests_never_reach_an_engine(content: bytes, kind: str, sta
         assert response.json()["error"]["type"] == "invalid_request_error"
         assert "x-request-id" in response.headers
         assert not r.engines[0].requests
+
+
+async def test_of_a_key_given_twice_the_last_value_counts_on_both_hops() -> None:
+    sent = b'{"model":"absent","messages":[{"role":"user","content":"a"}],"mod\\u0065l":"tiny"}'
+    async with rig([FakeEngine()]) as r:
+        answer = await r.http.post(
+            "/v1/chat/completions", content=sent, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 200
+        received = r.engines[0].requests[0]
+        assert received.body == sent
+        assert decode_request("chat/completions", received.body).model == received.json["model"] == "tiny"
 
 
 # keys
