@@ -56,24 +56,25 @@ class LLM:
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes texts or token-id prompts, batched, in the order given.
 
         Args:
+            sampling_params: for all prompts, or one for each.
             use_tqdm: vLLM's name for: show a progress bar on a terminal.
 
         Raises:
-            InvalidRequest: a prompt is empty or too long, or parameters are out of bounds.
+            InvalidRequest: a prompt is empty or too long, parameters are out of bounds, or not as many as prompts.
         """
         return self._run(_as_list(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -169,16 +170,25 @@ class LLM:
         self.engine.close()
 
     def _run(
-        self, prompts: Sequence[str | Sequence[int] | Prompt], params: SamplingParams | None, use_bar: bool
+        self,
+        prompts: Sequence[str | Sequence[int] | Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_bar: bool,
     ) -> list[RequestOutput]:
-        params = params or SamplingParams()
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequest(
+                f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all, or one for each",
+                param="sampling_params",
+            )
         request_ids = [str(next(self._request_ids)) for _ in prompts]
         results: dict[str, RequestOutput] = {}
         known: dict[str, tuple[int, int]] = {}
         try:
-            for request_id, prompt in zip(request_ids, prompts, strict=True):
-                self.engine.add_request(request_id, prompt, params)
-            with _progress(len(prompts) * params.n, use_bar) as bar:
+            for request_id, prompt, own in zip(request_ids, prompts, params, strict=True):
+                self.engine.add_request(request_id, prompt, own)
+            with _progress(sum(own.n for own in params), use_bar) as bar:
                 while self.engine.has_unfinished_requests():
                     for result in self.engine.step():
                         if result.error is not None:
