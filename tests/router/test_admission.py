@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from argosy_engine.protocol.errors import ApiError, TooManyRequests, Unavailable
-from argosy_router.admission.accounts import Account, Anyone, KeyTerms, RateLimited
+from argosy_router.admission.accounts import Account, Anyone, KeyTerms, RateLimited, Reservation
 from argosy_router.admission.keys import KeyFileError, KeyTable, parse_line
 from argosy_router.admission.lane import MAX_RETRY_AFTER_S, Bounds, Lane, Waiter
 from argosy_router.admission.limits import PERIOD_S, TokenBucket, duration
@@ -20,8 +21,8 @@ from argosy_router.admission.queue import Entry, FairQueue, QueueFull
 UNBOUNDED = (1 << 30, 1 << 30)
 
 
-def account(name: str = "a", **terms: object) -> Account:
-    return Account(KeyTerms(name=name, **terms), 0.0)  # type: ignore[arg-type]
+def account(name: str = "a", **terms: Any) -> Account:
+    return Account(KeyTerms(name=name, **terms), 0.0)
 
 
 # keys
@@ -129,7 +130,7 @@ def test_a_reload_keeps_what_was_used() -> None:
 def test_a_request_steps_back_but_never_ahead_of_its_key(
     terms: dict[str, int], asked: int, priority: int
 ) -> None:
-    assert account(**terms).priority(asked) == priority
+    assert account("a", **terms).priority(asked) == priority
     assert Anyone().priority(asked) == asked
 
 
@@ -141,6 +142,14 @@ def test_keys_open_their_own_models_only() -> None:
 
 
 # limits
+
+
+def left(reservation: Reservation, kind: str) -> int:
+    """What an answer says is left of a limit."""
+    lines = reservation.header_lines.decode().split("\r\n")
+    return next(
+        int(line.split(": ")[1]) for line in lines if line.startswith(f"x-ratelimit-remaining-{kind}")
+    )
 
 
 def test_a_limit_is_refilled_by_the_minute() -> None:
@@ -155,25 +164,25 @@ def test_a_limit_is_refilled_by_the_minute() -> None:
     assert headers["x-ratelimit-remaining-requests"] == "0"
     assert headers["x-ratelimit-reset-requests"] == "1m0s"
     assert "x-ratelimit-limit-tokens" not in headers
-    assert limited.reserve(1, 1.0).headers["x-ratelimit-remaining-requests"] == "0"
+    assert left(limited.reserve(1, 1.0), "requests") == 0
 
 
 def test_tokens_are_settled_by_what_was_used() -> None:
     limited = account(tokens_per_minute=600)
     reservation = limited.reserve(500, 0.0)
-    assert reservation.headers["x-ratelimit-remaining-tokens"] == "100"
+    assert left(reservation, "tokens") == 100
     reservation.settle(100)
     limited.reserve(400, 0.0).settle(700)  # 200 more than there were
     with pytest.raises(RateLimited) as refused:
         limited.reserve(100, 0.0)
     assert refused.value.retry_after_s == pytest.approx(30.0)
-    assert limited.reserve(100, 30.1).headers["x-ratelimit-remaining-tokens"] == "1"
+    assert left(limited.reserve(100, 30.1), "tokens") == 1
 
 
 def test_a_request_larger_than_the_limit_needs_all_of_it_and_passes() -> None:
     limited = account(tokens_per_minute=100)
     limited.reserve(5000, 0.0).settle(60)
-    assert limited.reserve(40, 0.0).headers["x-ratelimit-remaining-tokens"] == "0"
+    assert left(limited.reserve(40, 0.0), "tokens") == 0
 
 
 def test_parallel_requests_are_counted() -> None:

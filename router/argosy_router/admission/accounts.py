@@ -43,12 +43,13 @@ class RateLimited(TooManyRequests):
 
     default_code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, retry_after_s: float, limits: dict[str, str]) -> None:
+    def __init__(self, message: str, *, retry_after_s: float, limits: bytes) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
-        self._limits = limits
+        self._limits = limits.decode()
 
     def headers(self) -> dict[str, str]:
-        return super().headers() | self._limits
+        fields = (line.partition(": ") for line in self._limits.splitlines())
+        return super().headers() | {name: value for name, _, value in fields}
 
 
 class Account:
@@ -89,17 +90,17 @@ class Account:
             raise RateLimited(
                 f"the rate limit of API key {self.name!r} is reached",
                 retry_after_s=wait_s,
-                limits=self._limits.headers(),
+                limits=self._limits.header_lines(),
             )
         if terms.max_parallel_requests and self._active >= terms.max_parallel_requests:
             raise RateLimited(
                 f"API key {self.name!r} has its {terms.max_parallel_requests} requests under way",
                 retry_after_s=1.0,
-                limits=self._limits.headers(),
+                limits=self._limits.header_lines(),
             )
         self._active += 1
         self._limits.take(1, tokens)
-        return Reservation(self, tokens, self._limits.headers())
+        return Reservation(self, tokens, self._limits.header_lines())
 
     def close(self, requests: int, tokens: int) -> None:
         """For `Reservation` alone: takes the difference to what was reserved."""
@@ -124,13 +125,13 @@ ANYONE = Anyone()
 class Reservation:
     """What one request took off its account's limits."""
 
-    __slots__ = ("_account", "_is_open", "_tokens", "headers")
+    __slots__ = ("_account", "_is_open", "_tokens", "header_lines")
 
-    def __init__(self, account: Account, tokens: int, headers: dict[str, str]) -> None:
+    def __init__(self, account: Account, tokens: int, header_lines: bytes) -> None:
         self._account = account
         self._tokens = tokens
         self._is_open = True
-        self.headers = headers
+        self.header_lines = header_lines
         """For the answer: what is left of the limits."""
 
     def settle(self, tokens: int | None) -> None:

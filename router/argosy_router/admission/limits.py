@@ -83,15 +83,23 @@ class RateLimits:
         if self.tokens is not None:
             self.tokens.take(tokens)
 
-    def headers(self) -> dict[str, str]:
+    def header_lines(self) -> bytes:
         """`x-ratelimit-*` as OpenAI sends them, as of the last `wait_s`."""
-        lines = {}
-        for kind, bucket in (("requests", self.requests), ("tokens", self.tokens)):
-            if bucket is not None:
-                lines[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
-                lines[f"x-ratelimit-remaining-{kind}"] = str(bucket.remaining())
-                lines[f"x-ratelimit-reset-{kind}"] = duration(bucket.reset_s())
+        lines = b""
+        if self.requests is not None:
+            lines = _REQUESTS % _figures(self.requests)
+        if self.tokens is not None:
+            lines += _TOKENS % _figures(self.tokens)
         return lines
+
+
+_LINES = b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n"
+_REQUESTS = _LINES % ((b"requests",) * 3)
+_TOKENS = _LINES % ((b"tokens",) * 3)
+
+
+def _figures(bucket: TokenBucket) -> tuple[int, int, bytes]:
+    return bucket.per_minute, bucket.remaining(), duration(bucket.reset_s()).encode()
 
 
 def _resized(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBucket | None:

@@ -34,7 +34,7 @@ from argosy_router.http.errors import (
     MalformedResponse,
     UpstreamError,
 )
-from argosy_router.http.messages import Headers, render_headers
+from argosy_router.http.messages import Headers
 from argosy_router.http.server import Client
 from argosy_router.load import Charge
 from argosy_router.proxy import headers as header_rules
@@ -369,10 +369,7 @@ class Exchange:
     def identity(self) -> bytes:
         """Header lines of every answer to this request."""
         lines = b"x-request-id: %b\r\n" % self.call.request_id
-        if self.reservation is not None:
-            limits = self.reservation.headers
-            lines += render_headers((name.encode(), value.encode()) for name, value in limits.items())
-        return lines
+        return lines if self.reservation is None else lines + self.reservation.header_lines
 
     def _own_headers(self) -> bytes:
         choice = self.choice
