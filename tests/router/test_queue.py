@@ -515,6 +515,14 @@ async def test_keys_are_never_written_down(
     assert not any("sk-client" in str(request.headers) for request in r.engines[0].requests)
 
 
+async def test_credentials_stay_at_the_edge() -> None:
+    async with rig([FakeEngine()]) as r:
+        secrets = {"x-api-key": "sk-1", "api-key": "sk-2", "proxy-authorization": "sk-3", "cookie": "sk-4"}
+        r.http.headers.update(secrets)
+        assert (await r.chat()).status_code == 200
+        assert not secrets.keys() & r.engines[0].requests[0].headers.keys()
+
+
 async def test_resume_is_refused_at_the_edge() -> None:
     async with rig([FakeEngine()]) as r:
         answer = await r.chat(stream=True, resume={"created": 1, "choices": [{"token_ids": [1]}]})

@@ -15,9 +15,8 @@ from argosy_router.http.messages import HOP_BY_HOP, Headers, connection_options,
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _NOT_FORWARDED = HOP_BY_HOP | {
-    b"api-key",  # credentials, by the names other services have for them
-    b"x-api-key",
     b"accept-encoding",  # answers are read for usage and event boundaries: no compression inside the fleet
+    b"api-key",  # like x-api-key a credential, by the name another service has for it
     b"authorization",  # the client's key is for us; the engine gets its own
     b"content-length",
     b"cookie",
@@ -25,6 +24,7 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"forwarded",
     b"host",
     b"via",
+    b"x-api-key",
     b"x-request-id",
     b"x-real-ip",
 }
