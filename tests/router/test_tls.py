@@ -23,8 +23,9 @@ from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.server import ServerLimits
 from argosy_router.main import EXIT_USAGE, main
 
-from .fake_engine import FakeEngine
+from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import Rig, chat, rig
+from .test_life import request_bytes
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,31 @@ async def test_plain_http_to_a_tls_port_costs_only_its_connection(
                 assert not answer.startswith(b"HTTP/1.1")
             writer.transport.abort()
         assert await served_name(r, trusting(ca)) == "router"
+
+
+async def test_a_refusal_and_a_cut_arrive_over_tls(authority: Callable[[str], Authority]) -> None:
+    gone = asyncio.Event()
+
+    async def endless(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(event("hel"))
+        await connection.gone()
+        gone.set()
+
+    ca = authority("ca")
+    certificate, key = ca.issue("router")
+    async with rig([FakeEngine(script=endless)], ssl_certfile=certificate, ssl_keyfile=key) as r:
+        reader, writer = await asyncio.open_connection(*r.router.address, ssl=trusting(ca))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: +1\r\n\r\na")
+        async with asyncio.timeout(10):
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.transport.abort()
+        reader, writer = await asyncio.open_connection(*r.router.address, ssl=trusting(ca))
+        writer.write(request_bytes(stream=True))
+        await reader.readuntil(b"hel")
+        writer.transport.abort()
+        async with asyncio.timeout(10):
+            await gone.wait()
 
 
 async def test_a_renewed_certificate_is_used_and_cuts_nothing(authority: Callable[[str], Authority]) -> None:
