@@ -141,12 +141,14 @@ class PrefixIndex:
                     self._evict(shard)
                 shard[chunk] = bit | (estimates[position] & _TOKEN_MASK)
                 added.append(chunk)
-            elif not entry & bit:
+            else:
+                if not entry & bit:
+                    added.append(chunk)
+                elif not touch:
+                    continue
+                if touch:
+                    del shard[chunk]  # it goes to the end, the oldest leave first
                 shard[chunk] = entry | bit
-                added.append(chunk)
-            elif touch:
-                del shard[chunk]
-                shard[chunk] = entry
         return added
 
     def remove(self, slot: int, hashes: Iterable[int]) -> None:

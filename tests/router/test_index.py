@@ -52,9 +52,7 @@ class Index(RuleBasedStateMachine):
     @rule(replica=replicas, chain=st.sampled_from(CHAINS), length=st.integers(1, 7))
     def guess(self, replica: int, chain: list[int], length: int) -> None:
         chunks = chain[:length]
-        self.residencies[replica].guess(
-            chunks, lambda: [tokens_of(chunk) for chunk in chunks], self.now
-        )
+        self.residencies[replica].guess(chunks, lambda: [tokens_of(chunk) for chunk in chunks], self.now)
         for chunk in chunks:
             if chunk not in self.announced[replica]:
                 self.guessed[replica].setdefault(chunk, self.now + GUESS_TTL_S)
@@ -133,6 +131,17 @@ def test_use_keeps_a_guessed_prefix_alive() -> None:
         index.guess(slot, hot, lambda: [10, 20, 30], touch=True)
         index.guess(slot, [chunk], lambda: [1], touch=True)
     assert index.match(hot) == ({slot: 30}, 3)
+
+
+def test_use_in_another_slot_keeps_it_alive_too() -> None:
+    index = PrefixIndex(capacity=SHARDS * 4)
+    first, second = index.acquire_slot(), index.acquire_slot()
+    for chunk in range(0, 3 * SHARDS, SHARDS):
+        index.guess(first, [chunk], lambda: [1], touch=True)
+    index.guess(second, [0], lambda: [1], touch=True)
+    for chunk in range(3 * SHARDS, 6 * SHARDS, SHARDS):
+        index.guess(first, [chunk], lambda: [1], touch=True)
+    assert index.match([0]) == ({first: 1, second: 1}, 1)
 
 
 def test_a_departed_replica_is_invisible_at_once_and_its_slot_rests() -> None:
