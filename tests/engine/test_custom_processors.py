@@ -157,6 +157,7 @@ def test_a_token_beyond_the_vocabulary_costs_its_request_only(llm: LLM) -> None:
         ({f"key {number}": 1 for number in range(65)}, "takes 64"),
         ({"key": "x" * (1 << 16)}, "bytes in all"),
         ({"key": object()}, "JSON"),
+        ({"key": 1 << 70}, "JSON"),
     ],
 )
 def test_bad_extra_arguments_are_refused(llm: LLM, extra_args: dict[str, Any], says: str) -> None:

@@ -66,6 +66,7 @@ def test_a_request_addresses_a_processor(http: httpx.Client) -> None:
         ({"harmless": 1, "fail_in": "apply"}, 500, "Faulty failed on this request"),
         ({"fail_in": "validate_params"}, 500, "Faulty failed on this request"),
         ({"harmless": {"not": "scalar"}}, 400, "Expected"),
+        ({"harmless": 1 << 70}, 400, "JSON"),
         ({f"k{number}": 1 for number in range(65)}, 400, "<= 64"),
     ],
 )

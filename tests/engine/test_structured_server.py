@@ -149,7 +149,6 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "str"),
     ({"structured_outputs": {"grammar": "root ::= nowhere"}}, None, "not defined"),
     ({"structured_outputs": {"regex": "a"}, "tools": [PING], "tool_choice": "required"}, "tool_choice", "combined"),
-    ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens", "structured"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": "always", "tools": [PING]}, "tool_choice", "'required'"),
     ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [PING]}, "tool_choice", "'x'"),

@@ -25,7 +25,7 @@ MAX_BAD_WORDS_TOKENS = 1024
 MAX_BAD_WORD_CHARS = 1024
 MAX_EXTRA_ARGS = 64
 MAX_EXTRA_ARGS_BYTES = 64 * 1024
-"""All of a request together, as JSON."""
+"""All of a request together, as msgpack."""
 MAX_REPETITION_PATTERN = 1024
 """Bound on pattern size and count: the check looks at no more than this many tokens per size."""
 
@@ -215,7 +215,7 @@ def _is_small(extra_args: dict[str, Any] | None) -> bool:
     if not extra_args:
         return True
     try:
-        size = len(msgspec.json.encode(extra_args))
-    except (TypeError, ValueError, RecursionError):
+        size = len(msgspec.msgpack.encode(extra_args))  # as they travel to the core
+    except (TypeError, ValueError, OverflowError, RecursionError):
         return False
     return len(extra_args) <= MAX_EXTRA_ARGS and size <= MAX_EXTRA_ARGS_BYTES

@@ -143,10 +143,11 @@ class Sampler:
         rows = Rows(slots, positions, self._num_slots)
         counts = self._num_logprobs[slots]
         with_logprobs = np.flatnonzero(counts >= 0)
-        index = torch.from_numpy(with_logprobs).to(logits.device)
-        scores = None
-        if len(with_logprobs) and not self._logprobs_mode.startswith("processed"):
-            scores = score(logits[index], self._logprobs_mode)
+        index = scores = None
+        if len(with_logprobs):
+            index = torch.from_numpy(with_logprobs).to(logits.device)
+            if self._logprobs_mode.startswith("raw"):
+                scores = score(logits[index], self._logprobs_mode)
         active = [processor for processor in self._processors if processor]
         if active or grammar is not None:
             logits = logits.float()
@@ -166,24 +167,21 @@ class Sampler:
         if self._penalties:
             self._penalties.observe(rows, tokens)
         failed = self._failed(slots)
-        if not len(with_logprobs):
+        if index is None:
             return SamplerOutput(tokens, None, failed)
         if scores is None:
             scores = score(processed_logits(logits, batch)[index], self._logprobs_mode)
         wanted = counts[with_logprobs]
         gathered = gather_logprobs(scores, tokens[index], int(wanted.max()))
-        return SamplerOutput(
-            tokens, SampledLogprobs(with_logprobs.tolist(), wanted.tolist(), gathered), failed
-        )
+        logprobs = SampledLogprobs(with_logprobs.tolist(), wanted.tolist(), gathered)
+        return SamplerOutput(tokens, logprobs, failed)
 
     def _failed(self, slots: Ints) -> dict[int, str]:
         """The rows with which a processor has failed."""
         failures = {slot: why for processor in self._isolated for slot, why in processor.failures.items()}
-        return (
-            {row: failures[slot] for row, slot in enumerate(slots.tolist()) if slot in failures}
-            if failures
-            else {}
-        )
+        if not failures:
+            return {}
+        return {row: failures[slot] for row, slot in enumerate(slots.tolist()) if slot in failures}
 
     def _flush(self) -> None:
         if self._update:
