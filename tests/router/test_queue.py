@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from argosy_engine.protocol.fleet import Endpoint, FleetDocument, ServiceLimits
@@ -205,6 +206,18 @@ async def test_a_full_queue_answers_429_with_a_hint() -> None:
         turnstile.let(2)
         assert (await displaced).status_code == 200
         assert turnstile.order == ["first", "urgent"]
+
+
+async def test_openai_s_sdk_comes_back_when_told_to() -> None:
+    async with (
+        full(limits=AdmissionLimits(max_queued_requests=0)) as (r, turnstile, first),
+        openai.AsyncOpenAI(base_url=f"{r.router.url}/v1", api_key="any", max_retries=1) as sdk,
+    ):
+        asked = asyncio.create_task(sdk.chat.completions.create(**chat("second")))
+        await r.until(lambda: r.metric('requests_total{code="429",model="tiny"}') == 1)
+        turnstile.let(2)
+        await first
+        assert (await asked).choices[0].message.content == "hello"
 
 
 async def test_a_full_queue_is_full_by_bytes_too() -> None:
