@@ -3,66 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from argosy_engine.config import EngineArgs, MemoryBudget
+from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.core.request import Request
-from argosy_engine.models.config import load_model_config
-from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
-from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, group_layers
-from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
-from scheduler_fakes import FakeWorker, next_token
-
-BLOCK = 4
-
-
-class FakePending:
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
-
-    def sample(self, grammar: GrammarBitmask | None) -> None:
-        raise NotImplementedError
-
-    def get(self) -> ModelRunnerOutput:
-        return self._output
-
-
-class FakeExecutor:
-    def __init__(self) -> None:
-        self.worker = FakeWorker(BLOCK)
-
-    def start(self) -> WorkerInfo:
-        path = resolve_model("builtin://tiny")
-        return WorkerInfo(
-            model_path=str(path),
-            model_fingerprint="",
-            config=load_model_config(path),
-            device="cpu",
-            dtype="float32",
-            memory=MemoryBudget(
-                device="cpu", total_bytes=1, available_bytes=1, utilization=0.5, weights_bytes=0,
-                activation_bytes=0, block_bytes=1, block_size=BLOCK, num_blocks=64,
-                request_blocks=16, max_model_len=64,
-                limited_by="memory",
-            ),
-            kv_cache_groups=group_layers([FullAttentionSpec(1)]),
-            phases=(),
-        )  # fmt: skip
-
-    def execute(self, step: SchedulerOutput) -> FakePending:
-        return FakePending(self.worker.execute(step))
-
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        raise NotImplementedError
-
-    def shutdown(self) -> None: ...
+from argosy_engine.worker.step import SchedulerOutput
+from core_fakes import BLOCK, FakeExecutor
+from scheduler_fakes import next_token
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -83,7 +36,7 @@ def add(core: EngineCore, name: str, prompt: list[int]) -> list[int]:
 
 def run(core: EngineCore, received: dict[str, list[int]]) -> list[EngineCoreOutput]:
     """Steps until the core is idle; the last outputs."""
-    finished = []
+    finished: list[EngineCoreOutput] = []
     for _ in range(100):
         if not core.has_work:
             return finished
@@ -163,6 +116,26 @@ def test_tokens_booked_before_a_fault_are_delivered(core: EngineCore) -> None:
             raise RuntimeError("half-way")
         return book(request, *args)
 
-    core.scheduler._book = failing  # type: ignore[method-assign]
+    core.scheduler._book = failing  # type: ignore[method-assign, assignment]
     run(core, received)
     assert received == expected
+
+
+def test_slots_of_the_finished_are_freed_although_their_release_fell_to_a_fault(core: EngineCore) -> None:
+    add(core, "ends", [1] * 10)
+    run(core, {})
+    expected, received = add(core, "a", [2] * 10), dict[str, list[int]]()
+    masks = core._grammar_bitmask
+
+    def failing(step: SchedulerOutput) -> None:
+        core._grammar_bitmask = masks  # type: ignore[method-assign]
+        raise RuntimeError("no mask")
+
+    core._grammar_bitmask = failing  # type: ignore[method-assign]
+    core.structured._states["?"] = None  # type: ignore[assignment]  # so that there are masks to make
+    run(core, received)
+    assert received["a"] == expected
+    add(core, "b", [3])
+    core.step()
+    assert isinstance(core.executor, FakeExecutor)
+    assert set(core.executor.worker.rows) <= {"a", "b"}

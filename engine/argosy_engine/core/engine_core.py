@@ -130,7 +130,7 @@ class EngineCore:
             "check": self._check,
             "stats": self.stats,
             "collective_rpc": self.executor.collective_rpc,
-            "sleep": self.sleep_state.sleep,
+            "sleep": self._sleep,
             "wake_up": self.sleep_state.wake_up,
         }
 
@@ -320,6 +320,13 @@ class EngineCore:
         except Exception as error:
             logger.exception("utility %s failed", call.method)
             return UtilityOutput(call.call_id, f"{type(error).__name__}: {error}")
+
+    def _sleep(self, level: int) -> None:
+        """See `SleepState.sleep`. What is still under way when nobody waits is nobody's, and ends first."""
+        while self._launched and not self.scheduler.has_unfinished_requests:
+            launched = self._launched.popleft()
+            self.scheduler.update(launched.step, launched.pending.get())
+        self.sleep_state.sleep(level)
 
     def shutdown(self) -> None:
         self.structured.close()

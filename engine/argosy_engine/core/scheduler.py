@@ -148,6 +148,10 @@ class Scheduler:
                 self._remove(request)
                 self._finish(request, FinishReason.ABORT)
 
+    def forget_released(self) -> None:
+        """The worker has forgotten all requests: it has no slots to free."""
+        self._released = []
+
     def _enqueue(self, request: Request) -> None:
         self.requests[request.request_id] = request
         self._set_pending(request, request.num_tokens)
@@ -413,7 +417,8 @@ class Scheduler:
             error: instead, end them all with this error.
         """
         self.kv.rebuild()
-        self.in_flight.forget_all()
+        # A step among them may never have reached the worker; freeing a slot twice does no harm.
+        self._released += self.in_flight.forget_all()
         unanswered = [request for request in self.requests.values() if request.finish_reason is None]
         self._released += self.requests
         self.requests, self.waiting, self.blocked, self.running = {}, RequestQueue(), {}, []

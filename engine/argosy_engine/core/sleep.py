@@ -35,9 +35,10 @@ class SleepState:
         """
         if level not in LEVELS:
             raise UtilityFailed(f"there is no sleep level {level}; there are {LEVELS[0]} and {LEVELS[1]}")
-        if self._scheduler.has_work or not self._kv.reset_prefix_cache():
+        if self._scheduler.has_unfinished_requests or not self._kv.reset_prefix_cache():
             raise UtilityFailed("requests are running")
         self._executor.collective_rpc("sleep", [level])
+        self._scheduler.forget_released()
         self.level = level
 
     def wake_up(self) -> None:

@@ -45,6 +45,8 @@ class StepsInFlight:
             if request_id in step.num_scheduled_tokens:
                 stale.add(request_id)
 
-    def forget_all(self) -> None:
+    def forget_all(self) -> list[str]:
+        """Nobody wants what is under way; the requests whose slots these steps were to free."""
         for step, stale in self._steps:
             stale.update(step.num_scheduled_tokens)
+        return [request_id for step, _ in self._steps for request_id in step.finished_request_ids]

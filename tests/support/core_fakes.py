@@ -1,0 +1,66 @@
+"""An executor without a model, for tests of the engine core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from argosy_engine.config import MemoryBudget
+from argosy_engine.models.config import load_model_config
+from argosy_engine.models.source import resolve_model
+from argosy_engine.worker.info import WorkerInfo
+from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, group_layers
+from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from scheduler_fakes import FakeWorker
+
+BLOCK = 4
+
+
+class FakePending:
+    """Its tokens follow no grammar."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def sample(self, grammar: GrammarBitmask | None) -> None: ...
+
+    def get(self) -> ModelRunnerOutput:
+        return self._output
+
+
+class FakeExecutor:
+    """As the real worker, it cannot execute while it is asleep, and has forgotten everybody when it wakes up."""
+
+    def __init__(self) -> None:
+        self.worker = FakeWorker(BLOCK)
+        self.is_asleep = False
+
+    def start(self) -> WorkerInfo:
+        path = resolve_model("builtin://tiny")
+        return WorkerInfo(
+            model_path=str(path),
+            model_fingerprint="",
+            config=load_model_config(path),
+            device="cpu",
+            dtype="float32",
+            memory=MemoryBudget(
+                device="cpu", total_bytes=1, available_bytes=1, utilization=0.5, weights_bytes=0,
+                activation_bytes=0, block_bytes=1, block_size=BLOCK, num_blocks=64,
+                request_blocks=16, max_model_len=64,
+                limited_by="memory",
+            ),
+            kv_cache_groups=group_layers([FullAttentionSpec(1)]),
+            phases=(),
+        )  # fmt: skip
+
+    def execute(self, step: SchedulerOutput) -> FakePending:
+        assert not self.is_asleep
+        return FakePending(self.worker.execute(step))
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        self.is_asleep = method == "sleep"
+        if self.is_asleep:
+            self.worker = FakeWorker(BLOCK)
+        return [None]
+
+    def shutdown(self) -> None: ...
