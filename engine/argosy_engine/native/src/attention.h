@@ -62,6 +62,12 @@ class AttentionJob {
     alignas(64) T prob[kTileRows * kTileKeys];
     alignas(64) float result[kTileRows * kMaxHeadDim];
     float best[kTileRows], mass[kTileRows];
+    // The tile's values, a run per block: where they are, and their units in a row of prob.
+    struct ValueRun {
+      const Unit* values;
+      int first, units;
+    } runs[kTileKeys / kLanes + 1];
+    int num_runs = 0;
 
     Attend(const AttentionJob& job, QueryTile tile, int kv_head)
         : job(job),
@@ -104,11 +110,12 @@ class AttentionJob {
         const int keys = std::min(kTileKeys, end - first);
         multiply_keys(first, int(ceil_div(keys, kLanes)));
         for (int r = 0; r < rows; ++r) soften(r, first, int(ceil_div(keys, kLanes)));
+        find_values(first, keys);
         int d = 0;
         if (rows <= 2)
-          for (; d + 4 * kLanes <= dim; d += 4 * kLanes) add_values<4>(first, keys, d);
-        for (; d + 2 * kLanes <= dim; d += 2 * kLanes) add_values<2>(first, keys, d);
-        if (d < dim) add_values<1>(first, keys, d);
+          for (; d + 4 * kLanes <= dim; d += 4 * kLanes) add_values<4>(d);
+        for (; d + 2 * kLanes <= dim; d += 2 * kLanes) add_values<2>(d);
+        if (d < dim) add_values<1>(d);
       }
       for (int r = 0; r < rows; ++r) {
         const float norm = 1.0f / mass[r];
@@ -177,21 +184,27 @@ class AttentionJob {
       mass[r] += reduce_sum(total);
     }
 
+    void find_values(int first, int keys) {
+      num_runs = 0;
+      for (int key = first; key < first + keys;) {
+        const int inside = key % layer.block_size;
+        const int count = std::min(layer.block_size - inside, first + keys - key);
+        runs[num_runs++] = {slab(layer.v_cache, key) + inside / kPerUnit<T> * dim, (key - first) / kPerUnit<T>,
+                            int(ceil_div(count, kPerUnit<T>))};
+        key += count;
+      }
+    }
+
     template <int Vectors>
-    void add_values(int first, int keys, int d) {
-      const int block_size = layer.block_size;
+    void add_values(int d) {
       each_row_group<Vectors>([&](auto row_count, int r0) {
         constexpr int Rows = decltype(row_count)::value;
         Tile<T, Rows, Vectors> tile;
-        for (int key = first; key < first + keys;) {
-          const int inside = key % block_size;
-          const int count = std::min(block_size - inside, first + keys - key);
-          const Unit* values = slab(layer.v_cache, key) + inside / kPerUnit<T> * dim + d;
+        const Unit* probs = reinterpret_cast<const Unit*>(prob + r0 * kTileKeys);
+        for (const ValueRun *run = runs, *end = runs + num_runs; run < end; ++run) {
           const Unit* columns[Vectors];
-          for (int v = 0; v < Vectors; ++v) columns[v] = values + v * kLanes;
-          tile.accumulate(reinterpret_cast<const Unit*>(prob + r0 * kTileKeys + (key - first)),
-                          kTileKeys / kPerUnit<T>, columns, dim, int(ceil_div(count, kPerUnit<T>)));
-          key += count;
+          for (int v = 0; v < Vectors; ++v) columns[v] = run->values + d + v * kLanes;
+          tile.accumulate(probs + run->first, kTileKeys / kPerUnit<T>, columns, dim, run->units);
         }
         for (int r = 0; r < Rows; ++r)
           for (int v = 0; v < Vectors; ++v) {
