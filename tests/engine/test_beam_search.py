@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +95,20 @@ def test_bounds(fields: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest) as raised:
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **fields}).verify()
     assert raised.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_logprobs", "says"),
+    [("raw_logits", 20, "raw_logits"), ("raw_logprobs", 5, "--max-logprobs is 5")],
+)
+def test_an_engine_that_does_not_give_the_log_probabilities(mode: str, max_logprobs: int, says: str) -> None:
+    config: Any = SimpleNamespace(logprobs_mode=mode, max_logprobs=max_logprobs)
+    with pytest.raises(InvalidRequest, match=says):
+        BeamSearchParams(beam_width=3, max_tokens=3).round_params(config)
+    config.logprobs_mode, config.max_logprobs = "processed_logprobs", 6
+    assert BeamSearchParams(beam_width=3, max_tokens=3).round_params(config, 2).logprobs == 6
+    config.max_logprobs = -1
+    assert BeamSearchParams(beam_width=3, max_tokens=3).round_params(config, 9).logprobs == 9
 
 
 def test_equal_to_transformers() -> None:

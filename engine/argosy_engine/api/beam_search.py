@@ -52,66 +52,76 @@ async def beam_search(
         InvalidRequest: out of bounds, too long, or asks for something that a search does not do.
         EngineError: see `AsyncLLM.generate`.
     """
-    processor, config = llm.processor, llm.config
     n, (field, width) = request.n or 1, _width(request)
     _check(request, len(prompts) * width)
-    sampling = processor.sampling_params(request)
-    searches = []
-    for prompt in prompts:
-        whole = SamplingParams(max_tokens=sampling.max_tokens, ignore_eos=request.ignore_eos)
-        (longest,) = processor.core_requests(prompt, whole)  # raises if too long
-        assert longest.sampling_params.max_tokens is not None
-        params = BeamSearchParams(
-            beam_width=width,
-            max_tokens=longest.sampling_params.max_tokens,
-            ignore_eos=request.ignore_eos,
-            temperature=sampling.temperature,
-            length_penalty=request.length_penalty,
-            include_stop_str_in_output=request.include_stop_str_in_output,
-        )
-        params.verify()
-        searches.append(BeamSearch(prompt.token_ids, params, config.eos_token_ids, sampling.logprobs or 0))
+    sampling = llm.processor.sampling_params(request)
+    searches = [_search(llm, prompt, request, sampling, width) for prompt in prompts]
     try:
-        round_params = params.round_params(config, sampling.logprobs or 0)
+        round_params = searches[0].params.round_params(llm.config, sampling.logprobs or 0)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), param=field) from None  # the client set no beam_width
     num_cached: list[int] = []
     while beams := [
-        (prompt, tokens) for prompt, search in zip(prompts, searches, strict=True) for tokens in search.beams
+        Prompt(tokens, prompt.chunk_ends)
+        for prompt, search in zip(prompts, searches, strict=True)
+        for tokens in search.beams
     ]:
-        requests = [
-            core_request
-            for prompt, tokens in beams
-            for core_request in processor.core_requests(
-                Prompt(tokens, prompt.chunk_ends),
-                round_params,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-            )
-        ]
-        results = [GenerationOutput(index) for index in range(len(requests))]
-        async with aclosing(llm.generate(requests)) as stream:
-            async for outputs in stream:
-                for output in outputs:
-                    results[output.index].merge(output)
+        results = await _next_tokens(llm, beams, round_params, request)
         num_cached = num_cached or [result.num_cached_tokens for result in results]
         proposals = (result.logprobs[0] for result in results)
         for search in searches:
             search.advance(proposals)
-    return [
-        GenerationOutput(
-            index * n + choice,
-            text=search.text(sequence, processor.tokenizer, skip_special_tokens=request.skip_special_tokens),
-            token_ids=sequence.tokens[len(prompt.token_ids) :],
-            finish_reason=sequence.finish_reason,
-            num_prompt_tokens=len(prompt.token_ids),
-            num_cached_tokens=num_cached[index],
-            num_output_tokens=len(sequence.tokens) - len(prompt.token_ids),
-            logprobs=sequence.logprobs,
+    outputs = []
+    for index, (prompt, search) in enumerate(zip(prompts, searches, strict=True)):
+        for choice, sequence in enumerate(search.best()[:n]):
+            text = search.text(
+                sequence, llm.processor.tokenizer, skip_special_tokens=request.skip_special_tokens
+            )
+            output = GenerationOutput(
+                index * n + choice, text, sequence.tokens[len(prompt.token_ids) :], sequence.finish_reason
+            )
+            output.num_prompt_tokens, output.num_cached_tokens = len(prompt.token_ids), num_cached[index]
+            output.num_output_tokens, output.logprobs = len(output.token_ids), sequence.logprobs
+            outputs.append(output)
+    return outputs
+
+
+def _search(
+    llm: AsyncLLM, prompt: Prompt, request: GenerationRequest, sampling: SamplingParams, width: int
+) -> BeamSearch:
+    whole = SamplingParams(max_tokens=sampling.max_tokens)
+    (longest,) = llm.processor.core_requests(prompt, whole)  # raises if too long
+    max_tokens = longest.sampling_params.max_tokens
+    assert max_tokens is not None
+    params = BeamSearchParams(
+        beam_width=width,
+        max_tokens=max_tokens,
+        ignore_eos=request.ignore_eos,
+        temperature=sampling.temperature,
+        length_penalty=request.length_penalty,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+    )
+    params.verify()
+    return BeamSearch(prompt.token_ids, params, llm.config.eos_token_ids, sampling.logprobs or 0)
+
+
+async def _next_tokens(
+    llm: AsyncLLM, beams: Sequence[Prompt], params: SamplingParams, request: GenerationRequest
+) -> list[GenerationOutput]:
+    """One token of each beam, with its alternatives."""
+    requests = [
+        core_request
+        for beam in beams
+        for core_request in llm.processor.core_requests(
+            beam, params, cache_salt=request.cache_salt, priority=request.priority
         )
-        for index, (prompt, search) in enumerate(zip(prompts, searches, strict=True))
-        for choice, sequence in enumerate(search.best()[:n])
     ]
+    results = [GenerationOutput(index) for index in range(len(requests))]
+    async with aclosing(llm.generate(requests)) as stream:
+        async for outputs in stream:
+            for output in outputs:
+                results[output.index].merge(output)
+    return results
 
 
 def _width(request: GenerationRequest) -> tuple[str, int]:

@@ -110,7 +110,7 @@ class BeamSearch:
         eos_token_ids: Collection[int],
         num_logprobs: int = 0,
     ) -> None:
-        self._params = params
+        self.params = params
         self._num_prompt = len(prompt)
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._num_logprobs = num_logprobs
@@ -121,7 +121,7 @@ class BeamSearch:
     @property
     def beams(self) -> list[list[int]]:
         """The sequences whose next tokens `advance` wants to know; none when the search is over."""
-        return [beam.tokens for beam in self._beams] if self._num_rounds < self._params.max_tokens else []
+        return [beam.tokens for beam in self._beams] if self._num_rounds < self.params.max_tokens else []
 
     def advance(self, proposals: Iterator[TokenLogprobs]) -> None:
         """One round; none when the search is over.
@@ -132,7 +132,7 @@ class BeamSearch:
         if not self.beams:
             return
         self._num_rounds += 1
-        width = self._params.beam_width
+        width = self.params.beam_width
         # The first of an entry is the token that was drawn; the others are the best.
         candidates = [
             (beam.cum_logprob + logprob, beam, entry, rank)
@@ -153,7 +153,7 @@ class BeamSearch:
         """The beam_width best, best first."""
         for beam in self._beams:
             beam.finish_reason = "length"
-        return nlargest(self._params.beam_width, self._completed + self._beams, key=self._score)
+        return nlargest(self.params.beam_width, self._completed + self._beams, key=self._score)
 
     def text(
         self, sequence: BeamSearchSequence, tokenizer: Tokenizer, *, skip_special_tokens: bool = True
@@ -165,7 +165,7 @@ class BeamSearch:
             tokenizer, SamplingParams(skip_special_tokens=skip_special_tokens), prompt
         )
         text = detokenizer.update(output, is_last=True)
-        if end is None or not self._params.include_stop_str_in_output:
+        if end is None or not self.params.include_stop_str_in_output:
             return text
         return text + tokenizer.token_text(end)
 
@@ -181,4 +181,4 @@ class BeamSearch:
     def _score(self, sequence: BeamSearchSequence) -> float:
         """An end token counts in the probability, not in the length."""
         length = len(sequence.tokens) - (sequence.finish_reason == "stop")
-        return sequence.cum_logprob / length**self._params.length_penalty
+        return sequence.cum_logprob / length**self.params.length_penalty
