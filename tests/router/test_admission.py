@@ -181,7 +181,11 @@ def test_tokens_are_settled_by_what_was_used() -> None:
 
 def test_a_request_larger_than_the_limit_needs_all_of_it_and_passes() -> None:
     limited = account(tokens_per_minute=100)
-    limited.reserve(5000, 0.0).settle(60)
+    first = limited.reserve(5000, 0.0)
+    with pytest.raises(RateLimited) as refused:
+        limited.reserve(50, 0.0)
+    assert refused.value.retry_after_s == pytest.approx(30.0), "the bucket is empty, not in debt"
+    first.settle(60)
     assert left(limited.reserve(40, 0.0), "tokens") == 0
 
 

@@ -21,6 +21,7 @@ Messages are written for the client: no addresses, paths or tracebacks.
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import msgspec
@@ -68,12 +69,12 @@ class ApiError(Exception):
         )
 
     def headers(self) -> dict[str, str]:
-        """Extra response headers; OpenAI SDKs read `retry-after-ms` before `retry-after`."""
+        """Extra response headers; OpenAI SDKs read `retry-after-ms` before `retry-after`. Neither is early."""
         if self.retry_after_s is None:
             return {}
         return {
-            "retry-after": str(max(1, round(self.retry_after_s))),
-            "retry-after-ms": str(max(1, round(self.retry_after_s * 1000))),
+            "retry-after": str(max(1, math.ceil(self.retry_after_s))),
+            "retry-after-ms": str(max(1, math.ceil(self.retry_after_s * 1000))),
         }
 
 

@@ -98,6 +98,8 @@ class Account:
                 retry_after_s=1.0,
                 limits=self._limits.header_lines(),
             )
+        if terms.tokens_per_minute:
+            tokens = min(tokens, terms.tokens_per_minute)  # a full bucket is all there is to take
         self._active += 1
         self._limits.take(1, tokens)
         return Reservation(self, tokens, self._limits.header_lines())

@@ -31,7 +31,7 @@ class TokenBucket:
         self._level = min(self._level, per_minute)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` could be taken; zero if it can be now. More than the bucket holds takes all of it."""
+        """Seconds until `amount` could be taken; zero if it can be now. More than the bucket holds needs all of it."""
         self._refill(now)
         missing = min(amount, self.per_minute) - self._level
         return missing * PERIOD_S / self.per_minute if missing > 0 else 0.0
