@@ -151,19 +151,30 @@ def test_chat_parser_does_not_care_how_text_is_cut(
 ) -> None:
     text = "".join(pieces)
 
-    def parse(parts: list[str]) -> tuple[str, str, list[object]]:
-        parser = ChatParser(
+    def new() -> ChatParser:
+        return ChatParser(
             parse_reasoning=True,
             parse_calls=True,
             is_reasoning=is_reasoning,
             calls_end_reasoning=calls_end_reasoning,
         )
-        parsed = [parser.feed(part, index == len(parts) - 1) for index, part in enumerate(parts)]
+
+    def parse(parts: list[str], seam: int = 0) -> tuple[str, str, list[object]]:
+        """What two parsers say: the second goes on at `seam`, as in an engine that resumes a stream."""
+        parser = new()
+        parsed = [parser.feed(part) for part in parts[:seam]]
+        parser = new()
+        parser.feed("".join(parts[:seam]))
+        parsed += [
+            parser.feed(part, index == len(parts)) for index, part in enumerate(parts[seam:], seam + 1)
+        ]
         calls = [call for part in parsed for call in part.calls]
         return "".join(p.reasoning for p in parsed), "".join(p.content for p in parsed), calls
 
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    assert parse([text[a:b] for a, b in itertools.pairwise(edges)]) == parse([text])
+    parts = [text[a:b] for a, b in itertools.pairwise(edges)]
+    for seam in range(len(parts)):
+        assert parse(parts, seam) == parse([text])
 
 
 @pytest.mark.parametrize("before", ["", "<think>", "<think>a</think>", "word"])

@@ -64,7 +64,11 @@ def events(request: Received) -> list[bytes]:
 
     stream = []
     if is_chat and resume is None:
-        role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "token_ids": []}
+        role: dict[str, Any] = {
+            "delta": {"role": "assistant", "content": ""},
+            "finish_reason": None,
+            "token_ids": [],
+        }
         stream.append(chunk([{"index": choice, **role} for choice in range(count)]))
     for position in range(max(map(length, range(count)))):
         for choice in range(count):

@@ -1,4 +1,4 @@
-"""kill -9 of a real engine under 50 open streams: each client gets, byte for byte, what an undisturbed run says."""
+"""A real engine ends under 50 open streams, killed or told to: each client gets what an undisturbed run says."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ STREAMS = 50
 ENGINE = [
     *("argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1"),
     *("--dtype", "float32", "--max-num-seqs", "96", "--disable-log-stats"),
+    *("--shutdown-timeout", "0"),
 ]
 SUBJECTS = ("the sea", "a lantern", "the harbor", "two cats", "an old clock")
 TOOL = {
@@ -42,11 +44,11 @@ SCHEMA = {
     "required": ["title", "tags"],
     "additionalProperties": False,
 }
-LONG: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, **LONG},
     "seeded, with penalties": {"temperature": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.3, **LONG},
-    "stop strings": {"temperature": 1.2, "min_tokens": 30, "stop": ["e", "\n\n", "zebra crossing"], **LONG},
+    "stop strings": {"temperature": 1.2, "min_tokens": 60, "stop": ["e", "\n\n", "zebra crossing"], **LONG},
     "log probabilities": {"temperature": 0.8, "logprobs": True, "top_logprobs": 2, **LONG},
     "two choices": {"temperature": 1.4, "n": 2, "logprobs": True, **LONG},
     "usage": {"temperature": 0.9, "stream_options": {"include_usage": True}, **LONG},
@@ -79,11 +81,10 @@ def calls() -> list[tuple[str, str, dict[str, Any]]]:
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[list[Server]]:
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(running([*ENGINE, "--port", str(port)], tmp_path / f"log{port}", port=port))
-            for port in (free_port(), free_port())
-        ]
+    ports = (free_port(), free_port())
+    servers = [running([*ENGINE, "--port", str(port)], tmp_path / f"log{port}", port=port) for port in ports]
+    with ExitStack() as stack, ThreadPoolExecutor() as starters:
+        yield list(starters.map(stack.enter_context, servers))
 
 
 def document(engines: list[Server], routable: int) -> FleetDocument:
@@ -96,30 +97,34 @@ def document(engines: list[Server], routable: int) -> FleetDocument:
     return FleetDocument(services=(service,))
 
 
-async def test_fifty_streams_survive_kill_9(engines: list[Server]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_fifty_streams_survive(engines: list[Server], number: signal.Signals) -> None:
     async with rig(document=document(engines, 0), wait=False) as r:
         await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
-        undisturbed = await asyncio.gather(*(Stream(r, number).read() for number in range(STREAMS)))
-        streams = [Stream(r, number) for number in range(STREAMS)]
+        undisturbed = await asyncio.gather(*(Stream(r, stream).read() for stream in range(STREAMS)))
+        streams = [Stream(r, stream) for stream in range(STREAMS)]
+        pid, load = engines[0].process.pid, r.replica(0).load
+        os.kill(
+            pid, signal.SIGSTOP
+        )  # until all have asked: so all begin together, and none is over when it dies
         reading = asyncio.gather(*(stream.read() for stream in streams))
+        await r.until(lambda: load.inflight == STREAMS)
+        os.kill(pid, signal.SIGCONT)
         await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
-        assert r.replica(0).load.inflight >= STREAMS * 0.9, "most streams are open"
         r.discovery.set(document(engines, 1))
-        os.kill(engines[0].process.pid, signal.SIGKILL)
+        os.kill(pid, number)
         survived = await reading
         moved = r.metric('migrations_total{model="tiny",outcome="resumed"}')
-        assert moved >= STREAMS * 0.9
+        assert moved >= STREAMS // 2, "the others had said all before the engine died"
         assert r.metric("interrupted_streams_total") == 0
     for (kind, _, body), expected, told in zip(calls(), undisturbed, survived, strict=True):
         assert told == expected, (kind, body)
-    finishes = {kind: told["finish_reason"] for (kind, *_), told in zip(calls(), survived, strict=True)}
-    assert (finishes["a tool call"], finishes["greedy"]) == ({0: ["tool_calls"]}, {0: ["length"]})
-    assert "stop" in {
-        f
-        for (k, *_), t in zip(calls(), survived, strict=True)
-        if k == "stop strings"
-        for f in t["finish_reason"][0]
-    }
+    finishes: dict[str, set[str]] = defaultdict(set)
+    for (kind, *_), told in zip(calls(), survived, strict=True):
+        finishes[kind].update(*told["finish_reason"].values())
+    assert finishes["a tool call"] == {"tool_calls"}
+    assert "stop" in finishes["JSON schema"]
+    assert "stop" in finishes["stop strings"]
 
 
 class Stream:
@@ -131,22 +136,29 @@ class Stream:
         self.has_begun = asyncio.Event()
 
     async def read(self) -> dict[str, Any]:
-        """What the stream says in the end; fails on anything but one whole stream."""
-        kind, path, body = calls()[self._number]
-        raw = b""
-        headers = {"x-request-id": f"stream-{self._number}"}
-        async with self._r.http.stream("POST", path, json=body, headers=headers, timeout=60) as response:
-            assert response.status_code == 200, (kind, await response.aread())
-            async for data in response.aiter_raw():
-                raw += data
-                self.has_begun.set()
-        return fold(raw)
+        """What the stream says in the end; fails on anything but one whole stream.
+
+        A plain connection, HTTP/1.0: a client library would keep one core too busy for the streams to flow."""
+        _, path, body = calls()[self._number]
+        reader, writer = await asyncio.open_connection(*self._r.router.address)
+        content = json.dumps(body).encode()
+        writer.write(
+            f"POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
+            f"x-request-id: stream-{self._number}\r\n\r\n".encode()
+            + content
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 "), head
+        self.has_begun.set()
+        told = fold(await reader.read())
+        writer.close()
+        return told
 
 
 def fold(raw: bytes) -> dict[str, Any]:
     lines = raw.removesuffix(b"\n\n").split(b"\n\n")
     assert lines[-1] == b"data: [DONE]"
-    chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+    chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1] if not line.startswith(b":")]
     assert not any("error" in chunk for chunk in chunks), chunks[-1]
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
     told: dict[str, Any] = defaultdict(lambda: defaultdict(list))

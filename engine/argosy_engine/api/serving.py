@@ -163,14 +163,11 @@ class Serving:
                     # Not before the first token: until then an error has a status, and a router may still retry.
                     is_first = False
                     role = Delta(role="assistant", content="")
-                    no_ids: list[int] | None = [] if with_ids else None
-                    yield chunk(
-                        [
-                            ChatChunkChoice(index=i, delta=role, token_ids=no_ids)
-                            for i in range(len(requests))
-                        ],
-                        is_first=True,
-                    )
+                    roles = [
+                        ChatChunkChoice(index=index, delta=role, token_ids=[] if with_ids else None)
+                        for index in range(len(requests))
+                    ]
+                    yield chunk(roles, is_first=True)
                 for output in outputs:
                     _book(totals[output.index], output)
                     if output.index in finished:
