@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -280,7 +282,7 @@ def test_rope_frequencies_equal_transformers(fields: dict[str, Any], theta: floa
         hidden_size=head_dim, num_attention_heads=1, rope_parameters={**fields, "rope_theta": theta}
     )
     rope = RopeParameters(**rope_fields(fields, theta=theta, max_position_embeddings=2048))
-    ours = inverse_frequencies(rope, head_dim, CPU)
+    ours = inverse_frequencies(rope, head_dim)
     if fields["rope_type"] == "default":
         expected, scaling = theta ** -(torch.arange(0, head_dim, 2).double() / head_dim), 1.0
     else:
@@ -420,3 +422,24 @@ def test_a_checkpoint_in_another_dtype_fills_the_bar(
         == seen[0].total_bytes
         == sum(t.nbytes for t in load_file(path / "model.safetensors").values())
     )
+
+
+def test_loading_imports_neither_torchs_compiler_nor_transformers(made: Any) -> None:
+    script = (
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from argosy_engine.models.config import load_model_config\n"
+        "from argosy_engine.models.loader import load_model\n"
+        "for path in map(Path, sys.argv[1:]):\n"
+        "    load_model(path, load_model_config(path), dtype=torch.bfloat16, device=torch.device('cpu'),\n"
+        "        max_positions=64, load_format='auto', seed=0)\n"
+        "heavy = 'torch._dynamo', 'torch._inductor', 'sympy', 'transformers'\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    paths = [
+        str(made(name)[0]) for name in ("qwen3-yarn", "mistral-window", "gpt2", "opt", "qwen3-moe", "gemma3")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, *paths], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

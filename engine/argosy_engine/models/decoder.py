@@ -151,9 +151,10 @@ class Decoder:
         self.config = config
         self.embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(
-            inverse_frequencies(config.rope, config.head_dim, weights.device),
+            inverse_frequencies(config.rope, config.head_dim),
             max_positions,
             weights.dtype,
+            weights.device,
             config.rope.attention_scaling,
         )
         self.layers = [

@@ -28,7 +28,8 @@ class GemmaRMSNorm:
     """x / rms(x) * (1 + weight), all in float32."""
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
-        self.weight = 1.0 + weights.take(name + ".weight", size).float()
+        weight = weights.take(name + ".weight", size)
+        self.weight = torch.ones(size, dtype=torch.float32, device=weight.device).add_(weight)
         self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,9 +126,10 @@ class Gemma:
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
         self.rotary_global, self.rotary_local = (
             RotaryEmbedding(
-                inverse_frequencies(rope, config.head_dim, weights.device),
+                inverse_frequencies(rope, config.head_dim),
                 max_positions,
                 weights.dtype,
+                weights.device,
                 rope.attention_scaling,
             )
             for rope in (config.rope_global, config.rope_local)

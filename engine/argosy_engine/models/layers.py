@@ -118,18 +118,25 @@ class RotaryEmbedding:
     """Rotary position embedding, halves rotated (arXiv 2104.09864; the layout of Llama checkpoints).
 
     Args:
-        inv_freq: float32 [head_dim / 2], see `rope.inverse_frequencies`.
+        inv_freq: float32 [head_dim / 2] on the CPU, see `rope.inverse_frequencies`.
+
+    The tables are computed on the CPU, for every device: torch's arithmetic on the meta device, where models are
+    planned, imports its compiler first, which takes longer than all the rest of a small model's load.
     """
 
     def __init__(
-        self, inv_freq: torch.Tensor, max_positions: int, dtype: torch.dtype, attention_scaling: float = 1.0
+        self,
+        inv_freq: torch.Tensor,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention_scaling: float = 1.0,
     ) -> None:
-        positions = torch.arange(max_positions, dtype=torch.float32, device=inv_freq.device)
-        angles = torch.outer(positions, inv_freq)
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
         self._dtype = dtype
-        self.cosines = angles.cos() * attention_scaling
+        self.cosines = (angles.cos() * attention_scaling).to(device)
         """float32 [max_positions, head_dim / 2]"""
-        self.sines = angles.sin() * attention_scaling
+        self.sines = (angles.sin() * attention_scaling).to(device)
 
     def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin for positions [T], each [T, 1, head_dim]; once per step, for all layers."""

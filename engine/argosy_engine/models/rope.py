@@ -9,9 +9,9 @@ import torch
 from argosy_engine.models.rope_config import RopeParameters
 
 
-def inverse_frequencies(rope: RopeParameters, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Radians per position of each rotated pair, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
+    """Radians per position of each rotated pair, float32 [head_dim / 2] on the CPU."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return inv_freq / rope.factor
@@ -43,6 +43,6 @@ def _yarn(rope: RopeParameters, inv_freq: torch.Tensor, head_dim: int) -> torch.
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    index = torch.arange(head_dim // 2, dtype=torch.float32, device=inv_freq.device)
+    index = torch.arange(head_dim // 2, dtype=torch.float32)
     scaled = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     return inv_freq / rope.factor * scaled + inv_freq * (1 - scaled)
