@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,3 +89,32 @@ def test_junk_is_dropped(
     answer = process._outputs.get_nowait()
     assert answer is not None
     assert answer.utility == UtilityOutput(7, None, [1])
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure_of_its_call(
+    process: CoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        process.core, "call_utility", lambda call: UtilityOutput(call.call_id, None, {"x": object()})
+    )
+    process._handle(RequestType.UTILITY, msgspec.msgpack.encode(UtilityCall(7, "x", [])))
+    answer = process._outputs.get_nowait()
+    assert answer is not None
+    assert answer.utility is not None
+    assert (answer.utility.call_id, answer.utility.result) == (7, None)
+    assert "cannot be sent" in (answer.utility.failure or "")
+
+
+@pytest.mark.parametrize("name", ["_receive", "_send"])
+def test_a_core_does_not_outlive_the_threads_it_speaks_through(tmp_path: Path, name: str) -> None:
+    script = f"""
+from pathlib import Path
+from argosy_engine.core import process
+core = process.CoreProcess(Path({str(tmp_path)!r}), 0)
+core._input.close()
+core._outputs.put(object())
+process._or_die(core.{name})
+"""
+    ended = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "the thread MainThread died" in ended.stderr

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,7 @@ from argosy_engine.core.messages import (
     Ready,
     RequestType,
     UtilityCall,
+    UtilityOutput,
 )
 from argosy_engine.errors import ConfigError, EngineBusy
 from argosy_engine.executor.lifeline import die_with_parent
@@ -114,8 +116,8 @@ class CoreProcess:
         gc.collect()
         gc.freeze()
         self._tell(Ready(msgspec.structs.replace(config, startup_phases=phases)))
-        threading.Thread(target=self._receive, daemon=True, name="input").start()
-        sender = threading.Thread(target=self._send, name="output")
+        threading.Thread(target=_or_die, args=(self._receive,), daemon=True, name="input").start()
+        sender = threading.Thread(target=_or_die, args=(self._send,), name="output")
         sender.start()
         code = 0
         try:
@@ -169,7 +171,7 @@ class CoreProcess:
             elif kind == RequestType.ABORT:
                 self.core.abort_requests(self._abort_decoder.decode(payload))
             elif kind == RequestType.UTILITY:
-                result = self.core.call_utility(self._utility_decoder.decode(payload))
+                result = _sendable(self.core.call_utility(self._utility_decoder.decode(payload)))
                 self._outputs.put(
                     EngineCoreOutputs(utility=result, residency=self.core.kv.residency.take_delta())
                 )
@@ -205,6 +207,24 @@ class CoreProcess:
 
     def _tell(self, message: HandshakeMessage) -> None:
         self._output.send(msgspec.msgpack.encode(message))
+
+
+def _sendable(output: UtilityOutput) -> UtilityOutput:
+    """The output, or a failure if its result, which may come from a foreign worker class, is no msgpack value."""
+    try:
+        msgspec.msgpack.encode(output)
+    except Exception as error:
+        return UtilityOutput(output.call_id, f"the result cannot be sent: {error}")
+    return output
+
+
+def _or_die(thread: Callable[[], None]) -> None:
+    """Runs a thread without which the core is deaf or dumb: it must not live on without it, looking healthy."""
+    try:
+        thread()
+    except Exception:
+        logger.exception("the thread %s died", threading.current_thread().name)
+        os._exit(1)
 
 
 def _exit_with_parent(directory: Path) -> None:
