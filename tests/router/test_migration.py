@@ -123,6 +123,8 @@ def test_transcripts_of_any_pieces_continue_the_stream(
         b'data: {"id":"a","created":1,"choices":[{"index":-1,"token_ids":[]}]}\n\n',
         b'data: {"id":"a","created":1,"choices":[{"index":0,"token_ids":[99999999999]}]}\n\n',
         b'data: {"error":{"message":"no"}}\n\n',
+        b'data: {"id":"a","created":1,"choices":[{"index":0,"token_ids":[5]}]}\r\n\r\n',
+        b': and\ndata: {"id":"a","created":1,"choices":[{"index":0,"token_ids":[5]}]}\n\n',
         b"event: ping\n\n",
         b"data: \xff\n\n",
     ],

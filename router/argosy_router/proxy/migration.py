@@ -121,16 +121,17 @@ class Transcript:
         self._unread_bytes = 0
         if self._is_readable:
             try:
-                for event in events.split(b"\n\n")[:-1]:
+                *whole, rest = events.split(b"\n\n")
+                for event in whole:
                     self._read_event(event)
-                self._is_readable = self.num_tokens <= MAX_TOKENS
+                self._is_readable = not rest and self.num_tokens <= MAX_TOKENS
             except (msgspec.DecodeError, LookupError, OverflowError, ValueError):
                 self._is_readable = False
         return self._is_readable
 
     def _read_event(self, event: bytes) -> None:
-        if event.startswith(b":"):
-            return  # a comment
+        if event.startswith(b":") and b"\n" not in event:
+            return  # a comment, and nothing else
         data = event.removeprefix(_DATA)
         if data == b"[DONE]":
             self._is_done = True
