@@ -28,8 +28,7 @@ class GemmaRMSNorm:
     """x / rms(x) * (1 + weight), all in float32."""
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
-        weight = weights.take(name + ".weight", size)
-        self.weight = torch.ones(size, dtype=torch.float32, device=weight.device).add_(weight)
+        self.weight = weights.take(name + ".weight", size).to(torch.float32, copy=True).add_(1.0)
         self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
