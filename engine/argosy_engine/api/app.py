@@ -19,6 +19,8 @@ from starlette.responses import Response, StreamingResponse
 
 from argosy_engine import __version__
 from argosy_engine.api.admin import add_admin_routes
+from argosy_engine.api.chat import chat, chat_stream
+from argosy_engine.api.completions import completion, completion_stream
 from argosy_engine.api.embeddings import embed
 from argosy_engine.api.metrics import Metrics
 from argosy_engine.api.responses import WatchedResponse, event_stream, json_response
@@ -150,9 +152,9 @@ def build_app(engine: Engine) -> FastAPI:
         request_id, serving = _request_id(request, body.request_id), engine.serving
         if body.stream:
             return _stream(
-                serving.chat_stream(body, request_id, resumable=_is_resumable(request)), request_id
+                chat_stream(serving, body, request_id, resumable=_is_resumable(request)), request_id
             )
-        return _answer(serving.chat(body, request_id), request_id)
+        return _answer(chat(serving, body, request_id), request_id)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> WatchedResponse:
@@ -161,9 +163,9 @@ def build_app(engine: Engine) -> FastAPI:
         _check_resume(request, body)
         request_id, serving = _request_id(request, body.request_id), engine.serving
         if body.stream:
-            events = serving.completion_stream(body, request_id, resumable=_is_resumable(request))
+            events = completion_stream(serving, body, request_id, resumable=_is_resumable(request))
             return _stream(events, request_id)
-        return _answer(serving.completion(body, request_id), request_id)
+        return _answer(completion(serving, body, request_id), request_id)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> WatchedResponse:

@@ -22,7 +22,12 @@ from argosy_engine.errors import ConfigError
 MAX_CONFIG_FILE_BYTES = 1 << 20
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """vLLM's suffixes: small letters are decimal, capitals binary."""
-_SIZED = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "structured_outputs_cache_bytes")
+_SIZED = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "structured_outputs_cache_bytes",
+)
 
 
 class FlagParser(argparse.ArgumentParser):

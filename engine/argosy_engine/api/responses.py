@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from argosy_engine.api.guard import send_error
 from argosy_engine.protocol.errors import ApiError
-from argosy_engine.protocol.openai import UsageNote
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -66,7 +65,7 @@ def event_stream(
     headers: dict[str, str],
     to_api_error: Callable[[Exception], ApiError],
 ) -> WatchedResponse:
-    """Sends each struct as a server-sent event, a `UsageNote` as a comment, then `[DONE]`.
+    """Sends each struct as a server-sent event, then `[DONE]`.
 
     The status waits for the first event, so an error before it has its proper status; one after it becomes an event.
     """
@@ -83,23 +82,18 @@ def event_stream(
             await send(_start(headers, b"text/event-stream; charset=utf-8", None))
             try:
                 if first is not None:
-                    await _send_event(send, first)
+                    await _send_event(send, msgspec.json.encode(first))
                 async for event in events:
-                    await _send_event(send, event)
+                    await _send_event(send, msgspec.json.encode(event))
             except Exception as error:
-                await _send_line(send, b"data: " + to_api_error(error).body())
+                await _send_event(send, to_api_error(error).body())
             await send({"type": "http.response.body", "body": _DONE})
 
     return WatchedResponse(work)
 
 
-async def _send_event(send: Send, event: msgspec.Struct) -> None:
-    field = b": " if isinstance(event, UsageNote) else b"data: "
-    await _send_line(send, field + msgspec.json.encode(event))
-
-
-async def _send_line(send: Send, line: bytes) -> None:
-    await send({"type": "http.response.body", "body": line + b"\n\n", "more_body": True})
+async def _send_event(send: Send, payload: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
 
 
 def _start(headers: dict[str, str], content_type: bytes, length: int | None) -> dict[str, object]:

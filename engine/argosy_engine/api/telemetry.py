@@ -115,6 +115,7 @@ class TelemetryHub(Observer):
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
                 kv_cache_tokens=config.memory.kv_cache_tokens,
+                schedules_by_priority=config.scheduling_policy == "priority",
                 engine_version=__version__,
             )
         ]

@@ -20,8 +20,7 @@ INTERNAL_PREFIX: Final = "x-argosy-internal-"
 """Headers with this prefix travel from router to engine only; the router strips them from clients' requests."""
 
 RESUME: Final = INTERNAL_PREFIX + "resume"
-"""Request: the sender can resume a stream: chunks carry `token_ids`, a comment tells the usage in the end if the client
-did not ask for it, and the body's `resume` is the sender's own."""
+"""Request: the sender can resume a stream: chunks carry `token_ids`, and the body's `resume` is the sender's own."""
 
 TELEMETRY_PATH: Final = "/internal/telemetry"
 TELEMETRY_CONTENT_TYPE: Final = "application/vnd.argosy.telemetry"

@@ -250,13 +250,6 @@ class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
-class UsageNote(Struct, frozen=True):
-    """Last words of a stream to a router whose client did not ask for usage: sent as a comment, which clients skip, so
-    that every request can be accounted for."""
-
-    usage: Usage
-
-
 class ResponseMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Assistant message of a response. `omit_defaults` drops what is absent; `role` and `content` always travel."""
 
