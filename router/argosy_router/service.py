@@ -232,6 +232,12 @@ class Service:
             self.index.slot_changes,
         )
 
+    @property
+    def schedules_by_priority(self) -> bool:
+        """Whether its engines say that they do; those that do not refuse requests with a priority."""
+        hellos = [replica.hello for replica in self.replicas.values()]
+        return bool(hellos) and all(hello is not None and hello.schedules_by_priority for hello in hellos)
+
     # what happened
 
     def dispatched(self, choice: Choice, prompt: Prompt, now: float) -> None:

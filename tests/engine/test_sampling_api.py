@@ -229,26 +229,6 @@ def test_a_stream_cut_between_chunks_continues_on_another_run(
         assert {(event["id"], event["created"]) for event in rest} == {(whole[0]["id"], resume["created"])}
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "fields"),
-    [("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": MESSAGES})],
-)
-def test_routers_are_told_the_usage_that_clients_did_not_ask_for(
-    http: httpx.Client, endpoint: str, fields: dict[str, Any]
-) -> None:
-    body = {"model": "tiny", "max_tokens": 4, "n": 2, "stream": True, "ignore_eos": True, **fields}
-    asked = {**body, "stream_options": {"include_usage": True}}
-    url, headers = f"/v1/{endpoint}", {RESUME: "1"}
-    *_, chunk, _ = http.post(url, json=asked, headers=headers).text.split("\n\n")[:-1]
-    *_, note, done = http.post(url, json=body, headers=headers).text.split("\n\n")[:-1]
-    assert note.startswith(": ")
-    assert done == "data: [DONE]"
-    told, usage = json.loads(note[2:])["usage"], json.loads(chunk[6:])["usage"]
-    assert (told["prompt_tokens"], told["completion_tokens"]) == (usage["prompt_tokens"], 8)
-    for plain in (http.post(url, json=asked, headers=headers), http.post(url, json=body)):
-        assert "\n:" not in plain.text
-
-
 def events(
     http: httpx.Client, endpoint: str, body: dict[str, Any], headers: dict[str, str]
 ) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
             block_size=16,
             max_model_len=1,
             max_num_seqs=1,
+            scheduling_policy="fcfs",
             memory=SimpleNamespace(kv_cache_tokens=1),
         )
         return TelemetryHub(cast("Any", SimpleNamespace(heartbeat_age_s=0.0)), cast("Any", config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -415,10 +416,12 @@ async def test_answers_tell_what_is_left_of_the_limits(tmp_path: Path) -> None:
 
 
 async def test_streams_count_though_their_client_wants_no_usage(tmp_path: Path) -> None:
-    async def answer(connection: Connection, _: Received) -> None:
+    async def answer(connection: Connection, request: Received) -> None:
         connection.begin_stream()
         connection.chunk(event("hel"))
-        connection.chunk(b': {"usage":{"prompt_tokens":300,"total_tokens":400,"completion_tokens":100}}\n\n')
+        if request.json["stream_options"]["include_usage"]:
+            usage = {"prompt_tokens": 300, "total_tokens": 400, "completion_tokens": 100}
+            connection.chunk(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
         connection.chunk(DONE)
         connection.end_stream()
 
@@ -479,11 +482,22 @@ async def test_a_key_opens_its_models_only(tmp_path: Path) -> None:
 
 
 async def test_the_key_s_class_reaches_the_engine(tmp_path: Path) -> None:
-    async with keyed(tmp_path, "priority=10") as r:
+    engine = FakeEngine(hello={"schedules_by_priority": True})
+    async with keyed(tmp_path, "priority=10", [engine]) as r:
         await r.chat()
         await r.chat(priority=-1000, top_p=0.5)
         assert [request.json.get("priority") for request in r.engines[0].requests] == [10, 10]
         assert r.engines[0].requests[1].json["top_p"] == 0.5
+
+
+async def test_engines_that_would_refuse_a_priority_get_none() -> None:
+    async with rig([FakeEngine()]) as r:
+        assert (await r.chat(priority=5, top_p=0.5)).status_code == 200
+        await r.chat(top_p=0.5)
+        assert [request.json.get("priority", 0) for request in r.engines[0].requests] == [0, 0]
+        assert (
+            r.engines[0].requests[1].body == r.http.build_request("POST", "/", json=chat(top_p=0.5)).content
+        )
 
 
 async def test_reloading_keys_interrupts_nobody(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello", tag_field="type", om
     max_model_len: int
     max_num_seqs: int
     kv_cache_tokens: int
+    schedules_by_priority: bool = False
+    """Whether requests may have a `priority`: others are refused with one."""
     engine_version: str = ""
 
 

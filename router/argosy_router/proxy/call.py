@@ -2,8 +2,8 @@
 
 Owns: what the router needs to know about a request after reading it. Must not know: connections, replicas.
 Invariant: the body that is forwarded is the client's own bytes, except for the value of `model` where the engine
-would not know the name the client used, of `priority` where the client's key has a say in it, and of `stream_options`
-where a stream would not tell its usage.
+would not know the name the client used, of `priority` where the client's key or the engine has a say in it, and of
+`stream_options` where a stream would not tell its usage.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ def decode_call(
     changes: dict[str, str | int | StreamOptions] = {}
     if decoded.model == service.spec.key and decoded.model != service.spec.model:
         changes["model"] = service.spec.model
-    if priority != decoded.priority:
-        changes["priority"] = priority
+    forwarded = priority if priority and service.schedules_by_priority else 0
+    if forwarded != decoded.priority:
+        changes["priority"] = forwarded
     options = decoded.stream_options
     hides_usage = decoded.stream and not (options is not None and options.include_usage)
     if hides_usage and options is not None:
