@@ -12,12 +12,19 @@ Messages are for the log; clients get `argosy_engine.protocol.errors`.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class UpstreamError(Exception):
     """Base of the tree."""
 
+    reason: ClassVar[str] = "error"
+    """For metrics and the log."""
+
 
 class ConnectFailed(UpstreamError):
+    reason = "connect"
+
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
@@ -25,6 +32,8 @@ class ConnectFailed(UpstreamError):
 
 
 class ConnectionLost(UpstreamError):
+    reason = "reset"
+
     def __init__(self, message: str, *, stale: bool = False) -> None:
         super().__init__(message)
         self.stale = stale
@@ -33,12 +42,12 @@ class ConnectionLost(UpstreamError):
 
 
 class FirstByteTimeout(UpstreamError):
-    pass
+    reason = "first_byte_timeout"
 
 
 class IdleTimeout(UpstreamError):
-    pass
+    reason = "idle_timeout"
 
 
 class MalformedResponse(UpstreamError):
-    pass
+    reason = "malformed"

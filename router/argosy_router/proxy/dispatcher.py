@@ -124,13 +124,13 @@ class Dispatcher:
 
     # verdicts
 
-    def retried(self, call: Call, reason: str) -> None:
-        self._metrics.retries.add((call.service.spec.model, reason))
+    def retried(self, call: Call, error: UpstreamError) -> None:
+        self._metrics.retries.add((call.service.spec.model, error.reason))
 
-    def attempt_failed(self, call: Call, replica: Replica, error: UpstreamError, reason: str) -> None:
+    def attempt_failed(self, call: Call, replica: Replica, error: UpstreamError) -> None:
         labels = (call.service.spec.model, replica.name)
-        self._metrics.failures.add((*labels, reason))
-        log.info("replica %s failed a request: %s (%s)", replica.name, reason, error)
+        self._metrics.failures.add((*labels, error.reason))
+        log.info("replica %s failed a request: %s (%s)", replica.name, error.reason, error)
         if isinstance(error, Refused) and error.status not in (401, 403):
             replica.health.abandoned()  # busy or draining is not broken
             return

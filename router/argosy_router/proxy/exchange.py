@@ -26,14 +26,7 @@ from argosy_engine.protocol.errors import (
 )
 from argosy_router.admission.accounts import Reservation
 from argosy_router.http.client import ClientConnection
-from argosy_router.http.errors import (
-    ConnectFailed,
-    ConnectionLost,
-    FirstByteTimeout,
-    IdleTimeout,
-    MalformedResponse,
-    UpstreamError,
-)
+from argosy_router.http.errors import ConnectFailed, ConnectionLost, FirstByteTimeout, UpstreamError
 from argosy_router.http.messages import Headers
 from argosy_router.http.server import Client
 from argosy_router.load import Charge
@@ -56,14 +49,6 @@ MAX_ATTEMPTS = 3
 MAX_MIGRATIONS = 4
 """Attempts to go on with one stream. The first costs no retry credit: it repeats nothing that was answered, and the
 streams of a replica that dies were all admitted. The bound keeps a request that kills engines from killing them all."""
-
-_REASONS: dict[type[UpstreamError], str] = {
-    ConnectFailed: "connect",
-    ConnectionLost: "reset",
-    FirstByteTimeout: "first_byte_timeout",
-    IdleTimeout: "idle_timeout",
-    MalformedResponse: "malformed",
-}
 
 
 class Exchange:
@@ -172,15 +157,14 @@ class Exchange:
             self._is_fresh_retry = True
             replica.pool.acquire(self, fresh=True)
             return
-        reason = _REASONS.get(type(error), "refused")
         self._release(replica)
-        self._dispatcher.attempt_failed(self.call, replica, error, reason)
+        self._dispatcher.attempt_failed(self.call, replica, error)
         if self._is_started:
             self._continue(replica)
         else:
-            self._retry(error, reason)
+            self._retry(error)
 
-    def _retry(self, error: UpstreamError, reason: str) -> None:
+    def _retry(self, error: UpstreamError) -> None:
         """Nothing has been answered yet: another replica may."""
         if self.attempts < MAX_ATTEMPTS and self._dispatcher.may_retry():
             try:
@@ -188,7 +172,7 @@ class Exchange:
             except ApiError:
                 pass  # nobody else: the error at hand says more
             else:
-                self._dispatcher.retried(self.call, reason)
+                self._dispatcher.retried(self.call, error)
                 self._attempt(following)
                 return
         self._give_up(error)

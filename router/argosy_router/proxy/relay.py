@@ -22,6 +22,8 @@ _UNAVAILABLE = b'"type":"service_unavailable"'
 class Refused(UpstreamError):
     """The replica answered, but that another one should."""
 
+    reason = "refused"
+
     def __init__(self, status: int, head: bytes = b"", body: bytes = b"") -> None:
         super().__init__(f"status {status}")
         self.status = status
