@@ -90,6 +90,15 @@ def test_bad_bodies_name_the_field(body: str, param: str | None, message: str) -
         ({"use_beam_search": True, "length_penalty": 0.5}, None),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"response_format": {"type": "json_object"}}, None),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ({"prompt_embeds": "AA=="}, "prompt_embeds"),
+        ({"thinking_token_budget": 64}, "thinking_token_budget"),
+        ({"thinking_token_budget": None, "include_reasoning": True}, None),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"modalities": ["text"], "function_call": "auto"}, None),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ],
 )
 def test_what_would_change_an_answer_is_not_ignored(fields: dict[str, object], expected: str | None) -> None:

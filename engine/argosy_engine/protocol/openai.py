@@ -2,8 +2,8 @@
 
 Router and engine decode the same bytes with the same decoder, so they cannot disagree about a request. Decoding is
 strict (`n: "1"` is an error, not 1), every field has a bound, unknown fields are ignored as OpenAI's servers do.
-A field appears here only once the engine honours it: `UNSUPPORTED` names the ones that would change an answer and
-must be refused rather than ignored.
+A field appears here once the engine honours it, or to be refused where ignoring it would change the answer
+(`unsupported`).
 """
 
 from __future__ import annotations
@@ -135,6 +135,12 @@ class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_embeds: Any = None
+    logprob_token_ids: Any = None
+    thinking_token_budget: Any = None
+    include_reasoning: Any = None
+    spaces_between_special_tokens: Any = None
     use_beam_search: bool = False
     """vLLM's: the `n` most probable answers, instead of sampled ones. Not streamed."""
     length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] = 1.0
@@ -154,6 +160,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     continue_final_message: bool = False
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
+    # See `unsupported`.
+    chat_template: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    web_search_options: Any = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
@@ -199,6 +211,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "best_of": (None, 1),
     "length_penalty": (1.0,),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "logprob_token_ids": ([],),
+    "thinking_token_budget": (-1,),
+    "include_reasoning": (True,),
+    "spaces_between_special_tokens": (True,),
+    "chat_template": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "web_search_options": (),
 }
 """Fields this engine does not implement, and the values that ask for nothing."""
 _OF_BEAM_SEARCH = ("best_of", "length_penalty")
