@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from argosy_engine.config import EngineArgs
+from argosy_engine.core.dump import describe
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.core.request import Request
+from argosy_engine.errors import EngineDead
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.worker.step import SchedulerOutput
 from core_fakes import BLOCK, FakeExecutor
@@ -139,3 +141,22 @@ def test_slots_of_the_finished_are_freed_although_their_release_fell_to_a_fault(
     core.step()
     assert isinstance(core.executor, FakeExecutor)
     assert set(core.executor.worker.rows) <= {"a", "b"}
+
+
+def test_a_dying_core_tells_every_step_that_was_under_way(core: EngineCore) -> None:
+    add(core, "a", [1] * 10)
+    core.step()
+
+    def dies(_: object) -> None:
+        raise EngineDead("in the forward pass")
+
+    for launched in core._launched:
+        launched.pending.get = dies.__get__(launched.pending)  # type: ignore[method-assign]
+    if not core._launched:
+        core.executor.execute = dies  # type: ignore[method-assign, assignment]
+    with pytest.raises(EngineDead):
+        core.step()
+    name = next(iter(core.scheduler.requests))
+    steps = describe(core).split("last step: ")[1:]
+    assert len(steps) == core._max_in_flight
+    assert all(f"{name}: " in step for step in steps)

@@ -1,4 +1,4 @@
-"""What the core was doing when it died, for its log: load, requests, last step. No text, no token ids, bounded."""
+"""What the core was doing when it died, for its log: load, requests, last steps. No text, no token ids, bounded."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def describe(core: EngineCore) -> str:
         f"kv_cache_usage={core.kv.usage:.3f}",
     ]
     lines += _listed("running", scheduler.running, len(scheduler.running), _request)
-    if core.last_step is not None:
-        lines += _step(core.last_step)
+    for step in core.last_steps:
+        lines += _step(step)
     return "\n".join(lines)
 
 

@@ -116,8 +116,7 @@ class EngineCore:
         self._launched: deque[_Launched] = deque()
         """Steps that are not booked yet, oldest first."""
         self._last_end = 0.0
-        self.last_step: SchedulerOutput | None = None
-        """For the dump of a core that dies."""
+        self._last_step: SchedulerOutput | None = None
         self._prefill_rate = 0.0
         self._decode_step_s = 0.0
         self._is_checked = True
@@ -137,6 +136,14 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.has_work or self.structured.has_compiled or self._launched)
+
+    @property
+    def last_steps(self) -> list[SchedulerOutput]:
+        """For the dump of a core that dies: what is not booked yet, oldest first, and the last that was to be launched."""
+        steps = [launched.step for launched in self._launched]
+        if self._last_step is not None and all(step is not self._last_step for step in steps):
+            steps.append(self._last_step)
+        return steps
 
     def add_request(self, message: EngineCoreRequest) -> None:
         self.sleep_state.check_awake()
@@ -168,14 +175,15 @@ class EngineCore:
         if step is None:
             return self.idle_outputs()
         if step.num_scheduled_tokens or step.finished_request_ids:
-            self.last_step = step
+            self._last_step = step
             self._launched.append(_Launched(step, self.executor.execute(step), time.perf_counter()))
             if step.num_scheduled_tokens and len(self._launched) < self._max_in_flight:
                 return EngineCoreOutputs()
         elif not self._launched:
             return self._book(step, ModelRunnerOutput([], []))
-        launched = self._launched.popleft()
+        launched = self._launched[0]
         result = launched.pending.get()
+        self._launched.popleft()
         self._measure(launched)
         outputs = self._book(launched.step, result)
         self._mask_next()
