@@ -139,7 +139,7 @@ class EngineCore:
 
     @property
     def last_steps(self) -> list[SchedulerOutput]:
-        """For the dump of a core that dies: what is not booked yet, oldest first, and the last that was to be launched."""
+        """For the dump of a dying core: what is not booked yet, oldest first, and the last that was to be launched."""
         steps = [launched.step for launched in self._launched]
         if self._last_step is not None and all(step is not self._last_step for step in steps):
             steps.append(self._last_step)
