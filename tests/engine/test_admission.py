@@ -146,7 +146,9 @@ def test_a_refusal_is_a_503_that_says_when_to_come_back() -> None:
 @pytest.mark.parametrize(("policy", "is_refused"), [("fcfs", True), ("priority", False)])
 def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused: bool) -> None:
     path = str(resolve_model("builtin://tiny"))
-    config = SimpleNamespace(model_path=path, scheduling_policy=policy, vocab_size=512, max_model_len=64)
+    config = SimpleNamespace(
+        model_path=path, scheduling_policy=policy, vocab_size=512, max_model_len=64, logits_processors=()
+    )
     processor = InputProcessor(config)  # type: ignore[arg-type]
     prompt = Prompt([5, 6], [])
     if is_refused:
