@@ -90,8 +90,8 @@ struct LinearJob {
   }
 
   // One block of rows times one panel. The next panel is fetched while this one is in use: otherwise memory idles
-  // during every pass but the first.
-  void multiply(int first_row, int block, int panel, bool has_next) const {
+  // during every pass but the first. Never inlined: inside a large function the accumulators lose their registers.
+  __attribute__((noinline)) void multiply(int first_row, int block, int panel, bool has_next) const {
     const Unit* weights = packed + int64_t(panel) * units * kPanel;
     const Unit* columns[2] = {weights, weights + kLanes};
     const char* next = has_next ? reinterpret_cast<const char*>(weights + int64_t(units) * kPanel) : nullptr;
