@@ -147,7 +147,12 @@ def test_a_refusal_is_a_503_that_says_when_to_come_back() -> None:
 def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused: bool) -> None:
     path = str(resolve_model("builtin://tiny"))
     config = SimpleNamespace(
-        model_path=path, scheduling_policy=policy, vocab_size=512, max_model_len=64, logits_processors=()
+        model_path=path,
+        scheduling_policy=policy,
+        vocab_size=512,
+        max_model_len=64,
+        max_logprobs=20,
+        logits_processors=(),
     )
     processor = InputProcessor(config)  # type: ignore[arg-type]
     prompt = Prompt([5, 6], [])

@@ -92,8 +92,6 @@ class PendingStep:
             self._output.request_ids[self._rows[index]]: why for index, why in sampled.failed.items()
         }
         self._tokens, self._logprobs = sampled.token_ids, sampled.logprobs
-        for index, why in sampled.failed.items():
-            self._output.errors[self._output.request_ids[self._rows[index]]] = why
         self._copied = _HostCopy(self._tokens, *(self._logprobs.tensors if self._logprobs else ()))
         batch.num_tokens[self._slots] += 1
         self._unsettled.steps.append(self)
