@@ -60,7 +60,9 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ] = "fcfs"
     async_scheduling: Annotated[
         bool | None,
-        Meta(description="launch a step before the last one's tokens are known; default: where it saves time"),
+        Meta(
+            description="launch a step before the last one's tokens are known; default: where it saves time"
+        ),
     ] = None
     max_num_queued_reqs: Annotated[
         int,
@@ -106,7 +108,9 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ] = ()
     max_logprobs: Annotated[
         int,
-        Meta(ge=-1, le=1 << 20, description="most `logprobs` a request may ask for; -1: the whole vocabulary"),
+        Meta(
+            ge=-1, le=1 << 20, description="most `logprobs` a request may ask for; -1: the whole vocabulary"
+        ),
     ] = 20
     logprobs_mode: Annotated[
         LogprobsMode,

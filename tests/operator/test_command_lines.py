@@ -45,11 +45,13 @@ def test_engine_understands_a_share_of_gpu_memory() -> None:
     assert engine.gpu_memory_utilization == 0.85
 
 
-def test_router_understands_the_charts_arguments() -> None:
+def test_router_understands_the_charts_arguments(tmp_path: Path) -> None:
     text = (ROOT / "charts" / "argosy" / "templates" / "router.yaml").read_text()
     args = re.findall(r"^        - (--\S+)$", text, re.MULTILINE)
     args = [re.sub(r"\{\{.*\}\}", "7", arg) for arg in args]
+    args = [arg.replace("/var/lib/argosy/usage", str(tmp_path)) for arg in args]
     assert "--kubernetes" in args
+    assert f"--usage-log={tmp_path}" in args
     for access in ("--no-auth", "--api-keys-file=/etc/argosy/api-keys"):
         assert access in args
         chosen = [

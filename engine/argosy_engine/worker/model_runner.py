@@ -6,7 +6,6 @@ attention backend handles them together.
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.registry import CausalLM
+from argosy_engine.native.memory import allocate
 from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.input_batch import InputBatch
@@ -92,8 +92,8 @@ class ModelRunner:
         )
         query_lens = np.fromiter((count for _, count in scheduled), np.int64, len(scheduled))
         computed = self.batch.num_computed[slots]
-        seq_lens = computed + query_lens
-        token_ids, positions, meta = self._inputs(slots, query_lens, computed, seq_lens)
+        seq_lens, ends = computed + query_lens, np.cumsum(query_lens)
+        token_ids, positions, meta = self._inputs(slots, query_lens, computed, seq_lens, ends)
 
         hidden = self.model.forward(token_ids, positions, self.kv_cache, meta)
         # Only rows that reach the end of their known tokens give a next token.
@@ -105,8 +105,10 @@ class ModelRunner:
             self._score_prompts(output, hidden, slots, query_lens, computed)
         if not is_sampled.any():
             return PendingStep(self.batch, self._unsettled, output)
-        last_rows = np.cumsum(query_lens)[is_sampled] - 1
-        logits = self.model.logits(hidden[torch.from_numpy(last_rows).to(self.device)])
+        last_rows = ends[is_sampled] - 1
+        if len(last_rows) < len(hidden):
+            hidden = hidden.index_select(0, self._tensor(last_rows))
+        logits = self.model.logits(hidden)
         rows = np.flatnonzero(is_sampled).tolist()
         pending = PendingStep(
             self.batch, self._unsettled, output, logits, rows, slots[is_sampled], seq_lens[is_sampled]
@@ -130,21 +132,27 @@ class ModelRunner:
                 self.pooler.add(request.request_id, request.pooling_params)
 
     def _inputs(
-        self, slots: np.ndarray, query_lens: np.ndarray, computed: np.ndarray, seq_lens: np.ndarray
+        self,
+        slots: np.ndarray,
+        query_lens: np.ndarray,
+        computed: np.ndarray,
+        seq_lens: np.ndarray,
+        ends: np.ndarray,
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
         """Flattened token ids, positions and attention metadata."""
         batch = self.batch
-        rows = np.repeat(np.arange(len(slots)), query_lens)
-        starts = np.cumsum(query_lens) - query_lens
-        positions = np.arange(len(rows)) - starts[rows] + computed[rows]
-        token_ids = batch.token_ids[slots[rows], positions]
+        num_decodes = int((query_lens == 1).sum())
+        slot_of, positions = slots, computed
+        if num_decodes < len(slots):
+            slot_of = np.repeat(slots, query_lens)
+            positions = np.arange(len(slot_of)) + np.repeat(seq_lens - ends, query_lens)
+        token_ids = batch.token_ids[slot_of, positions]
         block_of, offsets = np.divmod(positions, self.block_size)
         max_blocks = int(-(-seq_lens.max() // self.block_size))
-        num_decodes = int((query_lens == 1).sum())
         decode_seq_lens = self._tensor(seq_lens[:num_decodes])
         metas = []
         for tables in batch.block_tables:
-            slot_mapping = tables[slots[rows], block_of].astype(np.int64) * self.block_size + offsets
+            slot_mapping = tables[slot_of, block_of].astype(np.int64) * self.block_size + offsets
             metas.append(
                 AttentionMetadata(
                     num_decodes=num_decodes,
@@ -159,7 +167,7 @@ class ModelRunner:
         if len(metas) > 1:
             meta = replace(meta, layers=tuple(metas[group] for group in self._group_of_layer))
         tokens = self._tensor(token_ids.astype(np.int64))
-        self._unsettled.fill(tokens, slots, starts + query_lens - 1)
+        self._unsettled.fill(tokens, slots, ends - 1)
         return tokens, self._tensor(positions), meta
 
     def _score_prompts(
@@ -193,9 +201,5 @@ class ModelRunner:
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor; on a CPU its pages are committed only when they are first written, so a generous KV cache
-    costs nothing until it is used."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+    """A zeroed tensor; on a CPU a generous KV cache costs nothing until it is used."""
+    return allocate(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
