@@ -1,120 +1,79 @@
 """Engines that answer at once, so that only the router's own cost is measured.
 
-    python bench/router/mock_engine.py PORT[,PORT...] [EVENTS]
+    python bench/router/mock_engine.py PORT[,PORT...] [--events 32] [--telemetry]
 
-Answers /v1/completions with one JSON object or a stream of EVENTS events, and the routes by which routers look at a
-worker. All ports live in one process.
+Answers /v1/completions with one JSON object or a stream of EVENTS events. With `--telemetry` they announce every prompt
+they were sent, as our engines do; without, routers see engines of another make. All ports live in one process.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import json
-import sys
 
+import msgspec
 import uvloop
+from announcer import Announcer
+from engine_http import DONE, STREAM_END, STREAM_HEAD, EngineConnection, answer, completion, event, usage
+from prompts import as_trace
 
-MODEL = "tiny"
+from argosy_engine.protocol.telemetry import Load
 
-
-def event(text: str) -> bytes:
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
-    body = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL, "choices": [choice]}
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
-
-
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
+KV_CACHE_TOKENS = 1 << 24
+"""More than a run asks for: nothing is evicted."""
 
 
-def answer(body: object, status: str = "200 OK") -> bytes:
-    data = json.dumps(body).encode()
-    return (
-        f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode()
-        + data
-    )
+class Body(msgspec.Struct):
+    prompt: str
 
 
-def completion(events: int) -> bytes:
-    return answer(
-        {
-            "id": "cmpl-1",
-            "object": "text_completion",
-            "created": 1,
-            "model": MODEL,
-            "choices": [{"index": 0, "text": " hello" * events, "logprobs": None, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 10, "completion_tokens": events, "total_tokens": 10 + events},
-        }
-    )
+class MockEngine(EngineConnection):
+    """One connection of an engine."""
 
+    def __init__(self, events: int, announcer: Announcer | None) -> None:
+        super().__init__(announcer)
+        self._pieces = [event(completion(" hello", None))] * events + [DONE + STREAM_END]
+        self._answer = answer(completion(" hello" * events, "stop", usage=usage(10, events, 0)))
 
-STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-)
-MODELS = answer(
-    {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 1, "owned_by": "bench"}]}
-)
-INFO = answer(
-    {
-        "model_path": MODEL,
-        "served_model_name": MODEL,
-        "tokenizer_path": MODEL,
-        "is_generation": True,
-        "dp_size": 1,
-    }
-)
-NOT_FOUND = answer({}, "404 Not Found")
-
-
-class Engine(asyncio.Protocol):
-    """One connection; requests are small enough to be searched, not parsed."""
-
-    def __init__(self, events: int) -> None:
-        self._pieces = [chunk(event(" hello"))] * events + [chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"]
-        self._completion = completion(events)
-        self._buffer = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
-            head = self._buffer[:end].lower()
-            at = head.find(b"content-length:")
-            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-            if len(self._buffer) < end + 4 + length:
-                return
-            body, self._buffer = self._buffer[end + 4 : end + 4 + length], self._buffer[end + 4 + length :]
-            self._handle(head.split(b" ", 2)[1], body)
-
-    def _handle(self, path: bytes, body: bytes) -> None:
-        write = self._transport.write  # type: ignore[attr-defined]
-        if path.endswith(b"completions"):
-            if b'"stream":true' in body[-200:].replace(b" ", b""):
-                self._task = asyncio.ensure_future(self._stream(write))
-            else:
-                write(self._completion)
-        elif path.endswith(b"/models"):
-            write(MODELS)
-        elif path == b"/health" or b"info" in path or b"load" in path:
-            write(INFO)
+    def complete(self, body: bytes) -> None:
+        if self._announcer is not None:
+            prompt = as_trace(msgspec.json.decode(body, type=Body).prompt, 0)
+            self._announcer.announce(prompt.blocks, prompt.ends)
+        if b'"stream":true' in body[-200:].replace(b" ", b""):
+            self._task = asyncio.ensure_future(self._stream())
         else:
-            write(NOT_FOUND)
+            self.transport.write(self._answer)
 
-    async def _stream(self, write) -> None:  # type: ignore[no-untyped-def]
-        write(STREAM_HEAD)
+    async def _stream(self) -> None:
+        self.transport.write(STREAM_HEAD)
         for piece in self._pieces:
-            write(piece)
+            self.transport.write(piece)
             await asyncio.sleep(0)
 
 
+def idle() -> Load:
+    return Load(core_step_age_s=0.0)
+
+
 async def main() -> None:
-    events = int(sys.argv[2]) if len(sys.argv) > 2 else 32
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ports")
+    parser.add_argument("--events", type=int, default=32)
+    parser.add_argument("--telemetry", action="store_true")
+    arguments = parser.parse_args()
     loop = asyncio.get_running_loop()
-    for port in sys.argv[1].split(","):
-        await loop.create_server(lambda: Engine(events), "127.0.0.1", int(port))
-    await asyncio.Event().wait()
+    async with asyncio.TaskGroup() as tasks:
+        for port in arguments.ports.split(","):
+            announcer = None
+            if arguments.telemetry:
+                announcer = Announcer(port, idle, kv_cache_tokens=KV_CACHE_TOKENS, max_num_seqs=256)
+                tasks.create_task(announcer.report_load())
+            await loop.create_server(
+                lambda announcer=announcer: MockEngine(arguments.events, announcer), "127.0.0.1", int(port)
+            )
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

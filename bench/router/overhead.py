@@ -1,8 +1,9 @@
 """CPU per request of our router and of sglang-router, over the same engines, in alternation.
 
-    python bench/router/overhead.py [--runs 3] [--requests 3000] [--sglang PYTHON] [-o FILE]
+    python bench/router/overhead.py [--runs 3] [--requests 3000] [--telemetry] [--sglang PYTHON] [-o FILE]
 
-`--sglang` is the interpreter of an environment with `sglang-router` installed; without it only ours is measured. Each
+`--sglang` is the interpreter of an environment with `sglang-router` installed; without it only ours is measured. With
+`--telemetry` the engines announce what they hold to our router, which otherwise takes them for another make. Each
 run starts a router afresh, warms it up, and sends the same bodies; figures are the medians over the runs. Absolute
 figures depend on the machine and drift; the ratios are what counts.
 """
@@ -216,9 +217,11 @@ def command(router: str, sglang: str, port: int, engines: list[int]) -> list[str
     ]
 
 
-def measure(router: str, sglang: str, workload: str, requests: list[bytes]) -> Result:
+def measure(router: str, sglang: str, requests: list[bytes], *, telemetry: bool) -> Result:
     *engines, port = free_ports(ENGINES + 1)
-    mocks = (sys.executable, str(HERE / "mock_engine.py"), ",".join(map(str, engines)))
+    mocks = [sys.executable, str(HERE / "mock_engine.py"), ",".join(map(str, engines))]
+    if telemetry:
+        mocks.append("--telemetry")
     with process(*mocks), process(*command(router, sglang, port, engines)) as child:
         wait_until_answering(port)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -253,6 +256,7 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--telemetry", action="store_true")
     parser.add_argument("--sglang", default="", metavar="PYTHON")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
@@ -263,7 +267,9 @@ def main() -> None:
         results: dict[str, list[Result]] = {router: [] for router in routers}
         for _ in range(arguments.runs):
             for router in routers:
-                results[router].append(measure(router, arguments.sglang, workload, requests))
+                results[router].append(
+                    measure(router, arguments.sglang, requests, telemetry=arguments.telemetry)
+                )
         table[workload] = {router: median(runs) for router, runs in results.items()}
         for router, result in table[workload].items():
             print(

@@ -1,0 +1,80 @@
+"""An engine's end of the telemetry stream, for engines that only play one.
+
+Owns: which chunks are resident, and the routers that listen. Must not know: requests, HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from prompts import MODEL
+
+from argosy_engine.protocol.telemetry import (
+    Frame,
+    Hello,
+    Load,
+    Removed,
+    Snapshot,
+    Stored,
+    encode_frame,
+    pack_u32,
+    pack_u64,
+)
+
+LOAD_INTERVAL_S = 0.1
+"""A busy engine reports as often."""
+
+
+class Announcer:
+    """One engine's. `epoch` names this run of it."""
+
+    def __init__(
+        self, epoch: str, load: Callable[[], Load], *, kv_cache_tokens: int, max_num_seqs: int
+    ) -> None:
+        self._hello = Hello(
+            epoch=epoch,
+            model=MODEL,
+            model_fingerprint="bench",
+            block_size=16,
+            max_model_len=kv_cache_tokens,
+            max_num_seqs=max_num_seqs,
+            kv_cache_tokens=kv_cache_tokens,
+        )
+        self._load = load
+        self._resident: dict[int, int] = {}
+        """chunk -> prompt tokens up to its end"""
+        self._readers: set[asyncio.WriteTransport] = set()
+
+    def greet(self, reader: asyncio.WriteTransport) -> None:
+        """A router connected: it gets what it missed, and all that follows."""
+        hashes, tokens = list(self._resident), list(self._resident.values())
+        snapshot = Snapshot(hashes=pack_u64(hashes), tokens=pack_u32(tokens), first=True, last=True)
+        for frame in (self._hello, snapshot, self._load()):
+            reader.write(encode_frame(frame))
+        self._readers.add(reader)
+
+    def leave(self, reader: asyncio.WriteTransport) -> None:
+        self._readers.discard(reader)
+
+    def announce(self, stored: Sequence[int], tokens: Sequence[int], removed: Sequence[int] = ()) -> None:
+        """Chunks came into the cache, each with the prompt tokens up to its end, and others had to leave."""
+        fresh = {chunk: end for chunk, end in zip(stored, tokens, strict=True) if chunk not in self._resident}
+        if fresh:
+            self._resident |= fresh
+            self._send(Stored(hashes=pack_u64(list(fresh)), tokens=pack_u32(list(fresh.values()))))
+        if removed:
+            for chunk in removed:
+                del self._resident[chunk]
+            self._send(Removed(hashes=pack_u64(removed)))
+
+    async def report_load(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOAD_INTERVAL_S)
+            self._send(self._load())
+
+    def _send(self, frame: Frame) -> None:
+        data = encode_frame(frame)
+        for reader in self._readers:
+            reader.write(data)

@@ -1,0 +1,151 @@
+"""Streamed completions sent at their own times, whether or not earlier ones are answered.
+
+Owns: connections, and what a client sees of each stream. Must not know: what prompts mean.
+Times count from when a request was due, so that a client that falls behind hides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import httptools
+from prompts import MODEL
+from shared_prefixes import Arrival
+
+PATIENCE_S = 300.0
+"""A request without a complete answer after this long is an error."""
+START_S = 0.1
+"""Between the call and the load's time zero."""
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+_DONE = b"data: [DONE]"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one request. Only complete ones, without `error`, have figures."""
+
+    ttft_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+
+
+class Client(asyncio.Protocol):
+    """One keep-alive connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._answered: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self.is_open = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        self._end(ConnectionError("connection lost"))
+
+    async def ask(self, body: bytes, due: float) -> Answer:
+        """
+        Args:
+            due: on `time.perf_counter`'s clock.
+
+        Raises:
+            ConnectionError: the connection ended before the answer did.
+            ValueError: what came is not a complete stream of a completion.
+        """
+        self._parser = httptools.HttpResponseParser(self)
+        self._body = bytearray()
+        self._first_token = 0.0
+        self._answered = asyncio.get_running_loop().create_future()
+        self._transport.write(_HEAD % len(body) + body)
+        await self._answered
+        status = self._parser.get_status_code()
+        if status != 200:
+            raise ValueError(f"status {status}")
+        events = bytes(self._body).split(b"\n\n")
+        if _DONE not in events:
+            raise ValueError("the stream ended early")
+        last = json.loads(events[events.index(_DONE) - 1].removeprefix(b"data: "))
+        usage = last.get("usage") or {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return Answer(self._first_token - due, usage.get("prompt_tokens", 0), cached)
+
+    def abort(self) -> None:
+        self.is_open = False
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(ValueError(str(error)))
+
+    def on_body(self, data: bytes) -> None:
+        self._body += data
+        if (
+            not self._first_token and b'"text"' in self._body
+        ):  # comments, sent while a request queues, are no token
+            self._first_token = time.perf_counter()
+
+    def on_message_complete(self) -> None:
+        self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._answered is not None and not self._answered.done():
+            if error is None:
+                self._answered.set_result(None)
+            else:
+                self._answered.set_exception(error)
+
+
+class OpenLoop:
+    """A client of the server at `port`; its connections outlive a load."""
+
+    def __init__(self, port: int, max_tokens: int) -> None:
+        self._port = port
+        self._max_tokens = max_tokens
+        self._idle: list[Client] = []
+
+    async def send(self, arrivals: Sequence[Arrival]) -> list[Answer]:
+        """Answers in the order of the arrivals, when the last one is there."""
+        start = time.perf_counter() + START_S
+        return await asyncio.gather(
+            *(self._send(arrival.prompt, start + arrival.at_s) for arrival in arrivals)
+        )
+
+    async def _send(self, prompt: str, due: float) -> Answer:
+        body = json.dumps(
+            {
+                "model": MODEL,
+                "prompt": prompt,
+                "max_tokens": self._max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        ).encode()
+        await asyncio.sleep(due - time.perf_counter())
+        client = await self._client()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                answer = await client.ask(body, due)
+        except (ConnectionError, ValueError, TimeoutError) as error:
+            client.abort()
+            return Answer(error=f"{type(error).__name__}: {error}")
+        self._idle.append(client)
+        return answer
+
+    async def _client(self) -> Client:
+        while self._idle:
+            client = self._idle.pop()
+            if client.is_open:
+                return client
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(Client, "127.0.0.1", self._port))[1]

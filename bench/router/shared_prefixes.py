@@ -1,0 +1,71 @@
+"""Load of requests that share their beginnings: each is one of a few prefixes, then a question of its own.
+
+Owns: prompts, arrivals, and what the best cache could hold of them. Must not know: servers.
+Invariant: equal arguments make equal loads, so contenders meet the same requests at the same times.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prompts import as_trace
+
+from argosy_engine.protocol.chunks import CHUNK_BYTES
+from argosy_router.replay.trace import oracle_tokens
+
+_ALPHABET = "abcdefghij"
+_WORD_LETTERS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request, `at_s` seconds after the load began."""
+
+    at_s: float
+    prompt: str
+
+
+class SharedPrefixes:
+    """Prompts over `groups` prefixes, all equally popular. Prefixes end where a chunk does, so that their end never
+    depends on the question."""
+
+    def __init__(self, seed: str, groups: int, prefix_bytes: int, question_bytes: int) -> None:
+        self._rng = random.Random(seed)
+        length = max(1, round(prefix_bytes / CHUNK_BYTES)) * CHUNK_BYTES
+        self._prefixes = [text(self._rng, length) for _ in range(groups)]
+        self._question_bytes = question_bytes
+
+    def warm_up(self, times: int = 2) -> list[str]:
+        """Prompts of every group in turn."""
+        return [self._ask(prefix) for _ in range(times) for prefix in self._prefixes]
+
+    def poisson(self, rate_per_s: float, seconds: float) -> list[Arrival]:
+        """Arrivals within `seconds`."""
+        arrivals = []
+        at = self._rng.expovariate(rate_per_s)
+        while at < seconds:
+            arrivals.append(Arrival(at, self._ask(self._rng.choice(self._prefixes))))
+            at += self._rng.expovariate(rate_per_s)
+        return arrivals
+
+    def _ask(self, prefix: str) -> str:
+        return prefix + text(self._rng, self._question_bytes)
+
+
+def text(rng: random.Random, length: int) -> str:
+    """Words of nothing, `length` bytes."""
+    words = (
+        "".join(rng.choices(_ALPHABET, k=_WORD_LETTERS)) for _ in range(length // (_WORD_LETTERS + 1) + 1)
+    )
+    return " ".join(words)[:length]
+
+
+def oracle_share(before: Sequence[str], prompts: Sequence[str]) -> float:
+    """Share of the tokens of `prompts` that one boundless cache for all would hold, in chunks, once `before` was
+    asked."""
+    earlier = [as_trace(prompt, 0) for prompt in before]
+    later = [as_trace(prompt, 0) for prompt in prompts]
+    held = oracle_tokens([*earlier, *later]) - oracle_tokens(earlier)
+    return held / sum(request.input_tokens for request in later)
