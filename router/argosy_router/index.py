@@ -2,8 +2,8 @@
 
 Owns: what is believed to be cached where, for one service.
 Must not know: replicas' addresses, telemetry frames, policies, time.
-Invariants: entries never exceed `capacity`; a slot is handed out again only when no entry mentions it; a wrong entry
-costs speed, never correctness.
+Invariants: entries never exceed `capacity`, and those that were announced or asked for longest ago leave first; a slot
+is handed out again only when no entry mentions it; a wrong entry costs speed, never correctness.
 
 A chunk hash covers everything before it, so a chain needs no tree: `match` walks the hashes of a prompt and drops a
 replica at its first missing chunk. Each entry is one Python int, `bits << 32 | tokens` (tokens are a function of the
@@ -120,13 +120,10 @@ class PrefixIndex:
                     self._evict(shard)
                 shard[chunk] = bit | (count & _TOKEN_MASK)
 
-    def guess(
-        self, slot: int, hashes: Sequence[int], tokens: Callable[[], Sequence[int]], *, touch: bool
-    ) -> list[int]:
-        """Like `add` for chunks that are only expected; `tokens` is asked for estimates if some chunk is new.
+    def guess(self, slot: int, hashes: Sequence[int], tokens: Callable[[], Sequence[int]]) -> list[int]:
+        """A prompt of these chunks is sent to `slot`: it is expected to hold them all, and they count as just used.
 
-        `touch` counts known chunks as recently used, for replicas that never announce evictions. Returns the chunks
-        the slot did not have before.
+        `tokens` is asked for estimates if some chunk is new. Returns the chunks the slot did not have before.
         """
         bit = 1 << (slot + _TOKEN_BITS)
         shards = self._shards
@@ -134,21 +131,17 @@ class PrefixIndex:
         estimates: Sequence[int] = ()
         for position, chunk in enumerate(hashes):
             shard = shards[chunk & 255]
-            entry = shard.get(chunk)
+            entry = shard.pop(chunk, None)  # it goes to the end: the oldest leave first
             if entry is None:
                 estimates = estimates or tokens()
                 if len(shard) >= self._shard_capacity:
                     self._evict(shard)
                 shard[chunk] = bit | (estimates[position] & _TOKEN_MASK)
                 added.append(chunk)
-            else:
-                if not entry & bit:
-                    added.append(chunk)
-                elif not touch:
-                    continue
-                if touch:
-                    del shard[chunk]  # it goes to the end, the oldest leave first
-                shard[chunk] = entry | bit
+                continue
+            if not entry & bit:
+                added.append(chunk)
+            shard[chunk] = entry | bit
         return added
 
     def remove(self, slot: int, hashes: Iterable[int]) -> None:
@@ -197,7 +190,7 @@ class PrefixIndex:
         return runs, length
 
     def _evict(self, shard: dict[int, int]) -> None:
-        """Makes room: the oldest 1/64 of the shard goes."""
+        """Makes room: the 1/64 of the shard that was unused longest goes."""
         surplus = len(shard) - self._shard_capacity + 1 + (self._shard_capacity >> 6)
         for chunk in [chunk for chunk, _ in zip(shard, range(surplus), strict=False)]:
             del shard[chunk]

@@ -73,7 +73,7 @@ class Residency:
         expected_s: float = 0.0,
     ) -> None:
         """The replica was sent this prompt and will announce it, computed, in about `expected_s`."""
-        added = self._index.guess(self.slot, hashes, tokens, touch=False)
+        added = self._index.guess(self.slot, hashes, tokens)
         if added:
             self._unconfirmed.update(added)
             heappush(self._guesses, (now + max(GUESS_TTL_S, TTFT_FACTOR * expected_s), added))
@@ -84,7 +84,7 @@ class Residency:
         slot = self._history.get(period)
         if slot is None:
             slot = self._history[period] = self._index.acquire_slot()
-        self._index.guess(slot, hashes, tokens, touch=True)
+        self._index.guess(slot, hashes, tokens)
 
     def expire(self, now: float) -> None:
         """Erases guesses that were never confirmed, and history."""

@@ -128,19 +128,31 @@ def test_use_keeps_a_guessed_prefix_alive() -> None:
     slot = index.acquire_slot()
     hot = [1, 2, 3]
     for chunk in range(1000, 5_000):
-        index.guess(slot, hot, lambda: [10, 20, 30], touch=True)
-        index.guess(slot, [chunk], lambda: [1], touch=True)
+        index.guess(slot, hot, lambda: [10, 20, 30])
+        index.guess(slot, [chunk], lambda: [1])
     assert index.match(hot) == ({slot: 30}, 3)
+
+
+def test_use_keeps_an_announced_prefix_alive() -> None:
+    index = PrefixIndex(capacity=SHARDS * 4)
+    holder, busy = Residency(index), Residency(index)
+    hot = [1, 2, 3]
+    holder.stored(hot, [10, 20, 30])
+    for chunk in range(1000, 5_000):
+        holder.guess(hot, lambda: [10, 20, 30], 0.0)
+        busy.stored([chunk], [1])
+    assert index.match(hot) == ({holder.slot: 30}, 3)
+    assert not holder.has_guesses, "what is announced is not a guess"
 
 
 def test_use_in_another_slot_keeps_it_alive_too() -> None:
     index = PrefixIndex(capacity=SHARDS * 4)
     first, second = index.acquire_slot(), index.acquire_slot()
     for chunk in range(0, 3 * SHARDS, SHARDS):
-        index.guess(first, [chunk], lambda: [1], touch=True)
-    index.guess(second, [0], lambda: [1], touch=True)
+        index.guess(first, [chunk], lambda: [1])
+    index.guess(second, [0], lambda: [1])
     for chunk in range(3 * SHARDS, 6 * SHARDS, SHARDS):
-        index.guess(first, [chunk], lambda: [1], touch=True)
+        index.guess(first, [chunk], lambda: [1])
     assert index.match([0]) == ({first: 1, second: 1}, 1)
 
 
