@@ -40,12 +40,15 @@ class PrefixIndex:
         """Bits of the slots in use."""
         self.slot_changes = 0
         """Grows whenever a slot is taken or given up."""
+        self.guessed = 0
+        """Chunks that replicas are expected to announce, as `residency` counts them."""
         self.resize(capacity)
 
     def resize(self, capacity: int) -> None:
         """Changes the cap; surplus entries leave as new ones come."""
         self.capacity = max(SHARDS, capacity)
         self._shard_capacity = self.capacity // SHARDS
+        self.max_guesses = self.capacity // 4
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))

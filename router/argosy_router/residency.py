@@ -2,8 +2,9 @@
 
 Owns: the replica's slots, guesses awaiting confirmation, the history of what it was sent.
 Must not know: frames, sockets, other replicas.
-Invariants: a guess about a replica that announces is confirmed or erased after `GUESS_TTL_S`; what a replica that does
-not announce was sent is believed for one to two periods of `HISTORY_S` after its last use.
+Invariants: a guess about a replica that announces is confirmed or erased after `MAX_GUESS_TTL_S` at the latest, and all
+replicas' guesses together stay within the index's `max_guesses`; what a replica that does not announce was sent is
+believed for one to two periods of `HISTORY_S` after its last use.
 
 History has a slot of its own for each period: to forget a period is to retire its slot, whatever it holds.
 """
@@ -20,6 +21,8 @@ GUESS_TTL_S = 10.0
 followers to a replica that never got the prefix; too short scatters a burst."""
 TTFT_FACTOR = 2.0
 """A guess about a prompt behind a long queue lives this many times as long as the first token is expected to take."""
+MAX_GUESS_TTL_S = 300.0
+"""Whoever waits longer has given up, or its replica has."""
 HISTORY_S = 300.0
 """A conversation's next turn comes within minutes; a busy cache has turned over by then."""
 
@@ -62,6 +65,7 @@ class Residency:
             self._index.retire_slot(slot)
         self._history.clear()
         self._unconfirmed.clear()
+        self._index.guessed -= sum(len(hashes) for _, hashes in self._guesses)
         self._guesses.clear()
 
     def guess(
@@ -76,7 +80,13 @@ class Residency:
         added = self._index.guess(self.slot, hashes, tokens)
         if added:
             self._unconfirmed.update(added)
-            heappush(self._guesses, (now + max(GUESS_TTL_S, TTFT_FACTOR * expected_s), added))
+            heappush(
+                self._guesses, (now + min(MAX_GUESS_TTL_S, max(GUESS_TTL_S, TTFT_FACTOR * expected_s)), added)
+            )
+            index = self._index
+            index.guessed += len(added)
+            while index.guessed > index.max_guesses and self._guesses:
+                self._end_first_guess()
 
     def remember(self, hashes: Sequence[int], tokens: Callable[[], Sequence[int]], now: float) -> None:
         """The replica was sent this prompt and will announce nothing."""
@@ -90,14 +100,19 @@ class Residency:
         """Erases guesses that were never confirmed, and history."""
         guesses = self._guesses
         while guesses and guesses[0][0] <= now:
-            _, hashes = heappop(guesses)
-            late = self._unconfirmed.intersection(hashes)
-            if late:
-                self._unconfirmed -= late
-                self._index.remove(self.slot, late)
+            self._end_first_guess()
         period = int(now / HISTORY_S)
         for past in [past for past in self._history if past < period - 1]:
             self._index.retire_slot(self._history.pop(past))
+
+    def _end_first_guess(self) -> None:
+        """Erases what is unconfirmed of the guess that expires first."""
+        _, hashes = heappop(self._guesses)
+        self._index.guessed -= len(hashes)
+        late = self._unconfirmed.intersection(hashes)
+        if late:
+            self._unconfirmed -= late
+            self._index.remove(self.slot, late)
 
     @property
     def has_guesses(self) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from argosy_router.index import SCRUB_STEP, SHARDS, PrefixIndex
-from argosy_router.residency import GUESS_TTL_S, Residency
+from argosy_router.residency import GUESS_TTL_S, MAX_GUESS_TTL_S, Residency
 
 REPLICAS = 4
 CHAINS = [[chain * 1000 + depth for depth in range(1, 8)] for chain in range(3)]
@@ -211,3 +211,28 @@ def test_a_guess_outlives_the_wait_that_is_expected() -> None:
     assert index.match([1])[1] == 1
     residency.expire(120.0)
     assert index.match([1])[1] == 0
+
+
+def test_no_wait_makes_a_guess_outlive_its_ceiling() -> None:
+    index = PrefixIndex()
+    residency = Residency(index)
+    residency.guess([1], lambda: [10], 0.0, expected_s=1e9)
+    residency.expire(MAX_GUESS_TTL_S)
+    assert index.match([1])[1] == 0
+    assert not residency.has_guesses
+
+
+def test_guesses_are_bounded_by_the_index_and_the_oldest_go_first() -> None:
+    index = PrefixIndex(capacity=SHARDS * 16)
+    busy, idle = Residency(index), Residency(index)
+    idle.guess([1, 2, 3], lambda: [1, 2, 3], 0.0)
+    for start in range(SHARDS, 40 * SHARDS, 8):
+        prompt = range(start, start + 8)
+        busy.guess(prompt, lambda: range(8), float(start))
+        assert index.guessed == len(idle._unconfirmed) + len(busy._unconfirmed) <= index.max_guesses
+        assert all(busy.is_guess(chunk) for chunk in prompt), "the newest is kept"
+    assert index.match([1, 2, 3]) == ({idle.slot: 3}, 3)
+    busy.guess(range(10**6, 10**6 + index.capacity), lambda: range(index.capacity), 1e6)
+    assert not busy.has_guesses, "one that is too long by itself is not believed at all"
+    idle.close()
+    assert index.guessed == 0
