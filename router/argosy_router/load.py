@@ -43,6 +43,7 @@ class LoadAccount:
         "max_num_seqs",
         "prefill_tokens_per_s",
         "queued_tokens",
+        "recent_work",
         "reported_requests",
         "reported_tokens",
         "requests",
@@ -64,6 +65,8 @@ class LoadAccount:
         self.kv_usage = 0.0
         self.max_num_seqs = PRIOR_MAX_NUM_SEQS
         self.prefill_tokens_per_s, self.decode_step_s = PRIOR
+        self.recent_work = 0.0
+        """Kept by `Service`, on whose clock it fades."""
         self.wait_s = 0.0
         self._measured = _UNMEASURED
         self._assumed = PRIOR

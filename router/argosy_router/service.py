@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
+from math import exp
 from typing import NamedTuple
 
 from argosy_engine.protocol.chunks import chain_seed, chunk_hashes, chunk_offsets
@@ -31,6 +32,10 @@ SEATS_PER_SEQ = 1.5
 engine, so that it never runs dry; what waits here instead can still be ordered, and sent where room comes first."""
 NO_LIMIT = 1 << 30
 """Room of a service whose replicas do not tell the size of their batch."""
+RECENT_S = 60.0
+"""Work sent to a replica counts for its share of new prefixes by half after 40 s."""
+_RESCALE = 30.0
+"""Weights grow to e**30 of what they were before sums are brought down again: far from a float's limits."""
 _KEY_CHUNKS = 4
 """The rendezvous key is the chain up to this chunk: role, then the first 768 bytes of the first text. Fewer would send
 every prompt with the same role to one replica; more would part prompts that share a system prompt."""
@@ -85,6 +90,8 @@ class Service:
         self.replicas: dict[str, Replica] = {}
         self.bytes_per_token = PRIOR_BYTES_PER_TOKEN
         self.sequence = 0
+        self._recent_since = 0.0
+        """When work sent weighed one; later work weighs more, so that older work fades."""
         self._candidates: Candidates | None = None
         self._unsalted_seed = chain_seed(spec.model)
 
@@ -244,11 +251,21 @@ class Service:
         """Records that the request goes to the chosen replica: followers of its prefix should too."""
         replica = choice.replica
         replica.health.dispatched(now)
+        self._count_work(replica.load, choice.uncached_tokens, now)
         residency, tokens = replica.residency, lambda: self.estimate_chunks(prompt)
         if replica.is_synced:
             residency.guess(prompt.hashes, tokens, now, expected_s=choice.predicted_ttft_s)
         else:
             residency.remember(prompt.hashes, tokens, now)
+
+    def _count_work(self, load: LoadAccount, tokens: int, now: float) -> None:
+        age = (now - self._recent_since) / RECENT_S
+        if age > _RESCALE:
+            fading = exp(-age)
+            for replica in self.replicas.values():
+                replica.load.recent_work *= fading
+            self._recent_since, age = now, 0.0
+        load.recent_work += exp(age) * tokens / load.prefill_tokens_per_s
 
     def may_eject(self) -> bool:
         return may_eject([replica.health for replica in self.replicas.values()])

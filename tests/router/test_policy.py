@@ -27,6 +27,7 @@ class Fake:
     prefill_tokens_per_s: float = 1000.0
     decode_step_s: float = 0.01
     max_num_seqs: int = 64
+    recent_work: float = 0.0
 
     @property
     def identity(self) -> bytes:
@@ -130,6 +131,19 @@ def test_cold_prefixes_pass_over_a_loaded_favourite() -> None:
     assert choose("cost", request(), fleet).position == second
     fleet[first].queued_tokens = int(1000 * (COLD_SLACK - 1)) - 10
     assert choose("cost", request(), fleet).position == first
+
+
+def test_cold_prefixes_pass_over_a_favourite_that_was_sent_more_than_its_share() -> None:
+    fleet = [Fake(number, recent_work=4.0) for number in range(4)]
+    first, second = sorted(range(4), key=weights(1, fleet).__getitem__, reverse=True)[:2]
+    fleet[first].recent_work = 6.0
+    assert choose("cost", request(), fleet).position == second
+    fleet[first].recent_work = 5.0
+    assert choose("cost", request(), fleet).position == first
+    for other in fleet:
+        other.queued_tokens = 5000
+    fleet[first].queued_tokens, fleet[first].recent_work = 0, 6.0
+    assert choose("cost", request(), fleet).position == first, "waiting counts first"
 
 
 def test_a_departed_replica_moves_only_its_own_keys() -> None:

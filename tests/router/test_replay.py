@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from argosy.errors import UsageError
 from argosy_router.policy import POLICIES
 from argosy_router.replay.engine import EngineModel, Job, SimulatedEngine
 from argosy_router.replay.report import PolicyResult, percentile, result_of
-from argosy_router.replay.simulator import Simulation
+from argosy_router.replay.simulator import SimulatedRouter, Simulation
 from argosy_router.replay.trace import (
     TraceError,
     TraceRequest,
@@ -22,6 +23,8 @@ from argosy_router.replay.trace import (
     synthetic_trace,
     write_trace,
 )
+from argosy_router.replica import Replica
+from argosy_router.service import Prompt
 
 FAST = EngineModel(prefill_tokens_per_s=8000.0)
 
@@ -138,7 +141,46 @@ def test_an_engine_computes_only_what_it_does_not_hold() -> None:
     assert [cached for _, cached in run_engine(model, [a, c, a])] == [0, 0, 0], "the cache is bounded"
 
 
+def test_requests_share_blocks_of_the_cache_and_keep_them_while_they_run() -> None:
+    events: list[tuple[float, object]] = []
+    removed: list[int] = []
+    model = EngineModel(kv_cache_tokens=1000)
+    engine = SimulatedEngine(
+        model, lambda when, event: events.append((when, event)), lambda change: removed.extend(change.removed)
+    )
+
+    def step() -> None:
+        events.sort(key=lambda entry: entry[0])
+        now, event = events.pop(0)
+        event(now)  # type: ignore[operator]
+
+    def submit(request: TraceRequest) -> None:
+        engine.submit(Job(request, lambda job, now: None, lambda job, now: None), 0.0)
+
+    long = TraceRequest(0.0, 400, 100, (1, 2), (300, 400))
+    submit(long)
+    submit(long._replace(output_tokens=50, blocks=(1, 3)))
+    for _ in range(3):  # prefill and first token of the one, prefill of the other
+        step()
+    assert engine.running == 2
+    assert engine.running_tokens == (400 + 100) + (100 + 50), "the first block counts once"
+    submit(TraceRequest(0.0, 600, 1, (7,), (600,)))
+    assert engine.waiting == 1, "it waits for room, not for a seat"
+    while events:
+        step()
+    assert engine.running == engine.waiting == engine.running_tokens == 0
+    assert removed == [2], "what was used longest ago leaves, its beginning last"
+
+
 # replays
+
+
+def test_at_rest_no_replica_gets_more_prefixes_than_its_share() -> None:
+    """Nothing waits anywhere, so nothing but what was sent before tells where a new prefix should live."""
+    for seed in range(5):
+        prefixes = [TraceRequest(5.0 * n, 2000, 8, (n * 10 + seed,), (2000,)) for n in range(12)]
+        busy = Simulation(prefixes, "cost", 4, FAST).run().busy_s
+        assert max(busy) <= (12 / 4 + 1) * 2000 / FAST.prefill_tokens_per_s
 
 
 def test_a_fleet_that_is_behind_keeps_prefixes_where_they_are() -> None:
@@ -174,6 +216,27 @@ def test_routers_that_share_nothing_agree() -> None:
     alone, three = replay(trace, "cost"), replay(trace, "cost", routers=3)
     assert three.cached_share >= 0.97 * alone.cached_share
     assert three.ttft_p90_s <= 1.5 * alone.ttft_p90_s
+
+
+def test_work_sent_long_ago_fades() -> None:
+    service = SimulatedRouter(["a", "b"], FAST, 1000).service
+    a, b = service.replicas["a"], service.replicas["b"]
+    prompt = Prompt((1,), 1, 0, 1000, chunk_tokens=(1000,))
+    rng = random.Random(0)
+
+    def send(to: Replica, now: float) -> None:
+        choice = service.choose(prompt, now, rng)
+        service.dispatched(choice._replace(replica=to, uncached_tokens=1000), prompt, now)
+
+    send(a, 0.0)
+    for second in range(4):
+        send(b, float(second))
+    assert 3.9 < b.load.recent_work / a.load.recent_work < 4.2
+    for hours in (1, 24, 24 * 365):
+        send(a, 3600.0 * hours)
+        assert a.load.recent_work > 1000.0 * b.load.recent_work
+        send(b, 3600.0 * hours)
+        assert b.load.recent_work == pytest.approx(a.load.recent_work)
 
 
 def test_a_slow_replica_is_not_buried() -> None:

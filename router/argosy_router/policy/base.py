@@ -61,6 +61,11 @@ class Candidate(Protocol):
     @property
     def max_num_seqs(self) -> int: ...
     @property
+    def recent_work(self) -> float:
+        """Seconds of prefill it was sent lately, on a scale that all candidates share: only relations count."""
+        ...
+
+    @property
     def wait_s(self) -> float:
         """`waiting.waiting_s` of it, kept up to date where the figures change rather than where they are read."""
         ...

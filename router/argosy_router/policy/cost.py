@@ -14,7 +14,9 @@ is when the whole fleet is behind, which is when hits are what gets it out.
 
 The lowest T wins; candidates within `TIE_S` or `TIE_SHARE` of it are equal and one is drawn. When nobody holds a
 useful prefix, the draw is replaced by a rendezvous hash of the prompt's beginning among those within `COLD_SLACK` of
-the best: router replicas agree where a new prefix should live without talking, and a loaded replica is passed over.
+the best: router replicas agree where a new prefix should live without talking, and a loaded replica is passed over. So
+is one that was sent more than `COLD_SHARE` of the mean lately: at rest, when nothing waits anywhere, a hash alone would
+give some replica more prefixes than its cache can hold.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ TIE_S = 0.001
 TIE_SHARE = 0.02
 COLD_SLACK = 1.25
 """Bounded load of the rendezvous choice, as in consistent hashing with bounded loads, but in seconds."""
+COLD_SHARE = 1.25
+"""The same bound on work sent in the last minute or so."""
 
 
 def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
@@ -58,8 +62,14 @@ def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.R
     else:
         limit = best + max(TIE_S, (COLD_SLACK - 1.0) * best)
         close = [position for position, value in enumerate(costs) if value <= limit]
-        chosen = favourite(request.key, candidates, close)
+        chosen = favourite(request.key, candidates, _with_room(candidates, close))
     return decide(request, candidates, chosen, costs[chosen])
+
+
+def _with_room(candidates: Sequence[Candidate], close: list[int]) -> list[int]:
+    """Those of `close` that were not sent more than their share lately; all of them if there is none."""
+    bound = COLD_SHARE * sum([candidate.recent_work for candidate in candidates]) / len(candidates)
+    return [position for position in close if candidates[position].recent_work <= bound] or close
 
 
 def cost(request: RouteRequest, candidates: Sequence[Candidate]) -> list[float]:

@@ -3,8 +3,9 @@
 Owns: what an engine does with a request, in simulated time. Must not know: routers, traces.
 
 Prefill takes `uncached / prefill_tokens_per_s`; a decode step takes `decode_step_s + decode_step_per_seq_s * running`,
-by the batch at the first token. At most `max_num_seqs` requests run. What the model leaves out (chunked prefill that
-slows decoding, preemption) flatters all policies alike.
+by the batch at the first token. At most `max_num_seqs` requests run, and only as many as the KV cache has room for with
+all of their output; blocks they share count once, and blocks in use are never evicted. What the model leaves out
+(chunked prefill that slows decoding, preemption) flatters all policies alike.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import sub
 
 from argosy_router.replay.trace import TraceRequest
 
@@ -65,9 +68,12 @@ class SimulatedEngine:
         self._cache: OrderedDict[int, int] = OrderedDict()
         """block -> its own tokens, least recently used first"""
         self._cache_tokens = 0
+        self._users: dict[int, int] = {}
+        """block -> running requests that use it"""
         self._is_prefilling = False
         self.running = 0
         self.running_tokens = 0
+        """KV cache tokens of running requests, to the end of their output."""
         self.queued_tokens = 0
         """Uncached prompt tokens of requests without a first token, as of their arrival."""
         self.busy_s = 0.0
@@ -90,10 +96,15 @@ class SimulatedEngine:
     def _prefill_next(self, now: float) -> None:
         if self._is_prefilling or not self._queue or self.running >= self.model.max_num_seqs:
             return
+        if (
+            self.running
+            and self.running_tokens + self._room(self._queue[0].request) > self.model.kv_cache_tokens
+        ):
+            return
         job = self._queue.popleft()
         self._is_prefilling = True
         self.running += 1
-        self.running_tokens += job.request.input_tokens + job.request.output_tokens
+        self._take(job.request)
         job.cached_tokens = self._cached(job.request)
         seconds = (job.request.input_tokens - job.cached_tokens) / self.model.prefill_tokens_per_s
         self.busy_s += seconds
@@ -110,9 +121,26 @@ class SimulatedEngine:
 
     def _ended(self, job: Job, now: float) -> None:
         self.running -= 1
-        self.running_tokens -= job.request.input_tokens + job.request.output_tokens
+        self._give_back(job.request)
         job.on_end(job, now)
         self._prefill_next(now)
+
+    def _room(self, request: TraceRequest) -> int:
+        """Tokens the request needs beside those that running ones use already."""
+        shared = sum(tokens for block, tokens in _blocks(request) if block in self._users)
+        return request.input_tokens + request.output_tokens - shared
+
+    def _take(self, request: TraceRequest) -> None:
+        self.running_tokens += self._room(request)
+        for block in request.blocks:
+            self._users[block] = self._users.get(block, 0) + 1
+
+    def _give_back(self, request: TraceRequest) -> None:
+        for block in request.blocks:
+            self._users[block] -= 1
+            if not self._users[block]:
+                del self._users[block]
+        self.running_tokens -= self._room(request)
 
     def _cached(self, request: TraceRequest) -> int:
         """Prompt tokens in the cache; the last token is always computed, as in vLLM."""
@@ -125,23 +153,31 @@ class SimulatedEngine:
 
     def _store(self, request: TraceRequest) -> None:
         change = CacheChange()
-        before = 0
-        for block, end in zip(request.blocks, request.ends, strict=True):
+        for (block, tokens), end in zip(_blocks(request), request.ends, strict=True):
             if block not in self._cache:
-                self._cache[block] = end - before
-                self._cache_tokens += end - before
+                self._cache[block] = tokens
+                self._cache_tokens += tokens
                 change.stored.append(block)
                 change.tokens.append(end)
-            before = end
         # The deepest blocks count as used first, so that they are evicted before what they build on.
         self._touch(reversed(request.blocks))
-        while self._cache_tokens > self.model.kv_cache_tokens and len(self._cache) > 1:
+        for _ in range(len(self._cache)):
+            if self._cache_tokens <= self.model.kv_cache_tokens:
+                break
             block, tokens = self._cache.popitem(last=False)
-            self._cache_tokens -= tokens
-            change.removed.append(block)
+            if block in self._users:
+                self._cache[block] = tokens
+            else:
+                self._cache_tokens -= tokens
+                change.removed.append(block)
         if change.stored or change.removed:
             self._on_cache_change(change)
 
     def _touch(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._cache.move_to_end(block)
+
+
+def _blocks(request: TraceRequest) -> Iterable[tuple[int, int]]:
+    """Each block with the tokens it covers itself."""
+    return zip(request.blocks, map(sub, request.ends, chain((0,), request.ends)), strict=False)
