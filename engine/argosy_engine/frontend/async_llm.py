@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Container, Iterator, Seque
 from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.client import AsyncMPClient
+from argosy_engine.core.async_client import AsyncMPClient
 from argosy_engine.core.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,

@@ -1,0 +1,184 @@
+"""AsyncMPClient: the asyncio client of an engine core in a process of its own. See `core.client`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.core.client import POLL_MS, bind, close_all, result_of
+from argosy_engine.core.launch import START_TIMEOUT_S, CoreHandle
+from argosy_engine.core.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    RequestType,
+    UtilityCall,
+    UtilityOutput,
+)
+from argosy_engine.errors import EngineDead, UtilityFailed
+
+
+class AsyncMPClient:
+    """The core in a process of its own. Create it with `start`."""
+
+    def __init__(self, handle: CoreHandle) -> None:
+        self._handle = handle
+        self._context = zmq.asyncio.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+        self._input, self._output = bind(self._context, handle)
+        self._call_ids: Iterator[int] = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._is_read = True
+        """Or nobody will answer calls any more."""
+        self.config: ResolvedConfig
+
+    @classmethod
+    async def start(cls, args: EngineArgs) -> AsyncMPClient:
+        """Starts the core process and waits until its model is loaded.
+
+        Raises:
+            ConfigError: the core refuses its arguments; the message is for the person who started it.
+            EngineDead: the core died while starting.
+        """
+        handle = CoreHandle(args)
+        client = cls(handle)
+        try:
+            handle.start()  # fork and exec take milliseconds, once
+            async with asyncio.timeout(START_TIMEOUT_S):
+                client.config = await client._shake_hands()
+        except BaseException as error:
+            await client.close()
+            if isinstance(error, TimeoutError):
+                raise EngineDead(f"the engine core was not ready after {START_TIMEOUT_S:.0f} s") from None
+            raise
+        return client
+
+    async def _shake_hands(self) -> ResolvedConfig:
+        exited = asyncio.ensure_future(self._exit())
+        try:
+            while self._handle.config is None:
+                receive = asyncio.ensure_future(self._output.recv())
+                await asyncio.wait({receive, exited}, return_when=asyncio.FIRST_COMPLETED)
+                if not receive.done() and not await self._output.poll(0):
+                    receive.cancel()
+                    raise self._handle.dead(" while starting")
+                reply = self._handle.greeting(await receive)
+                if reply is not None:
+                    send = asyncio.ensure_future(self._input.send_multipart(reply))
+                    await asyncio.wait({send, exited}, return_when=asyncio.FIRST_COMPLETED)
+                    if not send.done():
+                        send.cancel()
+                        raise self._handle.dead(" while starting")
+        finally:
+            exited.cancel()
+        return self._handle.config
+
+    async def add_request(self, request: EngineCoreRequest) -> None:
+        """Raises EngineDead if the core has died."""
+        await self._send([RequestType.ADD, self._encoder.encode(request)])
+
+    async def abort_requests(self, request_ids: list[str]) -> None:
+        with contextlib.suppress(EngineDead):
+            await self._send([RequestType.ABORT, self._encoder.encode(request_ids)])
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """Calls a utility of the core and waits for its result; someone must be reading `outputs`.
+
+        Raises:
+            UtilityFailed: the core knows no such utility, or it failed.
+            EngineDead: the core died.
+        """
+        call_id = next(self._call_ids)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            call = UtilityCall(call_id, method, list(args))
+            await self._send([RequestType.UTILITY, self._encoder.encode(call)])
+            return await future
+        finally:
+            del self._calls[call_id]
+
+    async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+        """Everything the core sends, until it dies.
+
+        Raises:
+            EngineDead: the process ended or said that it dies.
+        """
+        receive = asyncio.ensure_future(self._output.recv())
+        exited = asyncio.ensure_future(self._exit())
+        try:
+            while True:
+                await asyncio.wait({receive, exited}, return_when=asyncio.FIRST_COMPLETED)
+                if receive.done():
+                    outputs = self._decoder.decode(receive.result())
+                    if outputs.dead is not None:
+                        raise EngineDead(outputs.dead)
+                    if outputs.utility is not None:
+                        self._resolve(outputs.utility)
+                    receive = asyncio.ensure_future(self._output.recv())
+                    yield outputs
+                elif exited.done():
+                    raise self._handle.dead()
+        finally:
+            receive.cancel()
+            exited.cancel()
+            self._is_read = False
+            for future in self._calls.values():
+                if not future.done():
+                    future.set_exception(EngineDead("the engine core is gone"))
+
+    async def _send(self, message: list[bytes]) -> None:
+        """Hands a message over; only a dead core cannot take it at once."""
+        if not self._is_read or self._handle.poll() is not None:
+            raise EngineDead("the engine core is gone")
+        try:
+            await self._input.send_multipart(message, zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDead("the engine core is gone") from None
+
+    def _resolve(self, answer: UtilityOutput) -> None:
+        future = self._calls.get(answer.call_id)
+        if future is None or future.done():
+            return
+        try:
+            future.set_result(result_of(answer))
+        except UtilityFailed as error:
+            future.set_exception(error)
+
+    async def _exit(self) -> None:
+        """Returns when the core has ended, noticed by its pidfd: an event, no polling."""
+        pidfd = self._handle.pidfd
+        if pidfd is None:
+            while self._handle.poll() is None:  # noqa: ASYNC110 (no event tells it here)
+                await asyncio.sleep(POLL_MS / 1000)
+            return
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(pidfd, _set_done, ended)
+        try:
+            await ended
+        finally:
+            loop.remove_reader(pidfd)
+        self._handle.poll()
+
+    @property
+    def pid(self) -> int:
+        return self._handle.pid
+
+    async def close(self) -> None:
+        """Ends the core."""
+        await asyncio.to_thread(self._handle.end)
+        close_all(self._context, self._input, self._output)
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
