@@ -14,6 +14,7 @@ from argosy_engine.core.messages import ChunkEnd, EngineCoreOutput, EngineCoreRe
 from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 from scheduler_fakes import FakeWorker, next_token
 
@@ -161,6 +162,42 @@ def test_the_newest_request_is_preempted_and_still_finishes() -> None:
     assert {name: len(ids) for name, ids in tokens.items()} == {"a": 12, "b": 12}
 
 
+@pytest.mark.parametrize("spec", [FullAttentionSpec(0), SlidingWindowSpec(0, 48)])
+@pytest.mark.parametrize("threshold", [0, 16, 24])
+def test_prompts_in_chunks_are_admitted_only_beside_what_those_before_them_still_take(
+    threshold: int, spec: KVCacheSpec
+) -> None:
+    kv = KVCacheManager(101, BLOCK, True, specs=[spec], max_num_batched_tokens=64)
+    scheduler = Scheduler(
+        kv,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        max_model_len=400,
+        eos_token_ids=frozenset({EOS}),
+        long_prefill_token_threshold=threshold,
+    )
+    for index in range(4):
+        scheduler.add(request(str(index), [index + 1] * 240, max_tokens=2))
+    num_computed = 0
+    while scheduler.has_work:
+        num_computed += run_step(scheduler)[0].total_num_scheduled_tokens
+        scheduler.check()
+    assert (scheduler.num_preemptions, num_computed) == (0, 4 * 241)
+    assert kv.num_promised_blocks == 0
+
+
+def test_blocks_promised_to_a_request_that_ends_early_are_free_again() -> None:
+    scheduler = make(num_blocks=17, max_num_batched_tokens=8)
+    scheduler.add(request("a", [1] * 56))
+    scheduler.add(request("b", [2] * 40))
+    assert list(run_step(scheduler)[0].num_scheduled_tokens) == ["a"]
+    scheduler.abort(["a"])
+    assert list(run_step(scheduler)[0].num_scheduled_tokens) == ["b"]
+    scheduler.rebuild()
+    scheduler.check()
+    assert run_all(scheduler).keys() == {"b"}
+
+
 def test_what_can_never_fit_is_answered_not_kept() -> None:
     scheduler = make(num_blocks=4)
     scheduler.add(request("huge", [1] * 40))
@@ -216,7 +253,7 @@ def test_blocks_of_a_request_that_leaves_the_step_being_planned_are_not_shared()
     scheduler = make(
         num_blocks=9, policy="priority", max_num_batched_tokens=12, long_prefill_token_threshold=8
     )
-    scheduler.add(request("patient", list(range(10, 40)), priority=1))
+    scheduler.add(request("patient", list(range(10, 38)), priority=1))
     assert run_step(scheduler)[0].num_scheduled_tokens == {"patient": 12}
     scheduler.add(request("urgent", list(range(50, 54)), max_tokens=20))
     assert run_step(scheduler)[0].num_scheduled_tokens == {"patient": 8, "urgent": 4}

@@ -2,7 +2,8 @@
 
 Owns the block pool, the groups that draw on it and the residency tracker. Knows requests and blocks, not steps or
 budgets. Invariant: a running request holds, per group, exactly the blocks that its computed and scheduled tokens fill
-and its next ones read.
+and its next ones read. Blocks that its known tokens will still need are promised to it: they are free, but nobody is
+admitted to them.
 
 A block is registered in the prefix cache as soon as the step that fills it is scheduled: steps run in order, and
 within a step a layer writes all keys and values before it reads any, so even a request admitted to the same step may
@@ -46,6 +47,8 @@ class KVCacheManager:
         self.residency = ResidencyTracker()
         self.pool = BlockPool(num_blocks, on_evict=self.residency.evict)
         self.num_watermark_blocks = int(watermark * num_blocks)
+        self.num_promised_blocks = 0
+        """Of all requests: the sum of their `num_promised_blocks`."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -86,13 +89,16 @@ class KVCacheManager:
     ) -> bool:
         """Gives a waiting request its cached blocks and blocks for `num_new_tokens` more tokens.
 
-        Admission also asks that the whole prompt fits now: a prompt admitted a chunk at a time must not starve
-        half-way and be preempted. False when there is no room (nothing changed).
+        Admission also asks that the whole prompt fits now, beside what the prompts under way will still take: a prompt
+        admitted a chunk at a time must not starve half-way and be preempted. False when there is no room (nothing
+        changed).
 
         Args:
             leave_room: whether the watermark applies.
         """
-        room = self.pool.num_free_blocks - (self.num_watermark_blocks if leave_room else 0)
+        room = self.pool.num_free_blocks - self.num_promised_blocks
+        if leave_room:
+            room -= self.num_watermark_blocks
         num_wanted = 0
         for group, cached in zip(self.groups, cached_block_ids, strict=True):
             held = [block_id for block_id in cached if block_id != NULL_BLOCK]
@@ -110,6 +116,7 @@ class KVCacheManager:
         ]
         request.num_allocated_tokens = self._round_up(num_tokens)
         request.num_cached_blocks = num_cached
+        self._promise(request)
         if self.enable_prefix_caching:
             self.num_queried_tokens += request.num_tokens
             self.num_hit_tokens += num_cached * self.block_size
@@ -138,6 +145,8 @@ class KVCacheManager:
         for block_ids, added in zip(request.block_ids, new_ids, strict=True):
             block_ids += added
         request.num_allocated_tokens = self._round_up(num_tokens)
+        if request.num_promised_blocks:
+            self._promise(request)
         self._register(request, num_tokens)
         return new_ids
 
@@ -154,18 +163,21 @@ class KVCacheManager:
             if num_valid < request.num_cached_blocks:
                 self.pool.unregister(block_ids[num_valid : request.num_cached_blocks])
             self.pool.free([block_id for block_id in block_ids if block_id != NULL_BLOCK])
+        self.num_promised_blocks -= request.num_promised_blocks
         self.forget(request)
 
     def forget(self, request: Request) -> None:
         """The request holds no blocks any more."""
         request.block_ids = []
         request.num_allocated_tokens = 0
+        request.num_promised_blocks = 0
         request.num_cached_blocks = 0
         request.num_tied_chunks = 0
 
     def rebuild(self) -> None:
         """Starts over with an empty cache. The caller has every request forget its blocks."""
         self.pool = BlockPool(len(self.pool.blocks), on_evict=self.residency.evict)
+        self.num_promised_blocks = 0
         self.residency.clear()
 
     def reset_prefix_cache(self) -> bool:
@@ -175,8 +187,10 @@ class KVCacheManager:
         return True
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Asserts the pool's invariants and that these are the requests that hold its blocks."""
+        """Asserts the pool's invariants and that these are the requests that hold its blocks, and promises."""
         self.pool.check()
+        requests = list(requests)
+        assert self.num_promised_blocks == sum(request.num_promised_blocks for request in requests)
         held = sum(
             block_id != NULL_BLOCK
             for request in requests
@@ -185,6 +199,22 @@ class KVCacheManager:
         )
         referenced = sum(block.ref_count for block in self.pool.blocks[1:])
         assert held == referenced, f"requests hold {held} blocks, the pool counts {referenced}"
+
+    def _promise(self, request: Request) -> None:
+        """Counts what the request will still take to compute the tokens it has now."""
+        num_promised = 0
+        if request.num_allocated_tokens < request.num_tokens:
+            for group, block_ids in zip(self.groups, request.block_ids, strict=True):
+                num_held = len(block_ids) - block_ids.count(NULL_BLOCK)
+                num_promised += max(
+                    min(
+                        group.num_blocks(request.num_tokens) - len(block_ids),
+                        group.peak_blocks(request.num_tokens) - num_held,
+                    ),
+                    0,
+                )
+        self.num_promised_blocks += num_promised - request.num_promised_blocks
+        request.num_promised_blocks = num_promised
 
     def _round_up(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size) * self.block_size

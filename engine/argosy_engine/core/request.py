@@ -52,6 +52,7 @@ class Request:
         "num_computed_tokens",
         "num_pending_tokens",
         "num_preemptions",
+        "num_promised_blocks",
         "num_prompt_tokens",
         "num_tied_chunks",
         "num_tokens",
@@ -114,6 +115,8 @@ class Request:
         """Per KV cache group; empty while the request holds no blocks."""
         self.num_allocated_tokens = 0
         """Tokens that the blocks held now have room for."""
+        self.num_promised_blocks = 0
+        """Blocks that its known tokens will take beyond those it holds; see `KVCacheManager`."""
         self.num_cached_blocks = 0
         """Leading blocks whose content is registered in the prefix cache."""
         self.num_tied_chunks = 0
