@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 
 from argosy_engine.core.messages import (
+    EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
     RequestType,
@@ -103,6 +105,27 @@ def test_a_result_that_cannot_be_sent_is_a_failure_of_its_call(
     assert answer.utility is not None
     assert (answer.utility.call_id, answer.utility.result) == (7, None)
     assert "cannot be sent" in (answer.utility.failure or "")
+
+
+def test_a_core_that_loads_weights_is_heard_all_the_while(
+    process: CoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Any] = []
+
+    def load(call: UtilityCall) -> UtilityOutput:
+        heard.extend(process._outputs.get(timeout=30) for _ in range(3))
+        return UtilityOutput(call.call_id)
+
+    monkeypatch.setattr("argosy_engine.core.process.IDLE_HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(process.core, "call_utility", load)
+    process._handle(RequestType.UTILITY, msgspec.msgpack.encode(UtilityCall(7, "wake_up", [])))
+    assert heard == [EngineCoreOutputs()] * 3
+    while (answer := process._outputs.get_nowait()) == EngineCoreOutputs():
+        pass
+    assert answer is not None
+    assert answer.utility == UtilityOutput(7)
+    assert process._outputs.empty()
+    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("name", ["_receive", "_send"])

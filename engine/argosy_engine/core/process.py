@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from argosy_engine.core.launch import START_TIMEOUT_S
 from argosy_engine.core.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -46,6 +47,8 @@ from argosy_engine.worker.memory import check_model
 logger = logging.getLogger("argosy.core")
 
 IDLE_HEARTBEAT_S = 0.5
+_LOADS_WEIGHTS = frozenset({"wake_up"})
+"""Utilities that may take as long as a start, in which the loop is nevertheless well."""
 _LINGER_MS = 4000
 """Long enough for the message that tells why the core died."""
 
@@ -171,7 +174,7 @@ class CoreProcess:
             elif kind == RequestType.ABORT:
                 self.core.abort_requests(self._abort_decoder.decode(payload))
             elif kind == RequestType.UTILITY:
-                result = _sendable(self.core.call_utility(self._utility_decoder.decode(payload)))
+                result = self._call(self._utility_decoder.decode(payload))
                 self._outputs.put(
                     EngineCoreOutputs(utility=result, residency=self.core.kv.residency.take_delta())
                 )
@@ -179,6 +182,24 @@ class CoreProcess:
                 logger.error("unknown request type %r", kind)
         except msgspec.DecodeError as error:
             logger.error("dropped a malformed message of kind %r: %s", kind, error)
+
+    def _call(self, call: UtilityCall) -> UtilityOutput:
+        if call.method not in _LOADS_WEIGHTS:
+            return _sendable(self.core.call_utility(call))
+        ended = threading.Event()
+        beat = threading.Thread(target=self._beat, args=(ended,), daemon=True, name="heartbeat")
+        beat.start()
+        try:
+            return _sendable(self.core.call_utility(call))
+        finally:
+            ended.set()
+            beat.join()
+
+    def _beat(self, ended: threading.Event) -> None:
+        """Heartbeats in the loop's place while it loads weights, for as long as a start may take."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not ended.wait(IDLE_HEARTBEAT_S) and time.monotonic() < deadline:
+            self._outputs.put(EngineCoreOutputs())
 
     def _add(self, payload: bytes) -> None:
         try:
