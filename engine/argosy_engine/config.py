@@ -93,7 +93,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Annotated[int, Meta(ge=2, le=1 << 30)] | None,
         Meta(description="number of KV blocks, for tests of preemption"),
     ] = None
-    enforce_eager: Annotated[bool, Meta(description="launch every kernel by itself: no CUDA graphs")] = False
+    enforce_eager: Annotated[
+        bool,
+        Meta(description="for vLLM's command lines; no effect, because there are no CUDA graphs to turn off"),
+    ] = False
     distributed_executor_backend: Annotated[
         Literal["uni", "mp"],
         Meta(description="uni: the worker lives in the core's process; mp: in a process of its own"),

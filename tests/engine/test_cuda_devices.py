@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
 from argosy_engine.models.config import load_model_config
 from argosy_engine.models.weights import DummyWeights
@@ -30,6 +31,7 @@ from argosy_engine.sample.pooling_params import PoolingParams
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.step import GrammarBitmask, NewRequest, SchedulerOutput
+from argosy_engine.worker.worker import choose_device
 from random_checkpoints import KINDS
 
 CUDA = torch.device("cuda")
@@ -133,6 +135,18 @@ def test_prompts_are_scored_and_pooled_on_the_device(tmp_path: Path) -> None:
     pooled = request("pooled", 20, 0, GREEDY, 1)
     pooled.pooling_params = PoolingParams(pooling_type="mean")
     fake("llama", tmp_path).execute([pooled])
+
+
+def test_a_worker_takes_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert [choose_device("auto", rank, 2) for rank in range(2)] == chosen
+    assert chosen == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert choose_device("cpu", 1, 2) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="3 workers need a GPU each, and torch sees 2"):
+        choose_device("cuda", 0, 3)
 
 
 def test_a_tensor_left_on_the_cpu_is_noticed() -> None:

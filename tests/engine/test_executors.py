@@ -93,9 +93,15 @@ def check_requests(engine: LLMEngine) -> None:
 
 
 def check_calls(engine: LLMEngine) -> None:
-    ((pid, *values),) = engine.collective_rpc("echo", ["x", 1, {"y": [2.5, None]}])
+    ((pid, *values),) = engine.collective_rpc("echo", args=["x", 1, {"y": [2.5, None]}])
     assert values == ["x", 1, {"y": [2.5, None]}]
     assert (pid == os.getpid()) == isinstance_uni(engine)
+    assert engine.collective_rpc("place", timeout=60, kwargs={"base": 7}) == [[7, 1]]
+    with pytest.raises(UtilityFailed, match="unexpected keyword argument 'floor'"):
+        engine.collective_rpc("place", kwargs={"floor": 7})
+    for timeout in (0, -1.0, float("nan"), ["x"]):
+        with pytest.raises(UtilityFailed, match="timeout is a number of seconds"):
+            engine.collective_rpc("echo", timeout)  # type: ignore[arg-type]
     for method, message in (
         ("fail", "as asked"),
         ("_load", "no method"),
@@ -148,7 +154,7 @@ def test_worker_processes_give_the_same_tokens(expected: dict[str, list[int]]) -
             finish(made)
 
 
-def test_the_worker_with_the_least_room_says_how_many_blocks_there_are() -> None:
+def test_workers_know_their_rank_and_the_tightest_says_how_many_blocks_there_are(tmp_path: Path) -> None:
     args = EngineArgs.of(
         model="builtin://tiny",
         device="cpu",
@@ -159,8 +165,20 @@ def test_the_worker_with_the_least_room_says_how_many_blocks_there_are() -> None
     executor = MultiprocExecutor(args, world_size=3)
     try:
         assert executor.start().memory.num_blocks == 312
+        assert executor.collective_rpc("place", kwargs={"base": 0}) == [[0, 3], [1, 3], [2, 3]]
+        check_late_answers(executor, tmp_path / "pipe")
     finally:
         executor.shutdown()
+
+
+def check_late_answers(executor: MultiprocExecutor, pipe: Path) -> None:
+    """What a worker answers after the timeout is nobody's answer."""
+    os.mkfifo(pipe)
+    with pytest.raises(UtilityFailed, match="worker 0 has not answered within"):
+        executor.collective_rpc("open_pipe", timeout=0.05, args=[str(pipe)])
+    with pipe.open("wb"):
+        answers = executor.collective_rpc("place", kwargs={"base": 10})
+    assert answers == [[10, 3], [11, 3], [12, 3]]
 
 
 def test_a_core_process_gives_the_same_tokens(expected: dict[str, list[int]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy_engine.config import MemoryBudget
@@ -57,7 +57,13 @@ class FakeExecutor:
         assert not self.is_asleep
         return FakePending(self.worker.execute(step))
 
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
         self.is_asleep = method == "sleep"
         if self.is_asleep:
             self.worker = FakeWorker(BLOCK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from msgspec import structs
 
@@ -15,6 +14,14 @@ class ProbeWorker(Worker):
     def echo(self, *values: object) -> list[object]:
         return [os.getpid(), *values]
 
+    def place(self, *, base: int) -> list[int]:
+        return [base + self.rank, self.world_size]
+
+    def open_pipe(self, path: str) -> str:
+        """Blocks until somebody opens the other end."""
+        with open(path, "rb"):
+            return "opened"
+
     def fail(self) -> None:
         raise RuntimeError("as asked")
 
@@ -22,11 +29,11 @@ class ProbeWorker(Worker):
         return self._runner is not None
 
 
-class UnequalWorker(Worker):
-    """Of a worker process: rank r has room for 512 - 100 * r blocks."""
+class UnequalWorker(ProbeWorker):
+    """Rank r has room for 512 - 100 * r blocks."""
 
     def start(self) -> WorkerInfo:
-        self.args = structs.replace(self.args, num_gpu_blocks_override=512 - 100 * int(sys.argv[1]))
+        self.args = structs.replace(self.args, num_gpu_blocks_override=512 - 100 * self.rank)
         return super().start()
 
 

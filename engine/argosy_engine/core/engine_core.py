@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
@@ -42,6 +42,8 @@ _RATE_SMOOTHING = 0.2
 
 _MAX_NUM_MIXED_PREFILL_TOKENS = 512
 """On a CPU, where a step of the whole budget takes seconds; from here on larger chunks are hardly faster."""
+
+_MAX_TIMEOUT_S = 86400.0
 
 
 class _Launched(NamedTuple):
@@ -128,7 +130,7 @@ class EngineCore:
             "reset_prefix_cache": self.kv.reset_prefix_cache,
             "check": self._check,
             "stats": self.stats,
-            "collective_rpc": self.executor.collective_rpc,
+            "collective_rpc": self._collective_rpc,
             "sleep": self._sleep,
             "wake_up": self.sleep_state.wake_up,
         }
@@ -335,6 +337,20 @@ class EngineCore:
             launched = self._launched.popleft()
             self.scheduler.update(launched.step, launched.pending.get())
         self.sleep_state.sleep(level)
+
+    def _collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """See `Executor.collective_rpc`."""
+        if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < _MAX_TIMEOUT_S):
+            raise UtilityFailed(
+                f"collective_rpc: timeout is a number of seconds above 0, not {timeout!r:.64}"
+            )
+        return self.executor.collective_rpc(method, timeout, args, kwargs)
 
     def shutdown(self) -> None:
         self.structured.close()

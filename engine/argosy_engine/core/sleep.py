@@ -37,7 +37,7 @@ class SleepState:
             raise UtilityFailed(f"there is no sleep level {level}; there are {LEVELS[0]} and {LEVELS[1]}")
         if self._scheduler.has_unfinished_requests or not self._kv.reset_prefix_cache():
             raise UtilityFailed("requests are running")
-        self._executor.collective_rpc("sleep", [level])
+        self._executor.collective_rpc("sleep", args=[level])
         self._scheduler.forget_released()
         self.level = level
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from argosy_engine.worker.info import WorkerInfo
@@ -43,11 +43,21 @@ class Executor(Protocol):
         """
         ...
 
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
         """Calls a public method of every worker; the results by rank. Arguments and results are msgpack values.
 
+        Args:
+            timeout: how long to wait for the answers; the call itself goes on. A worker in the core's own process
+                cannot be left waiting for: there it has no effect.
+
         Raises:
-            UtilityFailed: there is no such method, or it failed in a worker.
+            UtilityFailed: there is no such method, it failed in a worker, or its time is up.
             EngineDead: a worker's process ended.
         """
         ...

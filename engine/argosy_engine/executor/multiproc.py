@@ -11,8 +11,9 @@ import contextlib
 import select
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -52,6 +53,7 @@ class MultiprocExecutor:
 
     def __init__(self, args: EngineArgs, world_size: int = 1) -> None:
         self._args = args
+        self._world_size = world_size
         self._queue = BroadcastWriter(world_size)
         self._answers = [Framed(stream) for stream in self._queue.sockets]
         self._ranks = {stream.fileno(): rank for rank, stream in enumerate(self._queue.sockets)}
@@ -61,13 +63,15 @@ class MultiprocExecutor:
         self._outputs = msgspec.msgpack.Decoder(ModelRunnerOutput)
         self._pending: deque[PendingAnswer] = deque()
         """Steps whose answers have not come, oldest first."""
+        self._num_late = [0] * world_size
+        """Per rank, answers to come that nobody waits for any more."""
 
     def start(self) -> WorkerInfo:
         safe_path = ["-P"] if sys.flags.safe_path else []
         for rank, ends in enumerate(self._queue.ends):
             module = ["-m", "argosy_engine.executor.worker_process"]
             numbers = (*ends.fds, ends.num_chunks, ends.chunk_bytes)
-            arguments = [str(rank), parent_argument(), *(str(number) for number in numbers)]
+            arguments = [str(rank), str(self._world_size), parent_argument(), *map(str, numbers)]
             self._processes.append(
                 subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                     [sys.executable, *safe_path, *module, *arguments],
@@ -106,11 +110,26 @@ class MultiprocExecutor:
             raise EngineDead(f"a step failed in worker 0: {answer.message}")
         self._pending.popleft().output = self._outputs.decode(answer)
 
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
         while self._pending:  # answers come in order
             self.receive()
-        self._queue.put(CALL + self._encode(Call(method, list(args))))
-        answers = [self._answer(rank) for rank in range(len(self._processes))]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._queue.put(CALL + self._encode(Call(method, list(args), dict(kwargs or {}))))
+        answers: list[memoryview | Failure] = []
+        try:
+            for rank in range(self._world_size):
+                answers.append(self._answer(rank, deadline))  # noqa: PERF401 (keeps those before a timeout)
+        except TimeoutError:
+            late = len(answers)
+            for rank in range(late, self._world_size):
+                self._num_late[rank] += 1
+            raise UtilityFailed(f"{method}: worker {late} has not answered within {timeout:g} s") from None
         for rank, answer in enumerate(answers):
             if isinstance(answer, Failure):
                 raise UtilityFailed(f"{method} failed in worker {rank}: {answer.message}")
@@ -127,18 +146,30 @@ class MultiprocExecutor:
                 process.wait()
         self._processes = []
 
-    def _answer(self, rank: int) -> memoryview | Failure:
-        """The worker's next answer.
+    def _answer(self, rank: int, deadline: float | None = None) -> memoryview | Failure:
+        """The worker's next answer that somebody waits for.
+
+        Args:
+            deadline: by `time.monotonic()`.
 
         Raises:
             EngineDead: a worker, this or another, ended before it came.
+            TimeoutError: it has not come.
         """
-        for fd, events in self._pollers[rank].poll():
-            if not events & select.POLLIN:
-                raise self._dead(self._ranks[fd])
-        message = self._answers[rank].receive()
-        if message is None:
-            raise self._dead(rank)
+        while True:
+            timeout_ms = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
+            events = self._pollers[rank].poll(timeout_ms)
+            if not events:
+                raise TimeoutError
+            for fd, event in events:
+                if not event & select.POLLIN:
+                    raise self._dead(self._ranks[fd])
+            message = self._answers[rank].receive()
+            if message is None:
+                raise self._dead(rank)
+            if not self._num_late[rank]:
+                break
+            self._num_late[rank] -= 1
         if message[:1] == FAILED:
             return msgspec.msgpack.decode(message[1:], type=Failure)
         return memoryview(message)[1:]

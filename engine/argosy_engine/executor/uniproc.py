@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy_engine.config import EngineArgs
@@ -23,10 +23,16 @@ class UniprocExecutor:
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         return self._worker.execute(step)
 
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
         function = public_method(self._worker, method)
         try:
-            return [function(*args)]
+            return [function(*args, **(kwargs or {}))]
         except Exception as error:
             raise UtilityFailed(f"{method} failed: {type(error).__name__}: {error}") from error
 

@@ -1,4 +1,5 @@
-"""A worker's process: `python -m argosy_engine.executor.worker_process RANK PARENT FD...`, and what it is told.
+"""A worker's process, and what it is told: `python -m argosy_engine.executor.worker_process RANK WORLD_SIZE PARENT
+FD...`.
 
 Reads calls from the broadcast queue, answers over its socket. It ends with the core: a thread waits for the socket's
 other end to close, and the kernel kills it if even that cannot run (`lifeline`). A message is one byte, its kind, then
@@ -47,6 +48,7 @@ FAILED = b"\x01"
 class Call(Struct, array_like=True):
     method: str
     args: list[Any]
+    kwargs: dict[str, Any]
 
 
 class Failure(Struct, array_like=True):
@@ -59,11 +61,11 @@ def main() -> None:
     # Ctrl-C goes to the whole group; the core decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank, parent, *ends = (int(argument) for argument in sys.argv[1:])
+    rank, world_size, parent, *ends = (int(argument) for argument in sys.argv[1:])
     die_with_parent(parent)
     reader = BroadcastReader(ReaderEnds(*ends))
     threading.Thread(target=_exit_with_core, args=(reader.socket.fileno(),), daemon=True, name="core").start()
-    WorkerProcess(rank, reader).serve()
+    WorkerProcess(rank, world_size, reader).serve()
 
 
 def _exit_with_core(fd: int) -> None:
@@ -74,8 +76,9 @@ def _exit_with_core(fd: int) -> None:
 
 
 class WorkerProcess:
-    def __init__(self, rank: int, reader: BroadcastReader) -> None:
+    def __init__(self, rank: int, world_size: int, reader: BroadcastReader) -> None:
         self._rank = rank
+        self._world_size = world_size
         self._reader = reader
         self._answers = Framed(reader.socket)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -86,7 +89,7 @@ class WorkerProcess:
         try:
             from argosy_engine.executor.worker_class import public_method, worker_class
 
-            worker = worker_class(args.worker_cls)(args)
+            worker = worker_class(args.worker_cls)(args, self._rank, self._world_size)
             self._done(worker.start())
         except Exception as error:
             self._fail("start", error)
@@ -101,7 +104,7 @@ class WorkerProcess:
             try:
                 if kind == CALL:
                     call = calls.decode(payload)
-                    self._done(public_method(worker, call.method)(*call.args))
+                    self._done(public_method(worker, call.method)(*call.args, **call.kwargs))
                     continue
                 if kind == EXECUTE:
                     step = steps.decode(payload)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
@@ -263,13 +263,20 @@ class AsyncLLM:
         """Forgets every cached prefix; False, and no effect, while requests hold blocks."""
         return bool(await self.client.call_utility("reset_prefix_cache"))
 
-    async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        """Calls a public method of every worker; the results by rank.
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a public method of every worker; the results by rank (`Executor.collective_rpc`).
 
         Raises:
-            UtilityFailed: there is no such method, or it failed.
+            UtilityFailed: there is no such method, it failed, or its time is up.
         """
-        return list(await self.client.call_utility("collective_rpc", method, list(args)))
+        call = method, timeout, list(args), dict(kwargs or {})
+        return list(await self.client.call_utility("collective_rpc", *call))
 
     async def close(self) -> None:
         """Ends the core; requests that are still live fail, so that nobody waits for it."""

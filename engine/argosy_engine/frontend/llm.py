@@ -151,13 +151,19 @@ class LLM:
         """`encode` by the name vLLM has for vectors of whole prompts: `.outputs.embedding` of each result."""
         return self.encode(prompts, pooling_params, use_tqdm=use_tqdm)
 
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        """Calls a public method of every worker; the results by rank.
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a public method of every worker; the results by rank (`Executor.collective_rpc`).
 
         Raises:
-            UtilityFailed: there is no such method, or it failed.
+            UtilityFailed: there is no such method, it failed, or its time is up.
         """
-        return self.engine.collective_rpc(method, args)
+        return self.engine.collective_rpc(method, timeout, args, kwargs)
 
     def sleep(self, level: int = 1) -> None:
         """Gives weights and KV cache back until `wake_up`; see `LLMEngine.sleep`."""

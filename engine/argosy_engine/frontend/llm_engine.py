@@ -11,7 +11,7 @@ Knows the client's interface, not where the core runs. Request ids are the calle
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,13 +198,20 @@ class LLMEngine:
                 self._core_ids.pop(result.request_id, None)
         return list(changed.values())
 
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        """Calls a public method of every worker; the results by rank.
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a public method of every worker; the results by rank (`Executor.collective_rpc`).
 
         Raises:
-            UtilityFailed: there is no such method, or it failed.
+            UtilityFailed: there is no such method, it failed, or its time is up.
         """
-        return list(self.client.call_utility("collective_rpc", method, list(args)))
+        call = method, timeout, list(args), dict(kwargs or {})
+        return list(self.client.call_utility("collective_rpc", *call))
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, and no effect, while requests hold blocks."""

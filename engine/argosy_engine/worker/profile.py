@@ -19,7 +19,11 @@ from argosy_engine.worker.step import NewRequest, SchedulerOutput
 
 
 def measure_activations(
-    runner: Callable[[int, int], ModelRunner], args: EngineArgs, max_model_len: int, memory: DeviceMemory
+    runner: Callable[[int, int], ModelRunner],
+    args: EngineArgs,
+    max_model_len: int,
+    device: torch.device,
+    memory: DeviceMemory,
 ) -> int:
     """Bytes on a CUDA device beside weights and KV cache: the peak of the largest step, and what libraries took.
 
@@ -30,7 +34,6 @@ def measure_activations(
     Raises:
         ConfigError: the step does not fit.
     """
-    device = torch.device("cuda")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -33,10 +33,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class Worker:
-    """`start` comes first; between `sleep` and `wake_up` it holds neither weights nor KV cache and cannot `execute`."""
+    """`start` comes first; between `sleep` and `wake_up` it holds neither weights nor KV cache and cannot `execute`.
 
-    def __init__(self, args: EngineArgs) -> None:
+    Args:
+        rank: of `world_size` workers on this machine; on CUDA also the index of its GPU among the visible ones.
+    """
+
+    def __init__(self, args: EngineArgs, rank: int = 0, world_size: int = 1) -> None:
         self.args = args
+        self.rank = rank
+        self.world_size = world_size
         self._phases: list[tuple[str, float]] = []
         self._runner: ModelRunner | None = None
         self._path: Path
@@ -54,7 +60,7 @@ class Worker:
         """
         args = self.args
         with self._phase("device"):
-            self._device = device = _choose_device(args)
+            self._device = device = choose_device(args.device, self.rank, self.world_size)
             torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
             memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
         if device.type == "cpu":
@@ -82,6 +88,7 @@ class Worker:
                     lambda blocks, length: self._make_runner(loaded.model, blocks, length),
                     args,
                     longest,
+                    device,
                     memory,
                 )
         with self._phase("kv cache"):
@@ -167,11 +174,23 @@ class Worker:
         self._phases.append((name, time.perf_counter() - started))
 
 
-def _choose_device(args: EngineArgs) -> torch.device:
-    has_cuda = args.device != "cpu" and torch.cuda.is_available()
-    if args.device == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: torch sees no CUDA device; use --device auto or cpu")
-    return torch.device("cuda" if has_cuda else "cpu")
+def choose_device(wanted: str, rank: int, world_size: int) -> torch.device:
+    """The CPU, or the rank's own GPU, which becomes this process's default.
+
+    Raises:
+        ConfigError: there is no GPU, or not one for each worker.
+    """
+    has_cuda = wanted != "cpu" and torch.cuda.is_available()
+    if not has_cuda:
+        if wanted == "cuda":
+            raise ConfigError("--device cuda: torch sees no CUDA device; use --device auto or cpu")
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count < world_size:
+        raise ConfigError(f"{world_size} workers need a GPU each, and torch sees {count}")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _cuda_memory(device: torch.device) -> DeviceMemory:
