@@ -146,26 +146,27 @@ def build_app(engine: Engine) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> WatchedResponse:
-        body = decode_request("chat/completions", await request.body())
+        raw = await request.body()
+        body = decode_request("chat/completions", raw)
         assert isinstance(body, ChatCompletionRequest)
         _check_resume(request, body)
         request_id, serving = _request_id(request, body.request_id), engine.serving
         if body.stream:
-            return _stream(
-                chat_stream(serving, body, request_id, resumable=_is_resumable(request)), request_id
-            )
-        return _answer(chat(serving, body, request_id), request_id)
+            chunks = chat_stream(serving, body, request_id, len(raw), resumable=_is_resumable(request))
+            return _stream(chunks, request_id)
+        return _answer(chat(serving, body, request_id, len(raw)), request_id)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> WatchedResponse:
-        body = decode_request("completions", await request.body())
+        raw = await request.body()
+        body = decode_request("completions", raw)
         assert isinstance(body, CompletionRequest)
         _check_resume(request, body)
         request_id, serving = _request_id(request, body.request_id), engine.serving
         if body.stream:
-            events = completion_stream(serving, body, request_id, resumable=_is_resumable(request))
-            return _stream(events, request_id)
-        return _answer(completion(serving, body, request_id), request_id)
+            chunks = completion_stream(serving, body, request_id, len(raw), resumable=_is_resumable(request))
+            return _stream(chunks, request_id)
+        return _answer(completion(serving, body, request_id, len(raw)), request_id)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> WatchedResponse:

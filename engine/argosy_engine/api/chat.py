@@ -25,9 +25,15 @@ from argosy_engine.protocol.openai import (
 _EMPTY_DELTA = Delta()
 
 
-async def chat(serving: Serving, request: ChatCompletionRequest, request_id: str) -> ChatCompletion:
+async def chat(
+    serving: Serving, request: ChatCompletionRequest, request_id: str, size: int
+) -> ChatCompletion:
+    """
+    Args:
+        size: of the request's body, in bytes.
+    """
     name = serving.check_model(request.model)
-    prompt = await _prompt(serving, request)
+    prompt = await _prompt(serving, request, size)
     merged = await serving.generate([prompt], request)
     parsers, logprobs = _parsers(serving, request, prompt, len(merged)), serving.logprobs(request)
     choices = []
@@ -64,14 +70,15 @@ async def chat(serving: Serving, request: ChatCompletionRequest, request_id: str
 
 
 async def chat_stream(
-    serving: Serving, request: ChatCompletionRequest, request_id: str, *, resumable: bool = False
+    serving: Serving, request: ChatCompletionRequest, request_id: str, size: int, *, resumable: bool = False
 ) -> AsyncGenerator[ChatCompletionChunk, None]:
     """
     Args:
+        size: of the request's body, in bytes.
         resumable: every chunk carries the token ids by which another engine can continue the stream.
     """
     name = serving.check_model(request.model)
-    prompt = await _prompt(serving, request)
+    prompt = await _prompt(serving, request, size)
     requests = serving.core_requests([prompt], request)
     parsers, logprobs = _parsers(serving, request, prompt, len(requests)), serving.logprobs(request)
     totals, finished = empty_totals(requests), finished_choices(request)
@@ -132,9 +139,8 @@ async def chat_stream(
         yield chunk([], usage_of(totals, len(totals)))
 
 
-async def _prompt(serving: Serving, request: ChatCompletionRequest) -> Prompt:
+async def _prompt(serving: Serving, request: ChatCompletionRequest, size: int) -> Prompt:
     serving.llm.admission.check(request.n or 1)
-    size = sum(len(message.content or "") for message in request.messages)
     return await serving.off_loop(size, serving.llm.processor.chat_prompt, request)
 
 

@@ -13,9 +13,13 @@ from argosy_engine.protocol.openai import Completion, CompletionChoice, Completi
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 
-async def completion(serving: Serving, request: CompletionRequest, request_id: str) -> Completion:
+async def completion(serving: Serving, request: CompletionRequest, request_id: str, size: int) -> Completion:
+    """
+    Args:
+        size: of the request's body, in bytes.
+    """
     name = serving.check_model(request.model)
-    prompts = await _prompts(serving, request)
+    prompts = await _prompts(serving, request, size)
     merged = await serving.generate(prompts, request)
     n = request.n or 1
     for output in merged:  # each prompt's log probabilities came with its first choice
@@ -28,14 +32,15 @@ async def completion(serving: Serving, request: CompletionRequest, request_id: s
 
 
 async def completion_stream(
-    serving: Serving, request: CompletionRequest, request_id: str, *, resumable: bool = False
+    serving: Serving, request: CompletionRequest, request_id: str, size: int, *, resumable: bool = False
 ) -> AsyncGenerator[Completion, None]:
     """
     Args:
+        size: of the request's body, in bytes.
         resumable: every chunk carries the token ids by which another engine can continue the stream.
     """
     name = serving.check_model(request.model)
-    prompts = await _prompts(serving, request)
+    prompts = await _prompts(serving, request, size)
     requests = serving.core_requests(prompts, request)
     n = request.n or 1
     resumed = [core_request.resume_token_ids for core_request in requests]
@@ -69,9 +74,8 @@ async def completion_stream(
         yield chunk([], usage_of(totals, n))
 
 
-async def _prompts(serving: Serving, request: CompletionRequest) -> list[Prompt]:
+async def _prompts(serving: Serving, request: CompletionRequest, size: int) -> list[Prompt]:
     serving.llm.admission.check(request.n or 1)
-    size = sum(len(prompt) for prompt in request.prompts())
     return await serving.off_loop(size, serving.llm.processor.completion_prompts, request)
 
 

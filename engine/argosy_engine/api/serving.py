@@ -15,6 +15,7 @@ from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptT
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.processor import Prompt
+from argosy_engine.frontend.tokenizer import INLINE_CHARS
 from argosy_engine.protocol.errors import (
     ApiError,
     BadRequest,
@@ -34,9 +35,6 @@ from argosy_engine.protocol.openai import (
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
-
-_INLINE_CHARS = 16384
-"""Prompts up to this size are tokenised in place (a few milliseconds at most); longer ones in a thread."""
 
 
 class Serving:
@@ -121,8 +119,12 @@ class Serving:
 
     @staticmethod
     async def off_loop(size: int, function: Callable[[_Request], _Result], request: _Request) -> _Result:
-        """Runs the tokenising of a long prompt in a thread: it releases the GIL, so other streams keep flowing."""
-        if size <= _INLINE_CHARS:
+        """Makes a request's prompts: in a thread if they may be long, so that other streams keep flowing.
+
+        Args:
+            size: of the request's body. Whatever becomes part of a prompt was in there.
+        """
+        if size <= INLINE_CHARS:
             return function(request)
         return await asyncio.to_thread(function, request)
 

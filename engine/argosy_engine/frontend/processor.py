@@ -97,10 +97,18 @@ class InputProcessor:
     def _text_prompt(
         self, text: str, segments: list[Segment], request: GenerationRequest, *, add_special_tokens: bool
     ) -> Prompt:
+        limit = self.config.max_model_len
+        if len(text) > limit and len(text) > (most := limit * self.tokenizer.max_token_chars):
+            raise PromptTooLong(
+                f"this model's maximum context length is {limit} tokens, which are {most} characters at most, "
+                f"the prompt has {len(text)}; shorten it",
+                param="prompt",
+            )
         try:
             encoded = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except UnicodeEncodeError:
             raise InvalidRequest("the prompt contains lone surrogates, which are not text") from None
+        self._check_length(len(encoded))
         return Prompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
 
     def _token_prompt(
@@ -108,6 +116,14 @@ class InputProcessor:
     ) -> Prompt:
         self.check_token_ids(token_ids)
         return Prompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
+
+    def _check_length(self, count: int) -> None:
+        limit = self.config.max_model_len
+        if count >= limit:
+            raise PromptTooLong(
+                f"this model's maximum context length is {limit} tokens, the prompt has {count}; shorten it",
+                param="prompt",
+            )
 
     def check_token_ids(self, token_ids: Sequence[int], param: str = "prompt") -> None:
         if (token_ids and not 0 <= max(token_ids) < self.config.vocab_size) or (
@@ -210,11 +226,7 @@ class InputProcessor:
         count, limit = len(prompt.token_ids), self.config.max_model_len
         if not count:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if count >= limit:
-            raise PromptTooLong(
-                f"this model's maximum context length is {limit} tokens, the prompt has {count}; shorten it",
-                param="prompt",
-            )
+        self._check_length(count)
         room = limit - count
         if params.max_tokens is not None and params.max_tokens > room:
             raise PromptTooLong(

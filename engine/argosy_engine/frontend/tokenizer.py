@@ -7,19 +7,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
 from argosy_engine.errors import ConfigError
 
+INLINE_CHARS = 16384
+"""Texts up to this size are tokenised in some milliseconds at most."""
 
-class Encoded(NamedTuple):
-    ids: list[int]
-    ends: list[int]
-    """For each token the offset in characters of its end in the text."""
+
+class Encoded:
+    """Tokens of a text that was encoded in pieces. Made into lists only when asked for: a long text has many."""
+
+    def __init__(self, pieces: Sequence[tuple[int, Encoding]]) -> None:
+        self._pieces = pieces
+        """Offset in characters, and the tokens from there on."""
+
+    def __len__(self) -> int:
+        return sum(len(encoding) for _, encoding in self._pieces)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token_id for _, encoding in self._pieces for token_id in encoding.ids]
+
+    @property
+    def ends(self) -> list[int]:
+        """For each token the offset in characters of its end in the text."""
+        return [start + end for start, encoding in self._pieces for _, end in encoding.offsets]
 
 
 class Tokenizer:
@@ -43,10 +60,18 @@ class Tokenizer:
         decoder = self.backend.decoder
         self._decoder_steps = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
 
+    @cached_property
+    def max_token_chars(self) -> int:
+        """What one token stands for at most."""
+        return max(len(token) for token in self.backend.get_vocab(with_added_tokens=True))
+
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
-        """Tokens of a text. Thread-safe; the GIL is released while it runs."""
-        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
-        return Encoded(encoding.ids, [end for _, end in encoding.offsets])
+        """Tokens of a text. Thread-safe; other threads run while it works on a long one."""
+        if len(text) <= INLINE_CHARS:
+            return Encoded([(0, self.backend.encode(text, add_special_tokens=add_special_tokens))])
+        # `encode` keeps the GIL.
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return Encoded([(0, encoding)])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
