@@ -14,5 +14,5 @@ _SEED = chain_seed(MODEL)
 def as_trace(prompt: str, output_tokens: int) -> TraceRequest:
     """A completion's prompt as the replay's engines take it; it arrives at time zero."""
     segments = [Segment(SegmentKind.TEXT, prompt.encode())]
-    ends = tuple(max(1, offset // BYTES_PER_TOKEN) for offset in chunk_offsets(segments))
+    ends = tuple(max(1, offset // BYTES_PER_TOKEN) for offset in chunk_offsets([len(segments[0].data)]))
     return TraceRequest(0.0, ends[-1], output_tokens, tuple(chunk_hashes(segments, _SEED)), ends)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from argosy_router.access_log import AccessFormat
 from argosy_router.http.client import ClientLimits
-from argosy_router.http.server import ServerLimits
+from argosy_router.http.limits import ServerLimits
 from argosy_router.http.tls import ClientTls, ServerTls
 from argosy_router.index import DEFAULT_CAPACITY
 from argosy_router.proxy.dispatcher import FIRST_BYTE_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -121,6 +121,10 @@ class RouterConfig:
         admission = self.admission
         if admission.max_queued_requests < 0 or admission.max_queued_bytes < 0:
             raise ConfigError("--max-queued-requests and --max-queued-bytes must not be negative")
+        if self.server.max_inflight_bytes < self.server.max_body_bytes:
+            raise ConfigError(
+                f"--max-inflight-bytes must be at least {self.server.max_body_bytes}, one body's limit"
+            )
         for flag, seconds in (
             ("--queue-timeout", admission.queue_timeout_s),
             ("--hold-timeout", admission.hold_timeout_s),

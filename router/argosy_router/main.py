@@ -19,6 +19,7 @@ from typing import get_args
 from argosy_engine.protocol.fleet import RoutingPolicy
 from argosy_router.access_log import AccessFormat
 from argosy_router.config import ConfigError, RouterConfig
+from argosy_router.http.limits import ServerLimits
 from argosy_router.proxy.gate import AdmissionLimits
 
 EXIT_USAGE = 2
@@ -143,6 +144,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="how long requests wait for the first replica of a service that has none; 0 refuses them (%(default)s)",
     )
+    queue.add_argument(
+        "--max-inflight-bytes",
+        type=int,
+        default=_DEFAULTS.server.max_inflight_bytes,
+        metavar="BYTES",
+        help="what the bodies of all requests may take, those on their way in and those without a whole answer "
+        "(%(default)s)",
+    )
     times = parser.add_argument_group("times (seconds)")
     times.add_argument("--request-timeout", type=float, default=_DEFAULTS.request_timeout_s, metavar="S")
     times.add_argument(
@@ -230,6 +239,7 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
             queue_timeout_s=arguments.queue_timeout,
             hold_timeout_s=arguments.hold_timeout,
         ),
+        server=ServerLimits(max_inflight_bytes=arguments.max_inflight_bytes),
         access_log=not arguments.no_access_log,
         access_log_format=arguments.access_log_format,
         usage_log=arguments.usage_log,

@@ -45,7 +45,6 @@ class Metrics(Collector):
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.connections = 0
         self._series: list[Series] = []
         self._departed: dict[Labels, float] = {}
         """(model, replica) or (model, "") -> when a scrape first missed it"""
@@ -63,7 +62,6 @@ class Metrics(Collector):
             "itl_seconds", "Mean time between the tokens of a stream.", model, TOKEN_SECONDS
         )
         self.disconnects = self._counter("client_disconnects", "Clients gone before the end.", model)
-        self._gauge("client_connections", "Open client connections.", (), self._connections)
 
         # choices
         self.decision = self._histogram("decision_seconds", "Time to choose a replica.", (), DECISION_SECONDS)
@@ -181,9 +179,6 @@ class Metrics(Collector):
         self._series.append(Reading("counter", name, text, labels, read))
 
     # what is read from the fleet
-
-    def _connections(self) -> Rows:
-        return [((), self.connections)]
 
     def _by_model(self, value: Callable[[Service], float]) -> Callable[[], Rows]:
         return lambda: [((s.spec.model,), value(s)) for s in self._fleet.services.values()]

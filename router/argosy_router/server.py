@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from argosy_router.access_log import AccessLog
@@ -24,7 +24,7 @@ from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet import Fleet
 from argosy_router.history import History
 from argosy_router.http.deadlines import TICK_S, TimerWheel
-from argosy_router.http.server import ServerConnection
+from argosy_router.http.server import ServerConnection, ServerState
 from argosy_router.http.tls import watch as watch_tls
 from argosy_router.keys import ApiKeys
 from argosy_router.metrics import Metrics
@@ -34,6 +34,7 @@ from argosy_router.proxy.books import Books
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.gate import Gate
 from argosy_router.recorder import Recorder
+from argosy_router.series import Reading
 from argosy_router.usage_ledger import UsageLedger
 
 if TYPE_CHECKING:
@@ -93,7 +94,15 @@ class Router:
             tracer=self._tracer,
         )
         self._discovery = discovery or self._configured_discovery()
-        self._connections: set[ServerConnection] = set()
+        self.server = ServerState(self.application, config.server, self._wheel)
+        self.metrics.add(
+            _gauge("client_connections", "Open client connections.", lambda: len(self.server.connections)),
+            _gauge(
+                "inflight_body_bytes",
+                "Bodies of requests on their way in or without a whole answer.",
+                lambda: self.server.room.held,
+            ),
+        )
         self._listener: asyncio.Server | None = None
         self._admin: AdminServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -161,7 +170,12 @@ class Router:
             tls["ssl_handshake_timeout"] = config.server.tls_handshake_timeout_s
             tls["ssl_shutdown_timeout"] = config.server.linger_s
         self._listener = await self._loop.create_server(
-            self._connection, config.host, config.port, backlog=BACKLOG, start_serving=True, **tls
+            lambda: ServerConnection(self.server),
+            config.host,
+            config.port,
+            backlog=BACKLOG,
+            start_serving=True,
+            **tls,
         )
         for files in (self._tls, self._replica_tls):
             if files is not None:
@@ -194,10 +208,6 @@ class Router:
         self._own(self._admin.serve([listening]), "admin")
         await self._admin.listening.wait()
 
-    def _connection(self) -> ServerConnection:
-        self.metrics.connections = len(self._connections) + 1
-        return ServerConnection(self.application, self.config.server, self._wheel, self._connections)
-
     def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._on_task_done)
@@ -225,27 +235,33 @@ class Router:
         self.stopping.set()
 
     async def _drain(self) -> None:
-        """Readiness goes first, then the listener, then idle connections; requests under way get their time."""
-        self.application.is_draining = True
+        """Readiness goes first, then the listener, then idle connections; requests under way, those that are still
+        being sent included, get their time."""
+        self.application.is_draining = self.server.is_draining = True
         self.fleet.changed()
         await _wait(self._hurry, self.config.drain_settle_s)
         assert self._listener is not None
         self._listener.close()
-        for connection in list(self._connections):
+        for connection in list(self.server.connections):
             connection.drain()
-        log.info("draining %d requests", self.dispatcher.inflight)
-        waits = [asyncio.ensure_future(event.wait()) for event in (self.dispatcher.idle, self._hurry)]
+        log.info("draining %d requests", self.server.busy)
+        waits = [asyncio.ensure_future(wait) for wait in (self._ended(), self._hurry.wait())]
         await asyncio.wait(waits, timeout=self.config.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        if self.dispatcher.inflight:
-            log.warning("cutting %d requests", self.dispatcher.inflight)
+        if self.server.busy:
+            log.warning("cutting %d requests", self.server.busy)
+
+    async def _ended(self) -> None:
+        """Returns when nobody waits for an answer, be it on the main port or on the page's playground."""
+        await self.server.emptied()
+        await self.dispatcher.idle.wait()
 
     async def _stop(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        for connection in list(self._connections):
-            if connection.is_answering:
+        for connection in list(self.server.connections):
+            if connection.is_busy:
                 connection.cut()
             else:
                 connection.drain()
@@ -260,6 +276,10 @@ class Router:
         self._access_log.flush()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+
+def _gauge(name: str, text: str, value: Callable[[], float]) -> Reading:
+    return Reading("gauge", name, text, (), lambda: [((), value())])
 
 
 def _recorder(config: RouterConfig) -> Recorder | None:

@@ -51,10 +51,10 @@ class Prompt(NamedTuple):
     token_ids: int
     session: int = 0
     """Names the session the client declared; zero for none."""
-    segments: Sequence[Segment] = ()
-    """Those `hashes` were made of."""
+    segment_bytes: Sequence[int] = ()
+    """Sizes of the segments `hashes` were made of; what was in them is kept in the request's body alone."""
     chunk_tokens: Sequence[int] = ()
-    """Prompt tokens up to each chunk, where they are known rather than estimated from `segments`."""
+    """Prompt tokens up to each chunk, where they are known rather than estimated from `segment_bytes`."""
 
 
 class Choice(NamedTuple):
@@ -114,7 +114,7 @@ class Service:
                 else:
                     text += len(data)
         key = hashes[min(_KEY_CHUNKS, len(hashes)) - 1] if hashes else 0
-        return Prompt(hashes, key, text, ids, session, longest)
+        return Prompt(hashes, key, text, ids, session, [len(data) for _, data in longest])
 
     # the choice
 
@@ -287,7 +287,7 @@ class Service:
         if prompt.chunk_tokens:
             return prompt.chunk_tokens
         per_token = 4.0 if prompt.token_ids else self.bytes_per_token
-        return [int(offset / per_token) for offset in chunk_offsets(prompt.segments)]
+        return [int(offset / per_token) for offset in chunk_offsets(prompt.segment_bytes)]
 
     def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
         """An answer told the prompt's true length in tokens."""

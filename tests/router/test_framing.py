@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from argosy_router.http.server import ServerLimits
+from argosy_router.http.limits import ServerLimits
 
-from .fake_engine import FakeEngine
+from .fake_engine import Connection, FakeEngine, Received
 from .harness import Rig, chat, raw, read_all, rig, until
 
 BODY = json.dumps(chat()).encode()
@@ -189,22 +189,40 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert answer.endswith(b'{"version":"0.1.0"}')
 
 
-async def test_bytes_sent_ahead_are_bounded() -> None:
+@pytest.mark.parametrize(("number", "answered"), [(5, 6), (200, 1)])
+async def test_bytes_sent_ahead_are_bounded(number: int, answered: int) -> None:
     release = asyncio.Event()
 
-    async def wait(connection, request) -> None:  # type: ignore[no-untyped-def]
+    async def wait(connection: Connection, _: Received) -> None:
         await release.wait()
         connection.answer(200, b"{}")
 
-    limits = ServerLimits(max_held_bytes=1000)
+    limits = ServerLimits(max_held_bytes=1000, keep_alive_s=0.1)
     async with rig([FakeEngine(script=wait)], server=limits) as r, raw(r.router) as (reader, writer):
         writer.write(GOOD)
         await until(lambda: bool(r.engines[0].requests))
-        writer.write(SMUGGLED * 200)
+        (connection,) = r.router.server.connections
+        writer.write(SMUGGLED * number)
+        await until(lambda: connection.held_bytes == number * len(SMUGGLED) or connection.is_deaf)
         release.set()
-        answers = b""
-        while answers.count(b"HTTP/1.1 200") < 201:
-            answers += await reader.read(65536)
+        answers = await read_all(reader)
+        assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1") == answered
+        assert (b"connection: close" in answers) == (answered == 1)
+
+
+async def test_a_client_that_leaves_is_noticed_whatever_it_sent_ahead() -> None:
+    gone = asyncio.Event()
+
+    async def endless(connection: Connection, _: Received) -> None:
+        await connection.gone()
+        gone.set()
+
+    async with rig([FakeEngine(script=endless)]) as r, raw(r.router) as (_, writer):
+        writer.write(GOOD)
+        await until(lambda: bool(r.engines[0].requests))
+        writer.write(b"x" * 300_000)
+        writer.close()
+        await asyncio.wait_for(gone.wait(), 5)
 
 
 async def test_expect_continue() -> None:

@@ -13,9 +13,11 @@ import h11
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from argosy_engine.protocol.errors import ApiError
 from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.limits import ServerLimits
 from argosy_router.http.messages import Request
-from argosy_router.http.server import ServerConnection, ServerLimits
+from argosy_router.http.server import ServerConnection, ServerState
 
 Message = tuple[bytes, bytes, bytes]
 """Method, target, body."""
@@ -55,6 +57,9 @@ class Wire(asyncio.Transport):
 
     abort = close
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
 
@@ -71,6 +76,12 @@ class Recorder:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
+    def on_head(self, request: Request) -> bool:
+        return True
+
+    def on_refused(self, error: ApiError, request: Request | None) -> bytes:
+        return b""
+
     def on_request(self, connection: ServerConnection, request: Request) -> None:
         self.messages.append((request.method, request.target, request.body))
         connection.respond(200, b"", b"{}")
@@ -80,7 +91,7 @@ def ours(pieces: Iterable[bytes]) -> tuple[list[Message], bytes]:
     """What our connection takes the stream for, and what it answers."""
     recorder, wire = Recorder(), Wire()
     wheel = TimerWheel(cast("asyncio.AbstractEventLoop", Clock()))
-    connection = ServerConnection(recorder, LIMITS, wheel, set())
+    connection = ServerConnection(ServerState(recorder, LIMITS, wheel))
     connection.connection_made(wire)
     for piece in pieces:
         if wire.is_closed:

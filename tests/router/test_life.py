@@ -40,6 +40,7 @@ def request_bytes(**fields: object) -> bytes:
         (["--replica", "http://a:1", "--replica-dns", "http://a:1"], {}, "exactly one of"),
         (["--replica", "http://a:1", "--host", "0.0.0.0"], {}, "without API keys"),
         (["--kubernetes"], {}, "ARGOSY_FLEET_KEY"),
+        (["--replica", "http://a:1", "--max-inflight-bytes", "1000"], {}, "--max-inflight-bytes"),
         (["--fleet-file", "f"], {"ARGOSY_FLEET_KEY": "short"}, "16 bytes"),
     ],
 )

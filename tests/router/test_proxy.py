@@ -13,7 +13,7 @@ from argosy_engine.protocol.fleet import FleetDocument
 from argosy_engine.protocol.keys import internal_key
 from argosy_engine.protocol.openai import decode_request
 from argosy_router.http.client import ClientLimits
-from argosy_router.http.server import ServerLimits
+from argosy_router.http.limits import ServerLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import chat, raw, rig, service
@@ -267,18 +267,16 @@ async def test_of_a_key_given_twice_the_last_value_counts_on_both_hops() -> None
     ],
 )
 async def test_every_route_but_four_needs_a_key(path: str, without_key: int) -> None:
-    async with rig([FakeEngine()], api_keys=("k1", "k2")) as r, raw(r.router) as (reader, writer):
-        for credentials, status in (
-            ("", without_key),
-            ("Authorization: Bearer wrong\r\n", without_key),
-            ("Authorization: Basic k1\r\n", without_key),
-            ("Authorization: k1\r\n", without_key),
+    async with rig([FakeEngine()], api_keys=("k1", "k2")) as r:
+        for credentials in (
+            "",
+            "Authorization: Bearer wrong\r\n",
+            "Authorization: Basic k1\r\n",
+            "Authorization: k1\r\n",
         ):
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: a\r\n{credentials}\r\n".encode())
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 %d " % status)
-            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-            await reader.readexactly(length)
+            async with raw(r.router) as (reader, writer):
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: a\r\n{credentials}\r\n".encode())
+                assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % without_key)
         response = await r.http.get("/v1/models", headers={"authorization": "bearer k2"})
         assert response.status_code == 200
 

@@ -19,8 +19,8 @@ from argosy_router.http.client import ClientLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.fetch import fetch
+from argosy_router.http.limits import ServerLimits
 from argosy_router.http.pool import ConnectionPool
-from argosy_router.http.server import ServerLimits
 from argosy_router.main import EXIT_USAGE, main
 
 from .fake_engine import Connection, FakeEngine, Received, event
@@ -157,14 +157,14 @@ async def test_a_renewed_certificate_is_used_and_cuts_nothing(authority: Callabl
         httpx.AsyncClient(base_url=r.router.url, verify=context, trust_env=False) as client,
     ):
         assert (await client.get("/health")).status_code == 200
-        (connection,) = r.router._connections
+        (connection,) = r.router.server.connections
         assert await served_name(r, context) == "first"
         ca.issue("second", into="router")
         async with asyncio.timeout(10):
             while await served_name(r, context) != "second":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
-        assert connection in r.router._connections
+        assert connection in r.router.server.connections
 
 
 async def test_unusable_files_keep_the_last_certificate(authority: Callable[[str], Authority]) -> None:

@@ -15,7 +15,7 @@ for a hint: a collision sends a request to a replica that must compute its promp
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
@@ -59,12 +59,11 @@ def chunk_hashes(segments: Sequence[Segment], seed: int) -> list[int]:
     return hashes
 
 
-def chunk_offsets(segments: Sequence[Segment]) -> list[int]:
-    """For each chunk of `chunk_hashes`, the bytes of the prompt up to and including it."""
+def chunk_offsets(sizes: Iterable[int]) -> list[int]:
+    """For each chunk of `chunk_hashes`, the bytes of the prompt up to and including it. `sizes` are the segments'."""
     offsets: list[int] = []
     base = 0
-    for _, data in segments:
-        size = len(data)
+    for size in sizes:
         if size > CHUNK_BYTES:
             offsets.extend(base + end for end in _inner_ends(size))
         base += size

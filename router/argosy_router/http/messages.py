@@ -31,9 +31,9 @@ _REASONS = {status.value: status.phrase.encode("ascii") for status in HTTPStatus
 
 
 class Request:
-    """One complete request: head and body."""
+    """One request: its head, and its body once that is complete."""
 
-    __slots__ = ("body", "headers", "is_http10", "keep_alive", "method", "target")
+    __slots__ = ("body", "body_bytes", "grant", "headers", "is_http10", "keep_alive", "method", "target")
 
     def __init__(
         self, method: bytes, target: bytes, headers: Headers, *, is_http10: bool, keep_alive: bool
@@ -44,6 +44,10 @@ class Request:
         self.is_http10 = is_http10
         self.keep_alive = keep_alive
         self.body = b""
+        self.body_bytes = 0
+        """Of the body as it came, which whoever has read it may have dropped."""
+        self.grant: object = None
+        """What the application found out at the head, for itself."""
 
     def header(self, name: bytes) -> bytes | None:
         """First value of a header (`name` in lower case), or None."""

@@ -88,6 +88,17 @@ class RouterApplication:
         """Discovery has spoken and we are not leaving. Replicas are not needed: readiness of pods waits for us."""
         return self._fleet.is_loaded and not self.is_draining
 
+    def on_head(self, request: Request) -> bool:
+        """Nobody's body is taken whom no key lets in."""
+        path = request.target.partition(b"?")[0]
+        if path in self._public:
+            return False
+        request.grant = self._authorise(request)
+        return path in _ENDPOINTS
+
+    def on_refused(self, error: ApiError, request: Request | None) -> bytes:
+        return self._refusal(headers.request_id(None if request is None else request.header(b"x-request-id")), error)
+
     def on_request(self, connection: Client, request: Request) -> None:
         request_id = headers.request_id(request.header(b"x-request-id"))
         try:
@@ -109,18 +120,19 @@ class RouterApplication:
         return self._keys.is_open
 
     def _refuse(self, connection: Client, request_id: bytes, error: ApiError) -> None:
+        connection.respond(error.http_status, self._refusal(request_id, error), error.body())
+
+    def _refusal(self, request_id: bytes, error: ApiError) -> bytes:
+        """Header lines of a refusal, which is thereby in the books."""
         self._books.refuse(request_id, error.http_status)
-        connection.respond(
-            error.http_status,
-            self._dispatcher.error_headers(error) + b"x-request-id: %b\r\n" % request_id,
-            error.body(),
-        )
+        return self._dispatcher.error_headers(error) + b"x-request-id: %b\r\n" % request_id
 
     def _route(self, connection: Client, request: Request, request_id: bytes) -> None:
         path = request.target.partition(b"?")[0]
         answer = self._public.get(path)
         if answer is None:
-            account = self._authorise(request)
+            account = request.grant
+            assert isinstance(account, Account), "`on_head` lets nobody else in"
             endpoint = _ENDPOINTS.get(path)
             if endpoint is not None:
                 _require(request, b"POST")
@@ -161,6 +173,7 @@ class RouterApplication:
         call = decode_call(self._fleet, endpoint, request, request_id, account)
         if trace is not None:
             call = call._replace(trace=trace)
+        request.body = b""  # the call has it, rewritten or not: one copy is enough
         self._dispatcher.begin(Exchange(self._dispatcher, connection, call, started), connection)
 
     def _ready(self) -> tuple[int, bytes, bytes]:

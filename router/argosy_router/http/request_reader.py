@@ -1,0 +1,209 @@
+"""Requests out of the bytes of one connection.
+
+Owns: framing: where a request ends, and the bounds of its parts.
+Must not know: deadlines, answers, what a request asks for.
+Invariants: after a failure nothing more is read; body bytes are in the server's room from their arrival until `release`
+or `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import httptools
+
+from argosy_engine.protocol.errors import (
+    ApiError,
+    BadRequest,
+    HeadersTooLarge,
+    InternalError,
+    PayloadTooLarge,
+)
+from argosy_router.http.limits import BodyRoom, ServerLimits
+from argosy_router.http.messages import Headers, Request
+
+_METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS"))
+_DIGITS = frozenset(b"0123456789")
+
+
+class Phase(Enum):
+    """Where the bytes read so far end."""
+
+    IDLE = "between requests"
+    HEAD = "in a request's head"
+    BODY = "in a request's body"
+
+
+class RequestReader:
+    """Feeds llhttp; whole requests queue in `ready`, and what stops the reading is in `failure`."""
+
+    def __init__(self, limits: ServerLimits, room: BodyRoom, on_head: Callable[[Request], bool]) -> None:
+        """`on_head` is `Application.on_head`."""
+        self._limits = limits
+        self._room = room
+        self._on_head = on_head
+        self._parser = httptools.HttpRequestParser(self)
+        self.ready: list[Request] = []
+        self.failure: ApiError | None = None
+        self.phase = Phase.IDLE
+        self.wants_continue = False
+        """Whether the client sends the body only when told to (`Expect: 100-continue`)."""
+        self._wire_bytes = 0
+        self._taken = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._target = b""
+        self._headers: Headers = []
+        self._header_bytes = 0
+        self._body: bytes | bytearray = b""
+        self._max_body_bytes = 0
+        self.body_bytes = 0
+        """Of the request on its way."""
+        self.incoming: Request | None = None
+        """The request on its way, once its head is whole and in order."""
+
+    def feed(self, data: bytes) -> None:
+        """Reads on."""
+        self._wire_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            self.failure = self.failure or InternalError("internal error")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self.failure = self.failure or BadRequest("malformed HTTP request")
+        if self.failure is None:
+            self.failure = self._wire_failure()
+
+    def release(self, request: Request) -> None:
+        """The request has its answer: its body makes room."""
+        self._taken -= request.body_bytes
+        self._room.give_back(request.body_bytes)
+
+    def close(self) -> None:
+        """The connection is gone, with all that came over it."""
+        self._room.give_back(self._taken)
+        self._taken = 0
+        self.ready.clear()
+        self._reset()
+
+    def _wire_failure(self) -> ApiError | None:
+        """Bytes that no callback has counted: an endless header line, chunk extensions, trailers."""
+        limits = self._limits
+        if self.phase is Phase.HEAD and self._wire_bytes > limits.max_header_bytes:
+            return HeadersTooLarge("request headers are too large")
+        if self._wire_bytes > limits.max_header_bytes + 2 * limits.max_body_bytes + limits.max_held_bytes:
+            return PayloadTooLarge("request is too large")
+        return None
+
+    def _refuse(self, error: ApiError) -> None:
+        self.failure = error
+        raise ValueError("refused")  # stops llhttp: nothing after this byte is trusted
+
+    # what llhttp calls
+
+    def on_message_begin(self) -> None:
+        self._reset()
+        self.phase = Phase.HEAD
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+        self._count_header(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_header(len(name) + len(value) + 4)
+        if self.phase is Phase.HEAD:  # trailers are counted and dropped
+            self._headers.append((name.lower(), value))
+            if len(self._headers) > self._limits.max_headers:
+                self._refuse(HeadersTooLarge(f"more than {self._limits.max_headers} request headers"))
+
+    def _count_header(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > self._limits.max_header_bytes:
+            self._refuse(HeadersTooLarge("request headers are too large"))
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        method: bytes = parser.get_method()
+        version: str = parser.get_http_version()
+        if parser.should_upgrade() or method not in _METHODS:
+            self._refuse(BadRequest("method or protocol upgrade is not supported"))
+        if not self._target.startswith(b"/"):
+            self._refuse(BadRequest("request target must be a path"))
+        if version not in ("1.1", "1.0"):
+            self._refuse(BadRequest("HTTP version is not supported"))
+        length = self._check_framing(is_http10=version == "1.0")
+        self.incoming = request = Request(
+            method,
+            self._target,
+            self._headers,
+            is_http10=version == "1.0",
+            keep_alive=parser.should_keep_alive(),
+        )
+        try:
+            is_read = self._on_head(request)
+        except ApiError as error:
+            self._refuse(error)
+        limits = self._limits
+        self._max_body_bytes = limits.max_body_bytes if is_read else limits.max_unread_body_bytes
+        self._check_size(length)
+        self.phase = Phase.BODY
+
+    def _check_framing(self, *, is_http10: bool) -> int:
+        """Header rules llhttp leaves to us. Returns the length that the body declares, zero without one."""
+        hosts = lengths = codings = length = 0
+        self.wants_continue = False
+        for name, value in self._headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"content-length":
+                lengths += 1
+                if not value or not _DIGITS.issuperset(value):
+                    self._refuse(BadRequest("malformed content-length"))
+                length = int(value[:19])
+            elif name == b"transfer-encoding":
+                codings += 1
+                if value.lower() != b"chunked":
+                    self._refuse(BadRequest("transfer-encoding must be chunked"))
+            elif name == b"upgrade":
+                self._refuse(BadRequest("protocol upgrade is not supported"))
+            elif name == b"expect":
+                self.wants_continue = value.lower() == b"100-continue"
+                if not self.wants_continue:
+                    self._refuse(BadRequest("expectation is not supported"))
+        if hosts > 1 or (hosts == 0 and not is_http10):
+            self._refuse(BadRequest("exactly one host header is required"))
+        if lengths > 1 or codings > 1 or (lengths and codings) or (codings and is_http10):
+            self._refuse(BadRequest("ambiguous message length"))
+        return length
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_body_bytes:
+            self._refuse(PayloadTooLarge(f"the request body may have {self._max_body_bytes} bytes"))
+
+    def on_body(self, data: bytes) -> None:
+        self._check_size(self.body_bytes + len(data))
+        try:
+            self._room.take(len(data))
+        except ApiError as error:
+            self._refuse(error)
+        self._taken += len(data)
+        self.body_bytes += len(data)
+        if not self._body:
+            self._body = data  # nearly always the whole of it
+            return
+        if isinstance(self._body, bytes):
+            self._body = bytearray(self._body)
+        self._body += data
+
+    def on_message_complete(self) -> None:
+        request = self.incoming
+        if request is None or self.failure is not None:
+            return
+        request.body = bytes(self._body)
+        request.body_bytes = self.body_bytes
+        self.ready.append(request)
+        self._reset()
+        self._wire_bytes = 0
+        self.phase = Phase.IDLE
