@@ -197,10 +197,9 @@ def _explain(fleet: Fleet, body: bytes, session: bytes) -> bytes:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"request body is not a JSON object: {str(error)[:200]}") from None
     decoded = decode_request("chat/completions" if is_chat else "completions", body)
-    service = find_service(fleet, decoded)
-    return msgspec.json.encode(
-        explain(fleet, service, prompt_of(service, decoded, session), time.monotonic())
-    )
+    service, adapter = find_service(fleet, decoded)
+    prompt = prompt_of(service, decoded, session, adapter)
+    return msgspec.json.encode(explain(fleet, service, prompt, time.monotonic()))
 
 
 class AdminServer(uvicorn.Server):

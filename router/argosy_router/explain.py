@@ -72,7 +72,7 @@ def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Expla
     rng.setstate(fleet.rng.getstate())
     tokens = service.estimate_tokens(prompt)
     try:
-        candidates = service.candidates(now)
+        candidates = service.candidates(now, adapter=prompt.adapter)
         choice = service.choose(prompt, now, rng, policy=policy, is_trial=True)
     except ApiError as error:
         return Explanation(
@@ -83,7 +83,7 @@ def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Expla
             prompt_chunks=len(prompt.hashes),
             replica=None,
             reason=error.message,
-            excluded=_excluded(service, (), now),
+            excluded=_excluded(service, prompt, (), now),
         )
     return Explanation(
         model=service.spec.model,
@@ -96,7 +96,7 @@ def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Expla
         predicted_cached_tokens=choice.decision.predicted_tokens,
         predicted_ttft_s=choice.predicted_ttft_s,
         candidates=_candidates(service, prompt, candidates, policy),
-        excluded=_excluded(service, candidates.replicas, now),
+        excluded=_excluded(service, prompt, candidates.replicas, now),
     )
 
 
@@ -130,15 +130,21 @@ def _candidates(
     return tuple(reports)
 
 
-def _excluded(service: Service, among: Collection[Replica], now: float) -> tuple[ExcludedReport, ...]:
+def _excluded(
+    service: Service, prompt: Prompt, among: Collection[Replica], now: float
+) -> tuple[ExcludedReport, ...]:
     return tuple(
-        ExcludedReport(replica=replica.name, state=replica.state, reason=_why_not(service, replica, now))
+        ExcludedReport(
+            replica=replica.name, state=replica.state, reason=_why_not(service, prompt, replica, now)
+        )
         for replica in sorted(service.replicas.values(), key=lambda replica: replica.name)
         if replica not in among
     )
 
 
-def _why_not(service: Service, replica: Replica, now: float) -> str:
+def _why_not(service: Service, prompt: Prompt, replica: Replica, now: float) -> str:
+    if not replica.serves(prompt.adapter):
+        return f"it does not have the adapter {prompt.adapter!r}"
     if replica.is_draining or replica.has_announced_drain:
         return "it is draining"
     if not replica.is_routable:

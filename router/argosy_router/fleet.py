@@ -97,6 +97,10 @@ class Fleet:
         spec = self.names.names.get(name)
         return self.services.get(spec.key) if spec is not None else None
 
+    def adapter_of(self, name: str) -> str:
+        """The adapter a model name means; empty for the model itself."""
+        return self.names.adapters.get(name, "")
+
     def replicas(self) -> Iterator[Replica]:
         for service in self.services.values():
             yield from service.replicas.values()
@@ -185,6 +189,7 @@ class Fleet:
                 self._remove_replica(service, replica)
             else:
                 replica.is_draining = member.is_draining
+                replica.adapters = frozenset(member.adapters)
         for name, member in wanted.items():
             if name not in service.replicas:
                 self._add_replica(service, member)

@@ -26,6 +26,8 @@ class Member(NamedTuple):
     is_draining: bool = False
     hostname: str = ""
     """What the replica is called where `url` has only its address: the name on its certificate."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters it serves besides its model."""
 
 
 class Replica:
@@ -41,6 +43,7 @@ class Replica:
         self.load = LoadAccount(member.name)
         self.health = Health()
         self.residency = residency
+        self.adapters = frozenset(member.adapters)
         self.is_draining = member.is_draining
         """Discovery says so (pod being deleted, local fleet rolling)."""
         self.has_announced_drain = False
@@ -63,6 +66,10 @@ class Replica:
         if self.link == "foreign":
             return self.is_answering
         return self.link != "connecting"
+
+    def serves(self, adapter: str) -> bool:
+        """Whether it can answer as this adapter; the empty one is the model itself."""
+        return not adapter or adapter in self.adapters
 
     @property
     def fingerprint(self) -> str:

@@ -55,6 +55,8 @@ class Prompt(NamedTuple):
     """Sizes of the segments `hashes` were made of; what was in them is kept in the request's body alone."""
     chunk_tokens: Sequence[int] = ()
     """Prompt tokens up to each chunk, where they are known rather than estimated from `segment_bytes`."""
+    adapter: str = ""
+    """LoRA adapter that must answer; its cache is its own. Empty for the model itself."""
 
 
 class Choice(NamedTuple):
@@ -96,11 +98,16 @@ class Service:
         self._unsalted_seed = chain_seed(spec.model)
 
     def prompt(
-        self, request: GenerationRequest, prompts: Sequence[Sequence[Segment]], session: int = 0
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[Sequence[Segment]],
+        session: int = 0,
+        adapter: str = "",
     ) -> Prompt:
         """Hashes and size of a request's prompts. A batch is routed by its longest prompt."""
-        salt = request.cache_salt
-        seed = chain_seed(self.spec.model, cache_salt=salt) if salt else self._unsalted_seed
+        seed = self._unsalted_seed
+        if adapter or request.cache_salt:
+            seed = chain_seed(self.spec.model, adapter, cache_salt=request.cache_salt or "")
         text = ids = 0
         hashes: list[int] = []
         longest: Sequence[Segment] = ()
@@ -114,7 +121,7 @@ class Service:
                 else:
                     text += len(data)
         key = hashes[min(_KEY_CHUNKS, len(hashes)) - 1] if hashes else 0
-        return Prompt(hashes, key, text, ids, session, [len(data) for _, data in longest])
+        return Prompt(hashes, key, text, ids, session, [len(data) for _, data in longest], adapter=adapter)
 
     # the choice
 
@@ -138,7 +145,7 @@ class Service:
             Unavailable: no replica is routable.
             TooManyRequests: all of them are at the service's in-flight limit.
         """
-        candidates = self._healthy(now, tried) if is_admitted else self.candidates(now, tried)
+        candidates = (self._healthy if is_admitted else self.candidates)(now, tried, prompt.adapter)
         request, length = self.route_request(prompt, candidates)
         if not tried and not is_trial:
             self.sequence += 1
@@ -172,14 +179,14 @@ class Service:
             length -= 1
         return length > 0 and not residency.is_guess(hashes[length - 1])
 
-    def candidates(self, now: float, tried: Collection[Replica] = ()) -> Candidates:
+    def candidates(self, now: float, tried: Collection[Replica] = (), adapter: str = "") -> Candidates:
         """Replicas a request may be sent to now, best health class only, and below the in-flight limit.
 
         Raises:
             Unavailable: no replica is routable.
             TooManyRequests: all of them are at the service's in-flight limit.
         """
-        candidates = self._healthy(now, tried)
+        candidates = self._healthy(now, tried, adapter)
         limit = self.spec.limits.max_inflight_per_replica
         if limit and any(load.inflight >= limit for load in candidates.loads):
             below = [replica for replica in candidates.replicas if replica.load.inflight < limit]
@@ -208,10 +215,12 @@ class Service:
                 room += int(SEATS_PER_SEQ * load.max_num_seqs) - load.requests
         return room
 
-    def _healthy(self, now: float, tried: Collection[Replica] = ()) -> Candidates:
+    def _healthy(self, now: float, tried: Collection[Replica] = (), adapter: str = "") -> Candidates:
         candidates = self._candidates
-        if candidates is None or tried or candidates.slot_changes != self.index.slot_changes:
-            candidates = self._with_slots(self._admitted(now, tried))
+        if candidates is None or tried or adapter or candidates.slot_changes != self.index.slot_changes:
+            candidates = self._with_slots(self._admitted(now, tried, adapter))
+            if adapter:
+                return candidates
             # An ejected replica comes back by the clock: until then nothing is remembered.
             is_lasting = not tried and not any(r.health.is_ejected for r in self.replicas.values())
             self._candidates = candidates if is_lasting else None
@@ -221,12 +230,15 @@ class Service:
         """Some replica came, went, or changed its state: who is a candidate must be asked anew."""
         self._candidates = None
 
-    def _admitted(self, now: float, tried: Collection[Replica]) -> list[Replica]:
+    def _admitted(self, now: float, tried: Collection[Replica], adapter: str) -> list[Replica]:
         routable = [
-            replica for replica in self.replicas.values() if replica.is_routable and replica not in tried
+            replica
+            for replica in self.replicas.values()
+            if replica.is_routable and replica not in tried and replica.serves(adapter)
         ]
         if not routable:
-            raise Unavailable(f"no replica of model {self.spec.model!r} is ready", retry_after_s=1.0)
+            name = f"{self.spec.model}:{adapter}" if adapter else self.spec.model
+            raise Unavailable(f"no replica of model {name!r} is ready", retry_after_s=1.0)
         admitted = [replica for replica in routable if replica.health.admits(now)]
         healthy = [replica for replica in admitted if not replica.health.is_suspect]
         return sorted(healthy or admitted or routable, key=lambda replica: replica.name)

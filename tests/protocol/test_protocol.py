@@ -284,12 +284,28 @@ def test_a_namespaced_name_always_reaches_its_own_service() -> None:
     assert resolve_names(FleetDocument(services=(thief, owner))).names["team/prod"] is owner
 
 
+def test_adapters_are_called_by_any_name_of_their_service_and_by_their_own_where_it_is_theirs_alone() -> None:
+    replace = msgspec.structs.replace
+    llama = replace(service("a", "2026-01-01T00:00:00Z", "llama", "chat"), adapters=("sql", "legal", "qwen"))
+    qwen = replace(service("b", "2026-02-01T00:00:00Z", "qwen", "chat", "llama:legal"), adapters=("sql",))
+    table = resolve_names(FleetDocument(services=(qwen, llama)))
+    assert {name: (table.names[name].name, adapter) for name, adapter in table.adapters.items()} == {
+        "llama:sql": ("a", "sql"), "chat:sql": ("a", "sql"), "default/a:sql": ("a", "sql"),
+        "chat:legal": ("a", "legal"), "default/a:legal": ("a", "legal"), "legal": ("a", "legal"),
+        "llama:qwen": ("a", "qwen"), "chat:qwen": ("a", "qwen"), "default/a:qwen": ("a", "qwen"),
+        "qwen:sql": ("b", "sql"), "llama:legal:sql": ("b", "sql"), "default/b:sql": ("b", "sql"),
+    }  # fmt: skip
+    assert table.names["llama:legal"].name == "b", "a service's name beats an adapter's"
+    assert table.names["qwen"].name == "b"
+    assert {(conflict.name, conflict.loser) for conflict in table.conflicts} == {("chat", "default/b")}
+
+
 def test_fleet_documents_round_trip_and_ignore_what_is_newer() -> None:
     document = FleetDocument(services=(service("a", "", "m"),))
     assert decode_fleet(encode_fleet(document)) == document
     newer = json.loads(encode_fleet(document))
     newer["version"] = 2
-    newer["services"][0]["canary"] = {"weight": 10}
+    newer["services"][0]["shadow"] = {"share": 10}
     assert decode_fleet(json.dumps(newer)).services == document.services
 
 

@@ -137,6 +137,7 @@ class FakeEngine:
 
     model: str = MODEL
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     key: str = ""
     script: Script = answer_normally
     has_telemetry: bool = True
@@ -243,6 +244,7 @@ class FakeEngine:
             await self.script(connection, request)
         elif request.path == "/v1/models":
             cards = [{"id": name, "object": "model", "created": 1} for name in (self.model, *self.aliases)]
+            cards += [{"id": name, "object": "model", "parent": self.model} for name in self.adapters]
             connection.answer(200, json.dumps({"object": "list", "data": cards}).encode())
         elif request.path == "/health":
             connection.answer(self.health, b"{}")

@@ -14,7 +14,7 @@ import pytest
 from kubernetes.aio import client as kubernetes_client
 
 from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
-from argosy_router.discovery import dns
+from argosy_router.discovery import census, dns
 from argosy_router.discovery.base import Discovery, revision_of
 from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
@@ -73,6 +73,24 @@ async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
             assert published[-1].document.services[0].aliases == ("small",)
             await late.start()
             await until(lambda: "static/other" in published.members)
+    wheel.close()
+
+
+async def test_a_static_replica_may_come_back_with_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(census, "RECHECK_S", 0.005)
+    wheel = TimerWheel(asyncio.get_running_loop())
+    async with (
+        FakeEngine() as engine,
+        following(StaticDiscovery([engine.url], "", wheel, ClientTls())) as published,
+    ):
+        await until(lambda: "static/tiny" in published.members)
+        engine.model, engine.key = "other", "secret"
+        asked = engine.connections
+        await until(lambda: engine.connections > asked + 2)
+        assert "static/tiny" in published.members, "who does not tell keeps its model"
+        engine.key = ""
+        await until(lambda: "static/other" in published.members)
+        assert "static/tiny" not in published.members
     wheel.close()
 
 
@@ -207,7 +225,7 @@ async def test_documents_of_a_newer_operator_are_read(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
     path.write_text(
         '{"version": 9, "moon": 1, "services": [{"namespace": "n", "name": "s", "uid": "u", "model": "m", '
-        '"canary": {"weight": 10}, "endpoints": [{"name": "a", "url": "http://h:1", "zone": "z"}]}]}'
+        '"shadow": {"share": 10}, "endpoints": [{"name": "a", "url": "http://h:1", "zone": "z"}]}]}'
     )
     async with following(FileDiscovery(path, poll_s=0.005)) as published:
         await until(lambda: published.members == {"n/s": ["a"]})

@@ -8,6 +8,8 @@ Invariant: names are resolved here, by one pure function, so that operator (whic
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -46,6 +48,14 @@ class ServiceLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How long a request waits for the first replica of a service that has none."""
 
 
+class Canary(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Another service of the same namespace that answers a share of a service's requests."""
+
+    service: Name
+    weight: Annotated[int, Meta(ge=0, le=100)] = 0
+    """In per cent."""
+
+
 class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One InferenceService as the router sees it."""
 
@@ -57,12 +67,15 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: ModelName
     """Canonical served name: what `/v1/models` lists and what the chunk hashes are seeded with."""
     aliases: tuple[ModelName, ...] = ()
+    adapters: tuple[ModelName, ...] = ()
+    """LoRA adapters of the model, by the names its engines know: clients ask for `MODEL:ADAPTER`."""
     selector: dict[str, str] = {}
     """Labels of the service's pods (Kubernetes discovery); empty when `endpoints` lists the replicas."""
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     endpoints: tuple[Endpoint, ...] = ()
     policy: RoutingPolicy = "cost"
     limits: ServiceLimits = ServiceLimits()
+    canary: Canary | None = None
     internal_key: str = ""
     """Bearer key of the engines where the document itself is private (local fleet). In a cluster it is empty and
     the router derives it from the fleet key and `uid`."""
@@ -92,15 +105,18 @@ class NameTable(Struct, frozen=True):
     """Result of `resolve_names`."""
 
     names: dict[str, FleetService]
-    """Every name a client may put into `model`: canonical names, aliases, `namespace/name`."""
+    """Every name a client may put into `model`: canonical names, aliases, `namespace/name`, and adapters' names."""
     conflicts: tuple[NameConflict, ...]
+    adapters: dict[str, str] = {}
+    """Of the names, those that mean an adapter of their service -> the adapter."""
 
 
 def resolve_names(document: FleetDocument) -> NameTable:
     """Decides which service owns each model name.
 
     The older service (creation time, then key) wins a contested name; a canonical name does not beat an older
-    alias. `namespace/name` always reaches its own service.
+    alias. `namespace/name` always reaches its own service. An adapter is called `NAME:ADAPTER`, by any name of its
+    service, and by its own name if no other service lists one of that name; a service's name beats an adapter's.
     """
     ordered = sorted(document.services, key=lambda service: (service.created, service.key))
     names: dict[str, FleetService] = {service.key: service for service in ordered}
@@ -110,7 +126,26 @@ def resolve_names(document: FleetDocument) -> NameTable:
             owner = names.setdefault(name, service)
             if owner.key != service.key:
                 conflicts.append(NameConflict(name=name, winner=owner.key, loser=service.key))
-    return NameTable(names, tuple(conflicts))
+    return NameTable(names, tuple(conflicts), _add_adapters(names, ordered))
+
+
+def _add_adapters(names: dict[str, FleetService], services: Sequence[FleetService]) -> dict[str, str]:
+    """Adds the adapters' names to `names`. Returns what adapter each of them means."""
+    own_names: dict[str, list[str]] = {}
+    for name, owner in names.items():
+        own_names.setdefault(owner.key, []).append(name)
+    owners = Counter(adapter for service in services for adapter in set(service.adapters))
+    adapters: dict[str, str] = {}
+    for service in services:
+        for adapter in service.adapters:
+            spellings = [f"{name}:{adapter}" for name in own_names[service.key]]
+            if owners[adapter] == 1:
+                spellings.append(adapter)
+            for name in spellings:
+                if name not in names:
+                    names[name] = service
+                    adapters[name] = adapter
+    return adapters
 
 
 def encode_fleet(document: FleetDocument) -> bytes:

@@ -1,7 +1,9 @@
 """Addresses without a fleet document: each replica is asked which model it serves; equal models form one service.
 
-Owns: asking replicas for their model until they answer. Must not know: where the addresses come from, requests, health.
-Invariant: a replica appears once its model is known, and leaves when it is no longer kept.
+Owns: asking replicas for their model, until they answer and now and then. Must not know: where the addresses come from,
+requests, health.
+Invariants: a replica appears once its model is known, and leaves when it is no longer kept; one that does not answer
+keeps the model it told last.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
-from argosy_engine.protocol.fleet import FleetDocument, FleetService, encode_fleet
+from argosy_engine.protocol.fleet import FleetDocument, FleetService, ModelName, encode_fleet
 from argosy_router.discovery.base import Publish, revision_of
 from argosy_router.fleet import FleetSnapshot
 from argosy_router.http.client import ClientLimits
@@ -26,15 +29,27 @@ from argosy_router.replica import Member
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+RECHECK_S = 10.0
+"""An engine may come back at its address with another model, and loads adapters as it runs."""
 TIMEOUT_S = 5.0
 
 
 class _Card(msgspec.Struct):
-    id: str
+    id: ModelName
+    parent: ModelName | None = None
+    """vLLM's: the model this one is an adapter of."""
 
 
 class _Models(msgspec.Struct):
     data: list[_Card]
+
+
+class _Served(NamedTuple):
+    """What one replica serves."""
+
+    names: tuple[str, ...]
+    """Of its model; the first is the canonical one."""
+    adapters: tuple[str, ...]
 
 
 class Census:
@@ -47,7 +62,7 @@ class Census:
         self._tls = tls
         self._publish_snapshot = publish
         self._members: tuple[Member, ...] = ()
-        self._models: dict[Member, tuple[str, ...]] = {}
+        self._served: dict[Member, _Served] = {}
         self._tasks: dict[Member, asyncio.Task[None]] = {}
 
     def keep(self, members: Iterable[Member]) -> None:
@@ -55,7 +70,7 @@ class Census:
         self._members = tuple(members)
         for gone in self._tasks.keys() - set(self._members):
             self._tasks.pop(gone).cancel()
-            self._models.pop(gone, None)
+            self._served.pop(gone, None)
         for member in self._members:
             if member not in self._tasks:
                 self._tasks[member] = asyncio.create_task(self._ask(member), name=f"models {member.name}")
@@ -71,25 +86,27 @@ class Census:
         while True:
             try:
                 response = await fetch(pool, "/v1/models", self._key, TIMEOUT_S)
-                names = tuple(card.id for card in msgspec.json.decode(response.body, type=_Models).data)
+                served = _served(msgspec.json.decode(response.body, type=_Models).data)
             except (UpstreamError, msgspec.MsgspecError) as error:
-                log.debug("replica %s does not tell its models yet: %s", member.url, error)
-                names = ()
-            if names:
-                self._models[member] = names
+                log.debug("replica %s does not tell its models: %s", member.url, error)
+                served = None
+            if served is not None and served != self._served.get(member):
+                self._served[member] = served
                 self._publish()
-                return
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RECHECK_S if member in self._served else RETRY_S)
 
     def _publish(self) -> None:
-        """The first name a replica lists is its canonical one, the others are aliases."""
-        services: dict[str, list[Member]] = {}
+        """One service per model, with the names and adapters of all its replicas."""
+        members: dict[str, list[Member]] = {}
         aliases: dict[str, dict[str, None]] = {}
+        adapters: dict[str, dict[str, None]] = {}
         for member in self._members:
-            if member in self._models:
-                model, *others = self._models[member]
-                services.setdefault(model, []).append(member)
+            served = self._served.get(member)
+            if served is not None:
+                model, *others = served.names
+                members.setdefault(model, []).append(member._replace(adapters=served.adapters))
                 aliases.setdefault(model, {}).update(dict.fromkeys(others))
+                adapters.setdefault(model, {}).update(dict.fromkeys(served.adapters))
         document = FleetDocument(
             services=tuple(
                 FleetService(
@@ -98,10 +115,17 @@ class Census:
                     uid=self._namespace,
                     model=model,
                     aliases=tuple(aliases[model]),
+                    adapters=tuple(adapters[model]),
                     internal_key=self._key,
                 )
-                for model in services
+                for model in members
             )
         )
-        members = {service.key: tuple(services[service.model]) for service in document.services}
-        self._publish_snapshot(FleetSnapshot(document, revision_of(encode_fleet(document)), members))
+        by_key = {service.key: tuple(members[service.model]) for service in document.services}
+        self._publish_snapshot(FleetSnapshot(document, revision_of(encode_fleet(document)), by_key))
+
+
+def _served(cards: list[_Card]) -> _Served | None:
+    """None for a list without a model."""
+    names = tuple(card.id for card in cards if card.parent is None)
+    return _Served(names, tuple(card.id for card in cards if card.parent is not None)) if names else None

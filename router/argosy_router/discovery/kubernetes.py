@@ -166,7 +166,8 @@ def members_of(service: FleetService, pods: Iterable[Pod]) -> list[Member]:
         is_draining = metadata.deletion_timestamp is not None
         if is_draining or pod.has_ready_containers:
             host = f"[{pod.status.pod_ip}]" if ":" in pod.status.pod_ip else pod.status.pod_ip
-            members.append(Member(metadata.name, metadata.uid, f"http://{host}:{service.port}", is_draining))
+            url = f"http://{host}:{service.port}"
+            members.append(Member(metadata.name, metadata.uid, url, is_draining, adapters=service.adapters))
     return sorted(members)
 
 

@@ -34,6 +34,7 @@ from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import RoutedEndpoint, decode_call, may_use, unknown_model
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.exchange import Exchange
+from argosy_router.proxy.renaming import RenamingClient
 from argosy_router.service import Service
 
 if TYPE_CHECKING:
@@ -174,6 +175,8 @@ class RouterApplication:
         if trace is not None:
             call = call._replace(trace=trace)
         request.body = b""  # the call has it, rewritten or not: one copy is enough
+        if call.renaming is not None:
+            connection = RenamingClient(connection, call.renaming)
         self._dispatcher.begin(Exchange(self._dispatcher, connection, call, started), connection)
 
     def _ready(self) -> tuple[int, bytes, bytes]:
@@ -187,27 +190,31 @@ class RouterApplication:
     def _models(self, account: Account) -> tuple[int, bytes, bytes]:
         cards = []
         for service in self._fleet.services.values():
-            names = dict.fromkeys((service.spec.model, *service.spec.aliases))
+            spec = service.spec
+            adapters = (f"{spec.model}:{adapter}" for adapter in spec.adapters)
             cards += [
                 self._card(name, service)
-                for name in names
-                if self._fleet.service_of(name) is service and may_use(account, name, service)
+                for name in dict.fromkeys((spec.model, *spec.aliases, *adapters))
+                if self._fleet.service_of(name) is service
+                and may_use(account, name, service, self._fleet.adapter_of(name))
             ]
         return 200, _JSON, msgspec.json.encode(ModelList(data=cards))
 
     def _model(self, path: bytes, account: Account) -> tuple[int, bytes, bytes]:
         name = unquote(path[len(_MODEL_PREFIX) :].decode("latin-1"))
         service = self._fleet.service_of(name)
-        if service is None or not may_use(account, name, service):
+        if service is None or not may_use(account, name, service, self._fleet.adapter_of(name)):
             raise unknown_model(name)
         return 200, _JSON, msgspec.json.encode(self._card(name, service))
 
     def _card(self, name: str, service: Service) -> ModelCard:
         lengths = [replica.hello.max_model_len for replica in service.replicas.values() if replica.hello]
+        model, adapter = service.spec.model, self._fleet.adapter_of(name)
         return ModelCard(
             id=name,
             created=self._created,
-            root=service.spec.model,
+            root=adapter or model,
+            parent=model if adapter else None,
             max_model_len=min(lengths) if lengths else None,
         )
 

@@ -30,6 +30,7 @@ from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
 from argosy_router.proxy.migration import StreamShape, resumable_shape
+from argosy_router.proxy.renaming import Renaming
 from argosy_router.proxy.usage import asking_usage
 from argosy_router.service import Prompt, Service
 
@@ -63,6 +64,8 @@ class Call(NamedTuple):
     """Of a stream that can be resumed."""
     hides_usage: bool = False
     """The client did not ask its stream for the usage; we did."""
+    renaming: Renaming | None = None
+    """Where the engine knows the model by another name than the client used."""
     trace: Trace | None = None
     """Where requests are traced."""
 
@@ -101,13 +104,14 @@ def decode_call(
     decoded = _decode(endpoint, body)
     if decoded.resume is not None:
         raise BadRequest("resume is an internal field", param="resume")
-    service = find_service(fleet, decoded)
-    if not may_use(account, decoded.model, service):
+    service, adapter = find_service(fleet, decoded)
+    if not may_use(account, decoded.model, service, adapter):
         raise unknown_model(decoded.model)
     priority = account.priority(decoded.priority)
     changes: dict[str, str | int | StreamOptions] = {}
-    if decoded.model == service.spec.key and decoded.model != service.spec.model:
-        changes["model"] = service.spec.model
+    model = engine_name(service, decoded.model, adapter)
+    if model != decoded.model:
+        changes["model"] = model
     forwarded = priority if priority and service.schedules_by_priority else 0
     if forwarded != decoded.priority:
         changes["priority"] = forwarded
@@ -119,7 +123,7 @@ def decode_call(
         body = with_fields(body, changes)
     if hides_usage and options is None:
         body = asking_usage(body)
-    prompt = prompt_of(service, decoded, request.header(SESSION_HEADER))
+    prompt = prompt_of(service, decoded, request.header(SESSION_HEADER), adapter)
     return Call(
         service,
         prompt,
@@ -133,6 +137,7 @@ def decode_call(
         service.estimate_tokens(prompt) + _expected_output_tokens(decoded),
         resumable_shape(decoded),
         hides_usage=hides_usage,
+        renaming=Renaming(model, decoded.model) if model != decoded.model else None,
     )
 
 
@@ -142,8 +147,8 @@ def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | Co
     return decode_request(endpoint, body)
 
 
-def find_service(fleet: Fleet, decoded: GenerationRequest) -> Service:
-    """The service a request names.
+def find_service(fleet: Fleet, decoded: GenerationRequest) -> tuple[Service, str]:
+    """The service a request names, and the adapter of it if it names one.
 
     Raises:
         BadRequest: it names none.
@@ -154,20 +159,33 @@ def find_service(fleet: Fleet, decoded: GenerationRequest) -> Service:
     service = fleet.service_of(decoded.model)
     if service is None:
         raise unknown_model(decoded.model)
-    return service
+    return service, fleet.adapter_of(decoded.model)
+
+
+def engine_name(service: Service, asked: str, adapter: str) -> str:
+    """What the engine calls the model that the client calls `asked`."""
+    if adapter:
+        return adapter
+    spec = service.spec
+    return asked if asked == spec.model or asked in spec.aliases else spec.model
 
 
 def prompt_of(
-    service: Service, decoded: ChatCompletionRequest | CompletionRequest, session: bytes | None
+    service: Service,
+    decoded: ChatCompletionRequest | CompletionRequest,
+    session: bytes | None,
+    adapter: str = "",
 ) -> Prompt:
     """What routing knows about a request's prompt; `session` is the value of `SESSION_HEADER`."""
     named = session or (decoded.prompt_cache_key or decoded.session_id or "").encode("utf-8", "surrogatepass")
-    return service.prompt(decoded, prompt_view(decoded), xxh3_64_intdigest(named) if named else 0)
+    return service.prompt(decoded, prompt_view(decoded), xxh3_64_intdigest(named) if named else 0, adapter)
 
 
-def may_use(account: Account, name: str, service: Service) -> bool:
-    """Whether the account may call the service by this name: a key that lists one of its main names means all of it."""
-    return account.may_use(name, service.spec.model, service.spec.key)
+def may_use(account: Account, name: str, service: Service, adapter: str = "") -> bool:
+    """Whether the account may call the service by this name: a key that lists one of its main names means all of it,
+    and one that lists `MODEL:ADAPTER` means the adapter by all its names."""
+    model = service.spec.model
+    return account.may_use(name, model, service.spec.key, f"{model}:{adapter}" if adapter else name)
 
 
 def _expected_output_tokens(request: ChatCompletionRequest | CompletionRequest) -> int:

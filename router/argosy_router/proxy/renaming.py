@@ -1,0 +1,56 @@
+"""Answers that name the model as the client did, where the engine knows it by another name.
+
+Owns: the value of `model` in answers. Must not know: why the names differ.
+Invariant: nothing but that value changes: quotes inside of JSON strings are escaped, so `"model":"NAME"` is a field.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from argosy_router.http.server import Client
+from argosy_router.http.server import Exchange as ClientListener
+
+
+class Renaming(NamedTuple):
+    """One model by two names."""
+
+    engine: str
+    client: str
+
+
+class RenamingClient:
+    """A client between an exchange and whoever asked.
+
+    Data comes in whole events or as a whole answer, but for answers over `relay.MAX_BUFFERED_BYTES`: should they be cut
+    within the field, it keeps the engine's name.
+    """
+
+    def __init__(self, client: Client, renaming: Renaming) -> None:
+        self._client = client
+        self._field = re.compile(rb'("model":\s?)' + re.escape(msgspec.json.encode(renaming.engine)))
+        self._value = msgspec.json.encode(renaming.client)
+
+    def _renamed(self, data: bytes) -> bytes:
+        return self._field.sub(lambda found: found[1] + self._value, data)
+
+    def attach(self, exchange: ClientListener) -> None:
+        self._client.attach(exchange)
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        self._client.respond(status, headers, self._renamed(body))
+
+    def start(self, status: int, headers: bytes, first: bytes) -> None:
+        self._client.start(status, headers, self._renamed(first))
+
+    def send(self, data: bytes) -> None:
+        self._client.send(self._renamed(data))
+
+    def finish(self) -> None:
+        self._client.finish()
+
+    def abort(self) -> None:
+        self._client.abort()
