@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from argosy_engine.config import EngineArgs
+from argosy_engine.core.client import InprocClient
 from argosy_engine.core.dump import describe
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -90,6 +91,39 @@ def test_what_leaks_is_found_when_the_engine_idles(
     caplog.clear()
     core.check_when_idle()
     assert not caplog.text
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> InprocClient:
+    monkeypatch.setattr("argosy_engine.executor.factory.make_executor", lambda args: FakeExecutor())
+    return InprocClient(EngineArgs.of(model="builtin://tiny", block_size=BLOCK))
+
+
+def test_a_core_in_process_is_checked_when_it_idles(
+    client: InprocClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(client.core, "a", [1] * 10)
+    client.step()
+    client.core.kv.pool.allocate(1)
+    while client.has_work:
+        client.step()
+    assert "the KV cache is rebuilt" in caplog.text
+    assert client.core.kv.usage == 0.0
+    client.core.scheduler.check = lambda: pytest.fail("twice within a second")  # type: ignore[method-assign]
+    add(client.core, "b", [1] * 10)
+    while client.has_work:
+        client.step()
+
+
+def test_a_core_that_dies_in_process_says_what_it_was_doing(
+    client: InprocClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(client.core, "a", [1] * 10)
+    client.core.executor.is_asleep = True  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError):
+        client.step()
+    assert "state of the engine core at its end" in caplog.text
+    assert "a: " in caplog.text
 
 
 def test_a_fault_that_comes_back_at_once_ends_in_errors_not_in_a_loop(core: EngineCore) -> None:

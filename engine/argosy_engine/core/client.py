@@ -36,6 +36,9 @@ from argosy_engine.errors import EngineDead, UtilityFailed
 POLL_MS = 200
 """Where the system has no pidfd, how often a client looks whether the core still lives."""
 
+CHECK_INTERVAL_S = 1.0
+"""A core in the caller's process idles after every call: its invariants cost milliseconds where blocks are many."""
+
 
 class SyncClient(Protocol):
     """What `LLM` and `LLMEngine` need of a client."""
@@ -65,6 +68,7 @@ class InprocClient:
         from argosy_engine.core.engine_core import EngineCore
         from argosy_engine.executor.factory import make_executor
 
+        self._next_check = 0.0
         self.core = EngineCore(args, make_executor(args))
         self.config: ResolvedConfig = self.core.config
 
@@ -81,7 +85,17 @@ class InprocClient:
     def step(self) -> EngineCoreOutputs:
         if not self.core.has_work:
             self.core.structured.wait()
-        return self.core.step()
+        try:
+            outputs = self.core.step()
+        except Exception:
+            from argosy_engine.core.dump import log_dump
+
+            log_dump(self.core)
+            raise
+        if not self.core.has_work and time.monotonic() >= self._next_check:
+            self.core.check_when_idle()
+            self._next_check = time.monotonic() + CHECK_INTERVAL_S
+        return outputs
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Raises UtilityFailed if the core knows no such utility or it failed."""
