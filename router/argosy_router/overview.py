@@ -6,7 +6,7 @@ Owns: which figures of services and replicas are shown. Must not know: HTTP, how
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -71,11 +71,15 @@ class Overview(Struct, frozen=True, kw_only=True):
 class Overviews:
     """Makes overviews of one router, called `name`."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, history: History, name: str) -> None:
+    def __init__(
+        self, fleet: Fleet, metrics: Metrics, history: History, name: str, connections: Callable[[], int]
+    ) -> None:
+        """`connections` tells how many clients are connected."""
         self._fleet = fleet
         self._metrics = metrics
         self._history = history
         self._name = name
+        self._connections = connections
         self._started = time.monotonic()
 
     def now(self, *, is_ready: bool) -> Overview:
@@ -87,7 +91,7 @@ class Overviews:
             version=__version__,
             uptime_s=now - self._started,
             state="ready" if is_ready else waiting,
-            connections=self._metrics.connections,
+            connections=self._connections(),
             services=[self._service(service, now) for service in self._fleet.services.values()],
         )
 

@@ -199,7 +199,13 @@ class Router:
             self._books.decisions,
             admin_keys(config.fleet_key),
             self.application,
-            Overviews(self.fleet, self.metrics, history, socket.gethostname()),
+            Overviews(
+                self.fleet,
+                self.metrics,
+                history,
+                socket.gethostname(),
+                lambda: len(self.server.connections),
+            ),
             socket.gethostname(),
         )
         self._own(history.run(), "history")
