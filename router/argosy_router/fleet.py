@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from xxhash import xxh3_64_intdigest
+
 from argosy_engine.protocol.fleet import FleetDocument, FleetService, NameTable, resolve_names
 from argosy_engine.protocol.keys import internal_key
 from argosy_engine.protocol.report import RoutableReport
@@ -100,6 +102,19 @@ class Fleet:
     def adapter_of(self, name: str) -> str:
         """The adapter a model name means; empty for the model itself."""
         return self.names.adapters.get(name, "")
+
+    def answering(self, service: Service, drawn_by: bytes) -> Service:
+        """Who answers a request for `service`: itself or its canary, always the same for the same `drawn_by`.
+
+        Routers agree without talking, and whoever drew the canary at one weight draws it at any higher one.
+        """
+        spec = service.spec
+        if spec.canary is None:
+            return service
+        canary = self.services.get(f"{spec.namespace}/{spec.canary.service}")
+        if canary is None or xxh3_64_intdigest(b"canary " + drawn_by) % 100 >= spec.canary.weight:
+            return service
+        return canary if canary.can_answer(time.monotonic()) else service
 
     def replicas(self) -> Iterator[Replica]:
         for service in self.services.values():
@@ -208,6 +223,7 @@ class Fleet:
             service.key,
             self.changed,
             lambda is_certain: _fell_silent(service, replica, is_certain=is_certain),
+            service.may_eject,
             self.rng,
         )
         self._clients[replica] = client

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 
 from argosy_router.engine_metrics import parse_load
-from argosy_router.http.errors import FirstByteTimeout, IdleTimeout, UpstreamError
+from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.http.fetch import fetch
 from argosy_router.replica import Replica
 
@@ -31,10 +31,20 @@ MAX_METRICS_BYTES = 4 * 1024 * 1024
 class ForeignPoller:
     """Keeps what is known of one foreign replica current."""
 
-    def __init__(self, replica: Replica, key: str, on_change: Callable[[], None], rng: random.Random) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        key: str,
+        on_change: Callable[[], None],
+        on_silent: Callable[[bool], None],
+        rng: random.Random,
+    ) -> None:
+        """`on_silent(False)` is called while polls are not answered: requests without an answer try elsewhere. Streams
+        keep their own deadline, because nobody else can go on with them."""
         self._replica = replica
         self._key = key
         self._on_change = on_change
+        self._on_silent = on_silent
         self._rng = rng
         self._misses = 0
         self._has_load = True
@@ -51,21 +61,23 @@ class ForeignPoller:
 
     async def _poll_health(self) -> None:
         replica = self._replica
+        is_silent = False
         try:
             response = await fetch(replica.pool, "/health", self._key, TIMEOUT_S)
-            is_answering = response.status == 200
-        except (FirstByteTimeout, IdleTimeout):
-            self._misses += 1
-            is_answering = replica.is_answering and self._misses < MISSES
-        except UpstreamError:
-            is_answering = False
+        except UpstreamError as error:
+            is_silent = _is_silence(error)
+            self._misses += is_silent
+            is_answering = is_silent and replica.is_answering and self._misses < MISSES
         else:
             self._misses = 0
+            is_answering = response.status == 200
         if is_answering != replica.is_answering:
             replica.is_answering = is_answering
             if is_answering:
                 replica.health.succeeded()
             self._on_change()
+        if is_silent and not is_answering:
+            self._on_silent(False)
 
     async def _poll_load(self) -> None:
         replica = self._replica
@@ -88,3 +100,10 @@ class ForeignPoller:
         replica.load.report(
             requests=load.running + load.waiting, tokens=load.queued_tokens, kv_usage=load.kv_usage
         )
+
+
+def _is_silence(error: UpstreamError) -> bool:
+    """Whether nothing was heard at all, as of a stopped process or a host that is gone."""
+    if isinstance(error, ConnectFailed):
+        return not error.refused
+    return isinstance(error, (FirstByteTimeout, IdleTimeout))

@@ -1,8 +1,9 @@
 """Whether a replica should get requests, judged by what happened to the last ones.
 
-Owns: one replica's health and the rule how many may be ejected.
+Owns: one replica's health, the rule how many may be ejected, and the rule when ejections are ignored.
 Must not know: requests, telemetry, how a replica is chosen.
-Invariant: failing requests eject at most half of a service's replicas and never the last; a success ends an ejection.
+Invariant: failures eject at most half of a service's routable replicas and never the last; when replicas leave so that
+more than half of the rest are ejected, ejections are ignored (panic); a success ends an ejection.
 
 healthy --failures--> ejected --back-off over--> half-open (one probe request) --success--> healthy
                          ^------------------------------- failure ---------------------'
@@ -11,6 +12,7 @@ healthy --failures--> ejected --back-off over--> half-open (one probe request) -
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 CONSECUTIVE_FAILURES = 3
 """Gateway failures in a row (resets, missed first bytes, malformed answers) before ejection. One refused connection is
@@ -18,6 +20,9 @@ enough: nobody listens."""
 BASE_EJECTION_S = 1.0
 """First ejection; doubles with each in a row up to `MAX_EJECTION_S`."""
 MAX_EJECTION_S = 30.0
+PANIC_SHARE = 0.5
+"""Beyond this share of ejected replicas failures say more about requests, or about the network, than about replicas,
+and what is left would fall under the load of all. Envoy's panic threshold, seen from the other side."""
 SUSPECT_STEP_AGE_S = 15.0
 """A core that has not turned for this long while its HTTP server reports is stuck in a kernel, or dead. Longer than a
 long prefill step."""
@@ -44,6 +49,12 @@ class Health:
     def is_well(self) -> bool:
         return self._ejected_until is None and not self.is_suspect
 
+    def condition(self, now: float) -> Literal["well", "suspect", "ejected", "half-open"]:
+        """For people. Half-open: the next request is a probe, or one is under way."""
+        if self._ejected_until is None:
+            return "suspect" if self.is_suspect else "well"
+        return "half-open" if now >= self._ejected_until else "ejected"
+
     def admits(self, now: float) -> bool:
         """Whether a request may be sent: healthy, or half-open with no probe under way."""
         return self._ejected_until is None or (now >= self._ejected_until and not self._is_probing)
@@ -66,11 +77,24 @@ class Health:
         self._is_probing = False
         return was_ejected
 
-    def failed(self, now: float, *, refused: bool = False, may_eject: bool = True) -> bool:
-        """Returns whether this failure began or renewed an ejection."""
+    def failed(
+        self,
+        now: float,
+        *,
+        may_eject: bool,
+        refused: bool = False,
+        after: int = CONSECUTIVE_FAILURES,
+    ) -> bool:
+        """Returns whether this failure began or renewed an ejection.
+
+        Args:
+            may_eject: what `may_eject` says of the service's replicas.
+            refused: nobody listens.
+            after: how many failures in a row, of any kind, eject if the last one is of this kind.
+        """
         self._failures += 1
         probing, self._is_probing = self._is_probing, False
-        due = probing or refused or self._failures >= CONSECUTIVE_FAILURES
+        due = probing or refused or self._failures >= after
         if not due or not (may_eject or self.is_ejected):
             return False
         if self._ejected_until is not None and now < self._ejected_until:
@@ -81,6 +105,12 @@ class Health:
 
 
 def may_eject(replicas: Sequence[Health]) -> bool:
-    """Whether one more of a service's replicas may be ejected: at most half, never the last."""
+    """Whether one more of a service's routable replicas may be ejected: at most half, never the last."""
     ejected = sum(health.is_ejected for health in replicas)
     return ejected + 1 <= len(replicas) // 2
+
+
+def panics(replicas: Sequence[Health]) -> bool:
+    """Whether so many of a service's routable replicas are ejected that ejections are ignored."""
+    ejected = sum(health.is_ejected for health in replicas)
+    return ejected > PANIC_SHARE * len(replicas)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from argosy_engine import __version__
+from argosy_engine.protocol.report import ReplicaState
 from argosy_router.fleet import Fleet
 from argosy_router.replica import Replica
 from argosy_router.series import Counter, Histogram, Labels, Reading, Rows, Series
@@ -35,7 +37,7 @@ TOKEN_SECONDS = (
 )
 """vLLM's buckets of time per output token, with finer ones for small models."""
 DECISION_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3)
-STATES = ("connecting", "synced", "stale", "foreign", "ejected", "draining")
+STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
 DEPARTED_S = 600.0
 """How long the series of a replica that left are still shown: ten scrapes of a slow Prometheus."""
 
@@ -65,6 +67,11 @@ class Metrics(Collector):
 
         # choices
         self.decision = self._histogram("decision_seconds", "Time to choose a replica.", (), DECISION_SECONDS)
+        self.canaried = self._counter(
+            "canary_requests",
+            "Requests for the models of services that have a canary, by the service that answered.",
+            ("model", "service"),
+        )
         self.routes = self._counter(
             "routes",
             "Attempts dispatched, by reason of the choice and by what the router knew of the replica.",
@@ -134,6 +141,12 @@ class Metrics(Collector):
             "index_chunks", "Chunks in the prefix index.", model, self._by_model(lambda s: len(s.index))
         )
         self._gauge("routable_replicas", "Replicas that may get requests.", model, self._by_model(_routable))
+        self._gauge(
+            "panic",
+            "1 while most routable replicas are ejected: ejections are ignored then.",
+            model,
+            self._by_model(lambda service: service.is_in_panic),
+        )
         self._gauge("build_info", "Always 1.", ("version",), lambda: [((__version__,), 1.0)])
 
         self._registry = CollectorRegistry(auto_describe=False)
@@ -228,4 +241,4 @@ def _telemetry_ages(replica: Replica) -> Rows:
 
 
 def _routable(service: Service) -> int:
-    return sum(replica.is_routable and not replica.health.is_ejected for replica in service.replicas.values())
+    return sum(replica.is_available for replica in service.replicas.values())

@@ -24,9 +24,8 @@ class ReplicaView(Struct, frozen=True, kw_only=True):
     name: str
     url: str
     state: str
-    is_routable: bool
-    is_suspect: bool
-    """Its core has not turned for a while."""
+    is_available: bool
+    """Whether it gets requests."""
     inflight: int
     """Requests of this router."""
     requests: int
@@ -119,8 +118,7 @@ class Overviews:
             name=replica.name,
             url=replica.url,
             state=replica.state,
-            is_routable=replica.is_routable,
-            is_suspect=replica.health.is_suspect,
+            is_available=replica.is_available,
             inflight=load.inflight,
             requests=load.requests,
             max_num_seqs=load.max_num_seqs,

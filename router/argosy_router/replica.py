@@ -7,6 +7,7 @@ Invariant: `is_routable` is the one place that says whether a replica may get re
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 from argosy_engine.protocol.report import ReplicaReport, ReplicaState
@@ -38,7 +39,10 @@ class Replica:
         self.name = member.name
         self.uid = member.uid
         self.url = member.url
-        self.name_header = b"x-argosy-replica: %b\r\n" % member.name.encode("latin-1", "replace")
+        self.name_header = b"x-argosy-replica: %b\r\nx-argosy-service: %b\r\n" % (
+            member.name.encode("latin-1", "replace"),
+            service.encode("latin-1", "replace"),
+        )
         self.pool = pool
         self.load = LoadAccount(member.name)
         self.health = Health()
@@ -72,6 +76,11 @@ class Replica:
         return not adapter or adapter in self.adapters
 
     @property
+    def is_available(self) -> bool:
+        """Whether it is routable and not ejected."""
+        return self.is_routable and not self.health.is_ejected
+
+    @property
     def fingerprint(self) -> str:
         """Replicas with the same one can go on with each other's streams. Empty where that is not known."""
         return self.hello.model_fingerprint if self.hello is not None and self.link != "foreign" else ""
@@ -82,11 +91,13 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
+        """For people: the link, unless there is something more telling."""
         if self.is_draining or self.has_announced_drain:
             return "draining"
-        if self.health.is_ejected:
-            return "ejected"
-        return self.link
+        if self.link == "connecting":
+            return "connecting"
+        condition = self.health.condition(time.monotonic())
+        return self.link if condition == "well" else condition
 
     def report(self) -> ReplicaReport:
         return ReplicaReport(
@@ -95,7 +106,7 @@ class Replica:
             uid=self.uid,
             url=self.url,
             state=self.state,
-            routable=self.is_routable and not self.health.is_ejected,
+            routable=self.is_available,
             epoch=self.hello.epoch if self.hello else "",
             inflight=self.load.inflight,
         )

@@ -17,7 +17,7 @@ from argosy_engine.protocol.errors import TooManyRequests, Unavailable
 from argosy_engine.protocol.fleet import FleetService
 from argosy_engine.protocol.openai import GenerationRequest
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind
-from argosy_router.health import may_eject
+from argosy_router.health import may_eject, panics
 from argosy_router.index import PrefixIndex
 from argosy_router.load import LoadAccount
 from argosy_router.policy import POLICIES, Decision, RouteRequest
@@ -231,17 +231,19 @@ class Service:
         self._candidates = None
 
     def _admitted(self, now: float, tried: Collection[Replica], adapter: str) -> list[Replica]:
-        routable = [
+        usable = [
             replica
             for replica in self.replicas.values()
             if replica.is_routable and replica not in tried and replica.serves(adapter)
         ]
-        if not routable:
+        if not usable:
             name = f"{self.spec.model}:{adapter}" if adapter else self.spec.model
             raise Unavailable(f"no replica of model {name!r} is ready", retry_after_s=1.0)
-        admitted = [replica for replica in routable if replica.health.admits(now)]
+        admitted = usable
+        if not self.is_in_panic:
+            admitted = [replica for replica in usable if replica.health.admits(now)]
         healthy = [replica for replica in admitted if not replica.health.is_suspect]
-        return sorted(healthy or admitted or routable, key=lambda replica: replica.name)
+        return sorted(healthy or admitted or usable, key=lambda replica: replica.name)
 
     def _with_slots(self, replicas: list[Replica]) -> Candidates:
         return Candidates(
@@ -250,6 +252,10 @@ class Service:
             {slot: position for position, replica in enumerate(replicas) for slot in replica.residency.slots},
             self.index.slot_changes,
         )
+
+    def can_answer(self, now: float) -> bool:
+        """Whether some replica is routable and not ejected."""
+        return any(replica.is_routable and replica.health.admits(now) for replica in self.replicas.values())
 
     @property
     def schedules_by_priority(self) -> bool:
@@ -280,7 +286,13 @@ class Service:
         load.recent_work += exp(age) * tokens / load.prefill_tokens_per_s
 
     def may_eject(self) -> bool:
-        return may_eject([replica.health for replica in self.replicas.values()])
+        """Whether one more replica may be ejected."""
+        return may_eject([replica.health for replica in self.replicas.values() if replica.is_routable])
+
+    @property
+    def is_in_panic(self) -> bool:
+        """Whether ejections are ignored."""
+        return panics([replica.health for replica in self.replicas.values() if replica.is_routable])
 
     def assume_rates(self) -> None:
         """Replicas that have not measured themselves are taken for the median of those that have."""

@@ -3,11 +3,13 @@
 Owns: one task per replica that keeps the stream open and applies its frames.
 Must not know: HTTP framing, policies, other replicas.
 Invariants: only a stream of our content type and a version we can read is believed; a lost stream changes the mode of
-routing (`stale`), it never ejects; a silent one makes the replica a suspect, and its requests try elsewhere; whatever
-the peer does, the task goes on with capped, jittered back-off.
+routing (`stale`), it never ejects; a silent one makes the replica a suspect, and its requests try elsewhere; a replica
+where nobody listens any more gets none; whatever the peer does, the task goes on with capped, jittered back-off.
 
-connecting --hello, last snapshot slice--> synced --stream lost--> stale --hello, snapshot--> synced
-     `----- another content type, or a version that excludes us ----> foreign (see `foreign`)
+connecting --hello, last snapshot slice--> synced --stream lost--> stale --hello, last snapshot slice--> synced
+    | | ^-- a new connection is refused: the process has ended ------' ^
+    | `---- no room for another reader ---------------------------------'
+    `------ another content type, or a version that excludes us ----> foreign (see `foreign`)
 """
 
 from __future__ import annotations
@@ -58,6 +60,10 @@ class Foreign(Exception):
     """The replica does not speak our telemetry."""
 
 
+class Crowded(UpstreamError):
+    """The replica is one of ours and well, but has as many readers as it takes."""
+
+
 class TelemetryClient:
     """Keeps one replica's knowledge current."""
 
@@ -68,17 +74,23 @@ class TelemetryClient:
         key: str,
         on_change: Callable[[], None],
         on_silent: Callable[[bool], None],
+        may_eject: Callable[[], bool],
         rng: random.Random,
     ) -> None:
-        """`on_silent(False)` is called when heartbeats stop, `on_silent(True)` when a new connection is not answered
-        either: the process is stopped, or its machine is gone."""
+        """
+        Args:
+            on_silent: called with False when heartbeats stop, with True when a new connection is not answered either:
+                the process is stopped, or its machine is gone.
+            may_eject: whether one more of the service's replicas may be ejected.
+        """
         self._replica = replica
         self._model = model
         self._key = key
         self._on_change = on_change
         self._on_silent = on_silent
+        self._may_eject = may_eject
         self._rng = rng
-        self._foreign = ForeignPoller(replica, key, on_change, rng)
+        self._foreign = ForeignPoller(replica, key, on_change, on_silent, rng)
         self.skipped_frames = 0
 
     async def run(self) -> None:
@@ -98,19 +110,35 @@ class TelemetryClient:
                 continue
             except (UpstreamError, TelemetryError) as error:
                 failures = 0 if replica.is_synced else failures + 1
-                fell_silent = replica.is_synced and isinstance(error, IdleTimeout)
-                self._lose(str(error))
-                if fell_silent:
-                    replica.health.is_suspect = True
-                    self._on_change()
-                    self._on_silent(False)
-                if replica.link == "stale" and isinstance(error, (ConnectFailed, FirstByteTimeout)):
-                    # Not the lost stream counts, but that the replica no longer answers a new connection.
-                    self._fail_health(refused=isinstance(error, ConnectFailed) and error.refused)
-                    if replica.health.is_suspect:
-                        self._on_silent(True)
+                self._stream_failed(error)
             pause = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(failures, 10))
             await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
+
+    def _stream_failed(self, error: UpstreamError | TelemetryError) -> None:
+        """A lost stream says nothing about the replica; silence does, and so does a new connection that is refused."""
+        replica = self._replica
+        fell_silent = replica.is_synced and isinstance(error, IdleTimeout)
+        self._lose(str(error))
+        if isinstance(error, Crowded):
+            replica.health.is_suspect = False
+            self._set_link("stale")
+        if replica.link != "stale":
+            return
+        if isinstance(error, ConnectFailed) and error.refused:
+            self._set_link("connecting")  # nobody listens: the process has ended
+        elif fell_silent or isinstance(error, (ConnectFailed, FirstByteTimeout)):
+            self._fell_silent()
+
+    def _fell_silent(self) -> None:
+        health = self._replica.health
+        if not health.is_suspect:
+            health.is_suspect = True
+            self._on_change()
+            self._on_silent(False)
+            return
+        if health.failed(time.monotonic(), may_eject=self._may_eject()):
+            self._on_change()
+        self._on_silent(True)
 
     async def _follow(self) -> None:
         """One connection's life."""
@@ -195,10 +223,6 @@ class TelemetryClient:
             replica.load.forget()
             self._set_link("stale")
 
-    def _fail_health(self, *, refused: bool) -> None:
-        if self._replica.health.failed(time.monotonic(), refused=refused):
-            self._on_change()
-
     def _set_link(self, link: str) -> None:
         if self._replica.link != link:
             self._replica.link = link  # type: ignore[assignment]
@@ -219,6 +243,8 @@ class _Stream:
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         if status in (401, 403):
             self._end(UpstreamError("the replica refused the router's key"))
+        elif status == 429:
+            self._end(Crowded("telemetry has no room for another reader"))
         elif status >= 500:
             self._end(UpstreamError(f"telemetry answered {status}"))
         elif (

@@ -114,7 +114,7 @@ async def test_the_report_is_a_long_poll() -> None:
         assert second.revision > first.revision
         while second.replicas[0].routable:
             second = await report(r, second.revision, 30)
-        assert second.replicas[0].state == "ejected"
+        assert second.replicas[0].state == "connecting"
         await r.engines[0].start()
         while not second.replicas[0].routable:
             second = await report(r, second.revision, 30)

@@ -12,8 +12,8 @@ from argosy_router.index import PrefixIndex
 from argosy_router.load import LoadAccount
 from argosy_router.residency import HISTORY_S, Residency
 
-from .fake_engine import Connection, FakeEngine, Received
-from .harness import rig
+from .fake_engine import DONE, Connection, FakeEngine, Received, event
+from .harness import chat, rig
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 60
 
@@ -182,6 +182,46 @@ async def test_a_busy_one_may_miss_a_poll() -> None:
         await r.until(lambda: not r.replica(0).is_routable)
         engine.is_slow = False
         await r.until(lambda: r.replica(0).is_routable)
+
+
+async def test_requests_of_a_frozen_one_move_on() -> None:
+    frozen = Slow(has_telemetry=False)
+    asked = asyncio.Event()
+
+    async def freeze(connection: Connection, _: Received) -> None:
+        frozen.is_slow = True
+        asked.set()
+        await connection.gone()
+
+    frozen.script = freeze
+    async with rig([frozen, other()], policy="round-robin") as r:
+        answers = [asyncio.create_task(r.chat(str(number))) for number in range(2)]
+        await asyncio.wait_for(asked.wait(), 5)
+        assert {(await answer).headers["x-argosy-replica"] for answer in answers} == {"r1"}
+        assert r.metric('retries_total{model="tiny",reason="first_byte_timeout"}') == 1
+
+
+async def test_streams_of_a_silent_one_keep_their_own_deadline() -> None:
+    silent = Slow(has_telemetry=False)
+    go_on = asyncio.Event()
+
+    async def slow_stream(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(event("hel"))
+        silent.is_slow = True
+        await go_on.wait()
+        connection.chunk(DONE)
+        connection.end_stream()
+
+    silent.script = slow_stream
+    async with (
+        rig([silent, other()], policy="round-robin") as r,
+        r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer,
+    ):
+        polls = silent.polls
+        await r.until(lambda: not r.replica(0).is_routable and silent.polls > polls + 4)
+        go_on.set()
+        assert (await answer.aread()).endswith(DONE)
 
 
 # what is remembered, and what is learnt

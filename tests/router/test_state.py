@@ -61,8 +61,8 @@ def test_own_dispatches_count_before_and_after_a_report() -> None:
 def test_ejection_backs_off_and_a_probe_decides() -> None:
     health = Health()
     for _ in range(CONSECUTIVE_FAILURES - 1):
-        assert not health.failed(0.0)
-    assert health.failed(0.0)
+        assert not health.failed(0.0, may_eject=True)
+    assert health.failed(0.0, may_eject=True)
     assert not health.admits(0.5)
     now, pauses = 0.0, []
     for _ in range(7):
@@ -73,7 +73,7 @@ def test_ejection_backs_off_and_a_probe_decides() -> None:
         pauses.append(pause)
         health.dispatched(now)
         assert not health.admits(now), "one probe at a time"
-        assert health.failed(now)
+        assert health.failed(now, may_eject=True)
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
     assert pauses[0] == BASE_EJECTION_S
     assert pauses[-1] == MAX_EJECTION_S
@@ -87,7 +87,7 @@ def test_ejection_backs_off_and_a_probe_decides() -> None:
 
 def test_one_refused_connection_ejects() -> None:
     health = Health()
-    assert health.failed(0.0, refused=True)
+    assert health.failed(0.0, may_eject=True, refused=True)
     assert health.is_ejected
 
 
@@ -98,7 +98,7 @@ def test_one_refused_connection_ejects() -> None:
 def test_at_most_half_and_never_the_last(replicas: int, ejected: int, allowed: bool) -> None:
     fleet = [Health() for _ in range(replicas)]
     for health in fleet[:ejected]:
-        health.failed(0.0, refused=True)
+        health.failed(0.0, may_eject=True, refused=True)
     assert may_eject(fleet) is allowed
     assert fleet[-1].failed(0.0, refused=True, may_eject=may_eject(fleet)) is allowed
 

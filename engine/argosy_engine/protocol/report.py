@@ -14,8 +14,11 @@ REPORT_PATH = "/internal/replicas"
 ADMIN_KEY_UID = "argosy:router-admin"
 """`keys.internal_key(fleet_key, ADMIN_KEY_UID)` is the bearer key of the admin port's internal routes."""
 
-ReplicaState = Literal["connecting", "synced", "stale", "foreign", "ejected", "draining"]
-"""`synced`: telemetry snapshot complete. `foreign`: not one of our engines, healthy. Both are routable."""
+ReplicaState = Literal[
+    "connecting", "synced", "stale", "foreign", "suspect", "ejected", "half-open", "draining"
+]
+"""`synced`: telemetry snapshot complete. `foreign`: not one of our engines, healthy. Both are routable. `suspect`: used
+when nothing better is there. `half-open`: ejected, and about to be tried with one request."""
 
 
 class ReplicaReport(Struct, frozen=True, kw_only=True, omit_defaults=True):

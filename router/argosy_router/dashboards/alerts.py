@@ -50,11 +50,27 @@ def alerts(registry: Registry) -> list[Alert]:
         ),
         Alert(
             "ArgosyReplicaEjected",
-            f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="ejected"}}) == 1',
+            f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state=~"ejected|half-open"}}) == 1',
             "5m",
             "warning",
             "{{ $labels.replica }} of {{ $labels.model }} keeps failing and gets no requests.",
             "Read its log, and delete the pod if it does not recover.",
+        ),
+        Alert(
+            "ArgosyMostReplicasEjected",
+            f"max by (model) ({registry.gauge('panic')}) == 1",
+            "1m",
+            "critical",
+            "Most replicas of {{ $labels.model }} keep failing; requests are sent to them all the same.",
+            "What they have in common is at fault: the requests, the network, or the version of the engine.",
+        ),
+        Alert(
+            "ArgosyReplicaSilent",
+            f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="suspect"}}) == 1',
+            "5m",
+            "warning",
+            "{{ $labels.replica }} of {{ $labels.model }} is silent, or its engine core does not turn.",
+            "Read its log; a process that is stuck in its device needs the pod to be deleted.",
         ),
         Alert(
             "ArgosyTelemetryLost",

@@ -113,8 +113,10 @@ const STATES = {
   synced: ["good", "its cache and load are known as they change"],
   stale: ["warn", "its telemetry is lost; routed by what it was sent"],
   foreign: ["good", "another engine; routed by what it was sent"],
-  connecting: ["idle", "not reached yet; gets no requests"],
+  connecting: ["idle", "nobody answers there; gets no requests"],
+  suspect: ["warn", "silent, or its engine core has not turned for a while; used when nothing better is there"],
   ejected: ["bad", "its last requests failed; tried again soon"],
+  "half-open": ["warn", "its last requests failed; the next one decides"],
   draining: ["idle", "gets no new requests"],
 };
 
@@ -145,9 +147,9 @@ const replicaTable = new Table($("replicas"), [
       cell.append(cell.dot, cell.word);
     },
     show(cell, r) {
-      const [colour, meaning] = r.is_suspect ? ["warn", "its engine core has not turned for a while"] : STATES[r.state];
+      const [colour, meaning] = STATES[r.state];
       setClass(cell.dot, `dot ${colour}`);
-      setText(cell.word, r.is_suspect ? "suspect" : r.state);
+      setText(cell.word, r.state);
       cell.title = r.heard_s == null ? meaning : `${meaning}; heard ${age(r.heard_s)} ago`;
     },
   },
@@ -240,7 +242,7 @@ export function show(service, latest) {
   if (service) for (const tile of tiles) tile.show(service);
   const replicas = service?.replicas ?? [];
   replicaTable.show(replicas, (r) => r.name);
-  const routable = replicas.filter((r) => r.is_routable && r.state !== "ejected").length;
+  const routable = replicas.filter((r) => r.is_available).length;
   setText($("replicas-note"), service ? `${replicas.length ? `${routable} of ${replicas.length} routable, ` : ""}policy ${service.policy}` : "");
   $("replicas-empty").hidden = replicas.length > 0;
   setText($("replicas-empty"), service

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from argosy_engine.protocol import headers
 from argosy_engine.protocol.errors import ApiError
 from argosy_router.fleet import Fleet
+from argosy_router.health import CONSECUTIVE_FAILURES
 from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.messages import render_headers
 from argosy_router.http.server import Client
@@ -23,9 +24,9 @@ from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.gate import Gate
-from argosy_router.proxy.relay import Refused
 from argosy_router.proxy.retry import RetryBudget
 from argosy_router.proxy.usage import TokenUsage
+from argosy_router.proxy.verdict import CONSECUTIVE_ERRORS, Refused, is_fault
 from argosy_router.replica import Replica
 from argosy_router.service import Choice
 
@@ -128,19 +129,28 @@ class Dispatcher:
         self._metrics.retries.add((call.service.spec.model, error.reason))
 
     def attempt_failed(self, call: Call, replica: Replica, error: UpstreamError) -> None:
-        labels = (call.service.spec.model, replica.name)
-        self._metrics.failures.add((*labels, error.reason))
+        self._metrics.failures.add((call.service.spec.model, replica.name, error.reason))
         log.info("replica %s failed a request: %s (%s)", replica.name, error.reason, error)
-        if isinstance(error, Refused) and error.status not in (401, 403):
-            replica.health.abandoned()  # busy or draining is not broken
+        if isinstance(error, Refused) and not is_fault(error.status):
+            replica.health.abandoned()
             return
         refused = isinstance(error, ConnectFailed) and error.refused
-        if replica.health.failed(self.now(), refused=refused, may_eject=call.service.may_eject()):
-            self._metrics.ejections.add(labels)
+        self._blame(call, replica, refused=refused)
+
+    def answered(self, call: Call, replica: Replica, status: int) -> None:
+        """The client gets the replica's own answer."""
+        if is_fault(status):
+            self._metrics.failures.add((call.service.spec.model, replica.name, "status"))
+            self._blame(call, replica, after=CONSECUTIVE_ERRORS)
+        elif replica.health.succeeded():
             self._fleet.changed()
 
-    def succeeded(self, call: Call, replica: Replica) -> None:
-        if replica.health.succeeded():
+    def _blame(
+        self, call: Call, replica: Replica, *, refused: bool = False, after: int = CONSECUTIVE_FAILURES
+    ) -> None:
+        may_eject = call.service.may_eject()
+        if replica.health.failed(self.now(), refused=refused, after=after, may_eject=may_eject):
+            self._metrics.ejections.add((call.service.spec.model, replica.name))
             self._fleet.changed()
 
     def interrupted(self, call: Call, replica: Replica) -> None:

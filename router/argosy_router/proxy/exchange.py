@@ -22,6 +22,7 @@ from argosy_engine.protocol.errors import (
     BadGateway,
     GatewayTimeout,
     InternalError,
+    TooManyRequests,
     Unavailable,
 )
 from argosy_router.admission.accounts import Reservation
@@ -34,8 +35,9 @@ from argosy_router.proxy import headers as header_rules
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.migration import Transcript
-from argosy_router.proxy.relay import Refused, StreamRelay, UnaryRelay
+from argosy_router.proxy.relay import StreamRelay, UnaryRelay
 from argosy_router.proxy.usage import find_usage
+from argosy_router.proxy.verdict import Refused, refusal
 from argosy_router.replica import Replica
 from argosy_router.service import Choice
 
@@ -206,10 +208,11 @@ class Exchange:
 
     def _give_up(self, error: UpstreamError) -> None:
         model = self.call.service.spec.model
-        if isinstance(error, Refused) and error.status == 503:
-            self._answer(error.status, error.head, error.body)
+        if isinstance(error, Refused) and error.is_busy:
+            message = f"the replicas of model {model!r} take no more requests"
+            self._answer_error(TooManyRequests(message, retry_after_s=error.retry_after_s))
         elif isinstance(error, FirstByteTimeout):
-            self._answer_error(GatewayTimeout(f"model {model!r} did not answer in time"))
+            self._answer_error(GatewayTimeout(f"model {model!r} did not answer in time", retry_after_s=1.0))
         elif isinstance(error, ConnectFailed):
             self._answer_error(Unavailable(f"no replica of model {model!r} is reachable", retry_after_s=1.0))
         else:
@@ -276,23 +279,22 @@ class Exchange:
         status = self._upstream_status
         if relay.failure is not None:
             self._on_attempt_failed(relay.failure)
-        elif not self._is_started and status in (401, 403, 503):
-            # 503: draining or overloaded. 401, 403: it refuses our key; the client's own is not at fault.
-            self._on_attempt_failed(Refused(status, self._upstream_headers, rest))
         elif self._is_started:
             if rest:
                 self._forward(rest)
             self._settle(choice.replica)
             self._client.finish()
             self._end()
+        elif (refused := refusal(status, self._upstream_headers)) is not None:
+            self._on_attempt_failed(refused)
         else:
             self._settle(choice.replica)
             self._answer(status, self._upstream_headers, rest)
 
     def _settle(self, replica: Replica) -> None:
-        """The replica did its part."""
+        """The client has, or is about to get, the replica's whole answer."""
         self._release(replica)
-        self._dispatcher.succeeded(self.call, replica)
+        self._dispatcher.answered(self.call, replica, self._upstream_status)
         self._measure()
 
     def _measure(self) -> None:

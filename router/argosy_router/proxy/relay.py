@@ -10,6 +10,7 @@ from argosy_router.http.errors import ConnectionLost, MalformedResponse, Upstrea
 from argosy_router.http.sse import EventCutter, EventTooLarge
 from argosy_router.proxy.migration import DONE, Transcript
 from argosy_router.proxy.usage import TAIL_BYTES, without_usage
+from argosy_router.proxy.verdict import Refused
 
 MAX_BUFFERED_BYTES = 1024 * 1024
 """Unary answers up to this size reach the client whole or not at all; longer ones are streamed and cannot be retried
@@ -17,18 +18,6 @@ once they have begun."""
 _ERROR = b'data: {"error":'
 """No JSON string contains it, because quotes are escaped there."""
 _UNAVAILABLE = b'"type":"service_unavailable"'
-
-
-class Refused(UpstreamError):
-    """The replica answered, but that another one should."""
-
-    reason = "refused"
-
-    def __init__(self, status: int, head: bytes = b"", body: bytes = b"") -> None:
-        super().__init__(f"status {status}")
-        self.status = status
-        self.head = head
-        self.body = body
 
 
 class UnaryRelay:
@@ -112,6 +101,5 @@ class StreamRelay:
         end = events.index(b"\n\n", start)
         if _UNAVAILABLE not in events[start:end]:
             return events
-        body = events[start + len(b"data: ") : end]
-        self.failure = Refused(503, b"content-type: application/json\r\n", body)
+        self.failure = Refused(503)
         return events[:start]
