@@ -146,6 +146,20 @@ def test_stop_strings_and_length(client: openai.OpenAI) -> None:
     assert cut.choices[0].finish_reason == "stop"
 
 
+def test_a_stop_token_is_not_shown(client: openai.OpenAI) -> None:
+    def ask(**extra: object) -> tuple[str, str | None]:
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, temperature=0, max_tokens=60, extra_body=extra  # type: ignore[arg-type]
+        )  # fmt: skip
+        return answer.choices[0].message.content or "", answer.choices[0].finish_reason
+
+    text, reason = ask()
+    assert reason == "stop"
+    assert ask(skip_special_tokens=False) == (text, "stop")
+    shown, _ = ask(skip_special_tokens=False, include_stop_str_in_output=True)
+    assert shown == text + "<|im_end|>"
+
+
 def test_token_ids_cover_every_chunk(http: httpx.Client) -> None:
     body = {
         "model": "tiny",

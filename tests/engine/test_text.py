@@ -85,6 +85,19 @@ def test_stop_strings(
     assert got == (expected, reason)
 
 
+@pytest.mark.parametrize("stop", [(), ("never",)])
+@pytest.mark.parametrize("include", [False, True])
+def test_the_text_of_a_stop_token_is_shown_only_if_asked_for(
+    tokenizer: Tokenizer, stop: tuple[str, ...], include: bool
+) -> None:
+    ids = tokenizer.encode("one two three", add_special_tokens=False).ids
+    params = SamplingParams(stop=stop, include_stop_str_in_output=include)
+    detokenizer = IncrementalDetokenizer(tokenizer, params, [])
+    text = detokenizer.update(ids[:-2], is_last=False)
+    text += detokenizer.update(ids[-2:], is_last=True, ends_at_stop_token=True)
+    assert text == tokenizer.decode(ids if include else ids[:-1])
+
+
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 NAN_CALL = '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'
 HALF_CALL = '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>'

@@ -340,7 +340,11 @@ class AsyncLLM:
         adds += live.siblings
         live.siblings = ()
         live.num_output += len(output.new_token_ids)
-        text = live.detokenizer.update(output.new_token_ids, output.finish_reason is not None)
+        text = live.detokenizer.update(
+            output.new_token_ids,
+            output.finish_reason is not None,
+            ends_at_stop_token=output.finish_reason is FinishReason.STOP,
+        )
         reason = None if output.finish_reason is None else str(output.finish_reason)
         stop_reason: int | str | None = output.stop_reason
         if live.detokenizer.stop_reason is not None:

@@ -40,8 +40,15 @@ class IncrementalDetokenizer:
         """So many tokens are still to come whose text completes no stop string."""
         self.stop_reason: str | None = None
 
-    def update(self, token_ids: Sequence[int], is_last: bool) -> str:
-        """The text that these tokens make certain. With `is_last` nothing is held back any more."""
+    def update(self, token_ids: Sequence[int], is_last: bool, *, ends_at_stop_token: bool = False) -> str:
+        """The text that these tokens make certain. With `is_last` nothing is held back any more.
+
+        Args:
+            ends_at_stop_token: the last token is the one that ended the output. As in vLLM, its text is shown only
+                with `include_stop_str_in_output`.
+        """
+        if ends_at_stop_token and not self._params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
         pieces = [self._step(token_id) for token_id in token_ids]
         if not self._params.stop:
             return "".join(pieces)

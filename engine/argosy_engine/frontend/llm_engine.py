@@ -247,7 +247,11 @@ class LLMEngine:
         live.siblings = []
         output.token_ids += out.new_token_ids
         output.logprobs += out.logprobs or ()
-        output.text += detokenizer.update(out.new_token_ids, out.finish_reason is not None)
+        output.text += detokenizer.update(
+            out.new_token_ids,
+            out.finish_reason is not None,
+            ends_at_stop_token=out.finish_reason is FinishReason.STOP,
+        )
         if out.prefill_stats is not None and output.index == 0:
             live.result.num_cached_tokens = out.prefill_stats.num_cached_tokens
         if out.prompt_logprobs is not None:
