@@ -93,7 +93,7 @@ def test_prompts_are_searched_apart() -> None:
 )
 def test_bounds(fields: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **fields}).verify()
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **fields})
     assert raised.value.param == next(iter(fields))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from argosy_engine import LLM, LogitsProcessor, SamplingParams
-from argosy_engine.errors import ConfigError, EngineError, InvalidRequest, RequestFailed
+from argosy_engine.errors import ConfigError, InvalidRequest, RequestFailed
 from argosy_engine.sample.interface import load_logits_processors, processor_path
 from argosy_engine.sample.sampler import Sampler, SamplerOptions
 from probe_processors import Faulty, NeverTwice
@@ -141,8 +141,9 @@ def test_a_processor_can_read_the_tokens_so_far(llm: LLM) -> None:
 
 def test_a_token_beyond_the_vocabulary_costs_its_request_only(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2, extra_args={"only_token": 1 << 40})
-    with pytest.raises(EngineError, match="OnlyToken failed on this request"):
-        llm.generate("x", params)
+    failed, fine = llm.generate(["x", "x"], [params, SamplingParams(max_tokens=2)])
+    assert "OnlyToken failed on this request" in (failed.error or "")
+    assert (failed.finish_reason, failed.text, fine.error, len(fine.token_ids)) == ("error", "", None, 2)
     assert llm.generate("x", SamplingParams(max_tokens=2, extra_args={"only_token": 9}))[0].token_ids == [
         9,
         9,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
-from argosy_engine import LLM, SamplingParams
+from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
+from argosy_engine.core.messages import EngineCoreOutputs, FinishReason
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.llm import RequestOutput
+from argosy_engine.frontend.prompts import as_list, text_or_token_ids
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +48,74 @@ def test_parameters_are_for_all_prompts_or_one_for_each(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="1 sampling_params for 2 prompts"):
         llm.generate(prompts, [short], use_tqdm=False)
     assert llm.generate([], use_tqdm=False) == []
+
+
+IDS = [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        IDS,
+        tuple(IDS),
+        [IDS],
+        np.array(IDS),
+        [np.array(IDS)],
+        np.array([IDS]),
+        {"prompt_token_ids": IDS},
+        [{"prompt_token_ids": np.array(IDS)}],
+        {"prompt": "shown in logs", "prompt_token_ids": IDS},
+    ],
+)
+def test_token_ids_come_in_several_forms(prompts: Any) -> None:
+    assert [text_or_token_ids(prompt) for prompt in as_list(prompts)] == [IDS]
+
+
+@pytest.mark.parametrize("prompts", ["The sea", ["The sea"], {"prompt": "The sea"}, [{"prompt": "The sea"}]])
+def test_texts_come_in_several_forms(prompts: Any) -> None:
+    assert [text_or_token_ids(prompt) for prompt in as_list(prompts)] == ["The sea"]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [[True, False], [[True]], [[1, "a"]], [1.5], [None], 7, {}, {"text": "x"}, [{"prompt": None}], [["a"]]],
+)
+def test_what_is_no_prompt_is_refused(prompts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a prompt is a text"):
+        [text_or_token_ids(prompt) for prompt in as_list(prompts)]
+
+
+def test_forms_of_a_prompt_have_one_answer(llm: LLM) -> None:
+    ids = llm.processor.text_prompt("The sea").token_ids
+    forms = ["The sea", {"prompt": "The sea"}, {"prompt_token_ids": ids}, np.array(ids)]
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    first, *others = llm.generate(forms, params, use_tqdm=False)
+    assert {tuple(other.token_ids) for other in others} == {tuple(first.token_ids)}
+    assert [made.prompt_token_ids for made in llm.embed(forms, use_tqdm=False)] == [ids] * 4
+
+
+def test_what_fails_in_the_core_costs_nobody_else(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    broken = SamplingParams(structured_outputs=StructuredOutputsParams(grammar="root ::= nosuch"), n=2)
+    fine = SamplingParams(max_tokens=3, ignore_eos=True)
+    first, failed, last = llm.generate(["a", "b", "c"], [fine, broken, fine], use_tqdm=False)
+    assert [len(first.token_ids), len(last.token_ids)] == [3, 3]
+    assert (first.error, last.error) == (None, None)
+    assert "nosuch" in (failed.error or "")
+    assert [output.finish_reason for output in failed.outputs] == ["error", "error"]
+    assert "1 of 3 requests failed" in caplog.text
+
+
+def test_a_vector_that_cannot_be_made_costs_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm.client.step
+
+    def step_with_a_failure() -> EngineCoreOutputs:
+        outputs = step()
+        for output in outputs.outputs[:1]:
+            output.finish_reason, output.error, output.pooling_output = FinishReason.ERROR, "broken", None
+        return outputs
+
+    monkeypatch.setattr(llm.client, "step", step_with_a_failure)
+    failed, fine = llm.embed(["The sea", "The land"], use_tqdm=False)
+    assert (failed.error, failed.outputs.embedding) == ("broken", [])
+    assert fine.error is None
+    assert len(fine.outputs.embedding) == llm.config.embedding_size

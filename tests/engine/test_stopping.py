@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given
 
@@ -142,11 +143,32 @@ def test_a_run_that_was_at_its_end_is_not_continued() -> None:
         ({"repetition_detection": RepetitionDetectionParams(4, 1, 1)}, "repetition_detection"),
         ({"max_token": 3}, "max_token"),
         ({"top_k": "3"}, "top_k"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"logprobs": True}, "logprobs"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"seed": "a"}, "seed"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop": [5]}, "stop"),
     ],
 )
 def test_parameters_have_bounds(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        SamplingParams.of(**fields)
+        SamplingParams(**fields)
     assert caught.value.param == param
     if param == "max_token":
         assert "did you mean 'max_tokens'" in str(caught.value)
+
+
+def test_one_string_alone_is_a_list_of_one() -> None:
+    params = SamplingParams(stop="word", bad_words="there")
+    assert (params.stop, params.bad_words) == (("word",), ("there",))
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_what_was_checked_is_not_checked_again_on_its_way() -> None:
+    """The core decodes parameters by the thousand."""
+    params = SamplingParams(stop=("x",), temperature=0.5)
+    wrong = params.replace(temperature=-1.0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=SamplingParams) == wrong

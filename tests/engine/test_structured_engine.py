@@ -14,7 +14,6 @@ import pytest
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
 from argosy_engine.api.serving import to_api_error
 from argosy_engine.core.client import InprocClient
-from argosy_engine.errors import EngineError
 from argosy_engine.frontend.async_llm import request_error
 from argosy_engine.frontend.llm import CompletionOutput, RequestOutput
 from argosy_engine.structured.compiler import MAX_OVERDUE
@@ -67,9 +66,7 @@ def llm() -> Iterator[LLM]:
 def ask(llm: LLM, params: StructuredOutputsParams, **sampling: Any) -> list[CompletionOutput]:
     """Three answers with seeds of their own, in one batch."""
     fields = {"temperature": 1.0, "max_tokens": 300, "seed": 1, "n": 3, **sampling}
-    (result,) = llm.generate(
-        "Answer:", SamplingParams.of(structured_outputs=params, **fields), use_tqdm=False
-    )
+    (result,) = llm.generate("Answer:", SamplingParams(structured_outputs=params, **fields), use_tqdm=False)
     return result.outputs
 
 
@@ -164,7 +161,7 @@ def test_stop_strings_end_inside_the_grammar(llm: LLM) -> None:
 
 
 def test_choices_of_one_prompt_differ_and_all_match(llm: LLM) -> None:
-    params = SamplingParams.of(
+    params = SamplingParams(
         structured_outputs=StructuredOutputsParams(regex="[0-9]{8}"),
         n=4,
         seed=3,
@@ -181,7 +178,7 @@ def test_neighbours_are_not_touched(llm: LLM) -> None:
     """In one batch with structured requests, unconstrained ones give the very tokens they give alone."""
     from argosy_engine.core.messages import EngineCoreRequest
 
-    free = SamplingParams.of(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
+    free = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     bound = free.replace(structured_outputs=StructuredOutputsParams(json=SCHEMAS["person"]))
     prompt = llm.processor.text_prompt("Tell me about")
 
@@ -206,7 +203,7 @@ def test_neighbours_are_not_touched(llm: LLM) -> None:
 def test_preempted_outputs_go_on_in_their_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """A KV cache for two requests, six of them: everyone is preempted, nobody loses the thread."""
     llm = LLM("builtin://tiny", dtype="float32", threads=1, num_gpu_blocks_override=14, max_model_len=128)
-    params = SamplingParams.of(
+    params = SamplingParams(
         structured_outputs=StructuredOutputsParams(regex="([0-9]{3}-){25}"),
         temperature=1.0,
         seed=1,
@@ -239,8 +236,8 @@ def test_preempted_outputs_go_on_in_their_grammar(monkeypatch: pytest.MonkeyPatc
 def test_what_does_not_compile_costs_its_request_only(
     llm: LLM, params: StructuredOutputsParams, says: str
 ) -> None:
-    with pytest.raises(EngineError, match=says):
-        llm.generate("x", SamplingParams.of(structured_outputs=params), use_tqdm=False)
+    (failed,) = llm.generate("x", SamplingParams(structured_outputs=params), use_tqdm=False)
+    assert says in (failed.error or "")
     assert ask(llm, StructuredOutputsParams(choice=("fine",)))[0].text == "fine"
     assert llm.client.call_utility("check")
 
@@ -248,7 +245,7 @@ def test_what_does_not_compile_costs_its_request_only(
 def test_an_overloaded_compiler_is_a_reason_to_retry(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(llm.client, InprocClient)
     monkeypatch.setattr(llm.client.core.structured.compiler, "_num_overdue", MAX_OVERDUE)
-    params = SamplingParams.of(structured_outputs=StructuredOutputsParams(regex="never seen before"))
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="never seen before"))
     llm.client.add_request(llm.processor.core_requests(llm.processor.text_prompt("x"), params)[0])
     (output,) = llm.client.step().outputs
     error = to_api_error(request_error(output))
@@ -258,11 +255,11 @@ def test_an_overloaded_compiler_is_a_reason_to_retry(llm: LLM, monkeypatch: pyte
 
 
 def test_contradicting_limits_are_an_error_of_their_request(llm: LLM) -> None:
-    params = SamplingParams.of(
+    params = SamplingParams(
         structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"), allowed_token_ids=(5,)
     )
-    with pytest.raises(EngineError, match="no token satisfies"):
-        llm.generate("x", params, use_tqdm=False)
+    (failed,) = llm.generate("x", params, use_tqdm=False)
+    assert "no token satisfies" in (failed.error or "")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -289,7 +286,7 @@ def test_a_complete_output_ends_before_min_tokens(llm: LLM, stop_token_ids: tupl
 
 def think(llm: LLM, **template: Any) -> list[RequestOutput]:
     """Answers of a chat, unconstrained before the end of thought."""
-    params = SamplingParams.of(
+    params = SamplingParams(
         structured_outputs=StructuredOutputsParams(regex="[0-9]{4}"),
         temperature=1.0,
         max_tokens=300,
@@ -319,7 +316,7 @@ def test_a_forced_thought_does_not_end_the_output(llm: LLM) -> None:
         llm.processor.tokenizer.encode(marker, add_special_tokens=False).ids[0]
         for marker in ("<think>", "</think>")
     )
-    params = SamplingParams.of(
+    params = SamplingParams(
         structured_outputs=StructuredOutputsParams(regex="[0-9]{4}"), temperature=1.0, max_tokens=150, seed=1, n=4,
         logit_bias={think_id: 100.0, end_id: 4.0},
     )  # fmt: skip
@@ -332,7 +329,7 @@ def test_a_forced_thought_does_not_end_the_output(llm: LLM) -> None:
 
 
 def test_resumed_outputs_replay_their_grammar(llm: LLM) -> None:
-    params = SamplingParams.of(
+    params = SamplingParams(
         structured_outputs=StructuredOutputsParams(json=SCHEMAS["nested"]),
         temperature=1.0,
         seed=2,

@@ -101,7 +101,6 @@ def _search(
         length_penalty=request.length_penalty,
         include_stop_str_in_output=request.include_stop_str_in_output,
     )
-    params.verify()
     return BeamSearch(prompt.token_ids, params, llm.config.eos_token_ids, sampling.logprobs or 0)
 
 

@@ -17,14 +17,19 @@ from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.sample.checked import Checked
 from argosy_engine.sample.params import MAX_N, SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 MAX_BEAM_WIDTH = MAX_N
 
 
-class BeamSearchParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Field names and defaults are vLLM's."""
+class BeamSearchParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=Checked):
+    """Field names and defaults are vLLM's.
+
+    Raises (from the constructor):
+        InvalidRequest: unknown name, wrong type or value out of bounds.
+    """
 
     beam_width: int
     """A round asks for twice as many log probabilities, so the engine's `--max-logprobs` is a bound as well."""
@@ -69,7 +74,7 @@ class BeamSearchParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"--max-logprobs is {config.max_logprobs}",
                 param="beam_width",
             )
-        return SamplingParams.of(
+        return SamplingParams(
             max_tokens=1,
             logprobs=max(2 * self.beam_width, num_logprobs),
             temperature=self.temperature,

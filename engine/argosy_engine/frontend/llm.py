@@ -14,8 +14,10 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import EngineError, InvalidRequest
 from argosy_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from argosy_engine.frontend.llm_engine import CompletionOutput, LLMEngine, RequestOutput
+from argosy_engine.frontend.outputs import log_failures
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
 from argosy_engine.frontend.processor import Prompt
+from argosy_engine.frontend.prompts import PromptType, as_list
 from argosy_engine.protocol.openai import ChatCompletionRequest
 from argosy_engine.sample.interface import LogitsProcessor, processor_path
 from argosy_engine.sample.params import SamplingParams
@@ -55,12 +57,15 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes texts or token-id prompts, batched, in the order given.
+        """Completes prompts (texts, token ids, or vLLM's dicts with either), batched, in the order given.
+
+        What goes wrong with one of them while it runs costs the others nothing: its result has `error`, and
+        `finish_reason` is "error".
 
         Args:
             sampling_params: for all prompts, or one for each.
@@ -69,7 +74,7 @@ class LLM:
         Raises:
             InvalidRequest: a prompt is empty or too long, parameters are out of bounds, or not as many as prompts.
         """
-        return self._run(_as_list(prompts), sampling_params, use_tqdm)
+        return self._run(as_list(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -97,24 +102,27 @@ class LLM:
         return self._run(prompts, sampling_params, use_tqdm)
 
     def beam_search(
-        self, prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], params: BeamSearchParams
+        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
         """The most probable continuations of each prompt that a beam search finds.
 
         Raises:
             InvalidRequest: a prompt is empty or too long for `max_tokens`, or parameters are out of bounds.
+            EngineError: the core could not go on with one of the beams.
         """
-        params.verify()
         sampling_params = params.round_params(self.config)
         searches: list[BeamSearch] = []
-        for prompt in _as_list(prompts):
+        for prompt in as_list(prompts):
             whole = self.engine.make_prompt(prompt)
             self.processor.core_requests(
                 whole, SamplingParams(max_tokens=params.max_tokens)
             )  # raises if too long
             searches.append(BeamSearch(whole.token_ids, params, self.config.eos_token_ids))
         while beams := [beam for search in searches for beam in search.beams]:
-            proposals = (result.outputs[0].logprobs[0] for result in self._run(beams, sampling_params, False))
+            results = self._run(beams, sampling_params, False)
+            if error := next((result.error for result in results if result.error is not None), None):
+                raise EngineError(error)
+            proposals = (result.outputs[0].logprobs[0] for result in results)
             for search in searches:
                 search.advance(proposals)
         outputs = []
@@ -126,24 +134,24 @@ class LLM:
 
     def encode(
         self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        prompts: PromptType | Sequence[PromptType],
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """Makes one vector of each prompt, batched, in the order given.
+        """Makes one vector of each prompt, batched, in the order given. One that fails has `error` and no vector.
 
         Raises:
             InvalidRequest: a prompt is empty or too long, or the model has fewer dimensions than asked for.
         """
-        made = [self.engine.make_prompt(prompt) for prompt in _as_list(prompts)]
+        made = [self.engine.make_prompt(prompt) for prompt in as_list(prompts)]
         params = pooling_params or PoolingParams()
         with _progress(len(made), use_tqdm) as bar:
             return encode(self.client, self.processor, made, params, lambda tokens: bar.advance(tokens, 1))
 
     def embed(
         self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        prompts: PromptType | Sequence[PromptType],
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
@@ -177,7 +185,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[str | Sequence[int] | Prompt],
+        prompts: Sequence[PromptType | Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_bar: bool,
     ) -> list[RequestOutput]:
@@ -197,8 +205,6 @@ class LLM:
             with _progress(sum(own.n for own in params), use_bar) as bar:
                 while self.engine.has_unfinished_requests():
                     for result in self.engine.step():
-                        if result.error is not None:
-                            raise EngineError(result.error)
                         results[result.request_id] = result
                         tokens, finished = known.get(result.request_id, (0, 0))
                         known[result.request_id] = now = _count(result)
@@ -206,7 +212,9 @@ class LLM:
         finally:
             # After an error or Ctrl-C nothing of this call may linger in the core.
             self.engine.abort_request(request_ids)
-        return [results[request_id] for request_id in request_ids]
+        ordered = [results[request_id] for request_id in request_ids]
+        log_failures([result.error for result in ordered])
+        return ordered
 
 
 def _count(result: RequestOutput) -> tuple[int, int]:
@@ -247,10 +255,3 @@ class _NoBar:
 
 def _progress(total: int, use_bar: bool) -> AbstractContextManager[_Bar | _NoBar]:
     return _Bar(total) if use_bar and sys.stderr.isatty() else nullcontext(_NoBar())
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts

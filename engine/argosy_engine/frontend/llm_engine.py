@@ -21,6 +21,7 @@ from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, Fin
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
@@ -122,12 +123,12 @@ class LLMEngine:
             raise
 
     def add_request(
-        self, request_id: str, prompt: str | Sequence[int] | Prompt, params: SamplingParams | None = None
+        self, request_id: str, prompt: PromptType | Prompt, params: SamplingParams | None = None
     ) -> None:
         """
         Args:
             request_id: free again once the request is finished or aborted.
-            prompt: text, token ids, or what the processor has made of a chat.
+            prompt: text, token ids, vLLM's dict with either, or what the processor has made of a chat.
 
         Raises:
             InvalidRequest: the id is taken, the prompt is empty or too long, or parameters are out of bounds.
@@ -152,19 +153,19 @@ class LLMEngine:
             self._live[request.request_id] = _Live(result, output, detokenizer, [])
         self._live[requests[0].request_id].siblings = requests[1:]
 
-    def make_prompt(self, prompt: str | Sequence[int] | Prompt) -> Prompt:
+    def make_prompt(self, prompt: PromptType | Prompt) -> Prompt:
         """Tokens of a text, or token ids checked against the vocabulary.
 
         Raises:
-            InvalidRequest: a token id is beyond the vocabulary, or the text is not valid Unicode.
+            InvalidRequest: not a prompt, a token id is beyond the vocabulary, or the text is not valid Unicode.
         """
         if isinstance(prompt, Prompt):
             return prompt
-        if isinstance(prompt, str):
-            return self.processor.text_prompt(prompt)
-        token_ids = list(prompt)
-        self.processor.check_token_ids(token_ids)
-        return Prompt(token_ids, [])
+        said = text_or_token_ids(prompt)
+        if isinstance(said, str):
+            return self.processor.text_prompt(said)
+        self.processor.check_token_ids(said)
+        return Prompt(said, [])
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Forgets requests; ids that are not running are fine."""

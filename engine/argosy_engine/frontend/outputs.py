@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+
+logger = logging.getLogger("argosy.frontend")
 
 
 @dataclass(slots=True)
@@ -78,3 +82,10 @@ class OutputCollector:
         if self._error is None:
             self._ready.clear()
         return outputs
+
+
+def log_failures(errors: Sequence[str | None]) -> None:
+    """Tells that some results of a batch have an error, for users who look at texts only."""
+    failed = [error for error in errors if error is not None]
+    if failed:
+        logger.error("%d of %d requests failed, the first with: %s", len(failed), len(errors), failed[0])

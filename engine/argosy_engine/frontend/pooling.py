@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from argosy_engine.core.client import SyncClient
 from argosy_engine.core.messages import EngineCoreRequest, FinishReason
-from argosy_engine.errors import EngineError
+from argosy_engine.frontend.outputs import log_failures
 from argosy_engine.frontend.processor import InputProcessor, Prompt
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
@@ -30,6 +30,8 @@ class PoolingRequestOutput:
     prompt_token_ids: list[int]
     outputs: PoolingOutput
     num_cached_tokens: int = 0
+    error: str | None = None
+    """Why there is no vector."""
 
 
 def pooling_request(
@@ -42,7 +44,7 @@ def pooling_request(
     Raises:
         InvalidRequest: the prompt is empty or too long, or the model has fewer dimensions.
     """
-    params.verify(processor.config.embedding_size)
+    params.check_dimensions(processor.config.embedding_size)
     one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     (request,) = processor.core_requests(prompt, one_token, cache_salt=cache_salt)
     request.pooling_params = params
@@ -77,12 +79,14 @@ def encode(
                 if result is None:
                     continue  # not of this call
                 if out.finish_reason is FinishReason.ERROR or out.pooling_output is None:
-                    raise EngineError(out.error or "the engine could not run this prompt")
-                result.outputs.data = out.pooling_output
+                    result.error = out.error or "the engine could not run this prompt"
+                else:
+                    result.outputs.data = out.pooling_output
                 if out.prefill_stats is not None:
                     result.num_cached_tokens = out.prefill_stats.num_cached_tokens
                 on_done(len(result.prompt_token_ids))
     finally:
         # After an error or Ctrl-C nothing of this call may linger in the core.
         client.abort_requests(list(live))
+    log_failures([result.error for result in results])
     return results

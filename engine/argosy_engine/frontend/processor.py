@@ -143,7 +143,7 @@ class InputProcessor:
         if field is not None:
             raise InvalidRequest(f"{field} is not supported by this engine", param=field)
         stop = request.stop
-        return SamplingParams.of(
+        return SamplingParams(
             n=request.n or 1,
             temperature=self._default("temperature", request.temperature, 1.0),
             top_p=self._default("top_p", request.top_p, 1.0),
@@ -154,7 +154,7 @@ class InputProcessor:
             frequency_penalty=request.frequency_penalty or 0.0,
             repetition_penalty=self._default("repetition_penalty", request.repetition_penalty, 1.0),
             logit_bias=request.logit_bias or None,
-            allowed_token_ids=request.allowed_token_ids,
+            allowed_token_ids=_tuple(request.allowed_token_ids),
             bad_words=tuple(request.bad_words or ()),
             max_tokens=_max_tokens(request),
             min_tokens=request.min_tokens or 0,
@@ -258,7 +258,7 @@ class InputProcessor:
             )
         return min(count, vocab_size)
 
-    def _logprobs(self, request: GenerationRequest) -> dict[str, int | None]:
+    def _logprobs(self, request: GenerationRequest) -> dict[str, Any]:
         """`logprobs` and `prompt_logprobs` of SamplingParams."""
         if isinstance(request, ChatCompletionRequest):
             if request.top_logprobs and not request.logprobs:
@@ -326,6 +326,10 @@ def _generation_defaults(path: Path) -> dict[str, Any]:
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return {name: config[name] for name in names if config.get(name) is not None}
+
+
+def _tuple(token_ids: list[int] | None) -> tuple[int, ...] | None:
+    return None if token_ids is None else tuple(token_ids)
 
 
 def _max_tokens(request: GenerationRequest) -> int | None:

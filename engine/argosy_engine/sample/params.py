@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Struct, structs
 
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.sample.checked import Checked
 from argosy_engine.structured.params import StructuredOutputsParams
 
 GREEDY_EPSILON = 1e-5
@@ -60,11 +60,16 @@ class RepetitionDetectionParams(Struct, frozen=True, omit_defaults=True, forbid_
         return None
 
 
-class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Bounds are checked by `verify`, which `of`, `LLM` and the API call.
+class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=Checked):
+    """
+    Raises (from the constructor):
+        InvalidRequest: unknown name, wrong type or value out of bounds.
 
+    `stop` and `bad_words` take one string alone, too.
     `seed`: noise is a pure function of (seed, position); None draws a seed for the request at admission.
     """
+
+    ONE_OR_MORE: ClassVar[tuple[str, ...]] = ("stop", "bad_words")
 
     n: int = 1
     """Choices per prompt. The core sees one request per choice, each with n = 1."""
@@ -112,29 +117,6 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-
-    @classmethod
-    def of(cls, **fields: Any) -> SamplingParams:
-        """Builds and verifies parameters; an unknown name is an error with a suggestion.
-
-        Raises:
-            InvalidRequest: unknown name, wrong type or value out of bounds.
-        """
-        known = cls.__struct_fields__
-        for name in fields:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f", did you mean {close[0]!r}?" if close else ""
-                raise InvalidRequest(f"unknown sampling parameter {name!r}{hint}", param=name)
-        if isinstance(fields.get("stop"), str):
-            fields["stop"] = (fields["stop"],)
-        try:
-            params = msgspec.convert(fields, cls)
-        except msgspec.ValidationError as error:
-            message, _, path = str(error).partition(" - at ")
-            raise InvalidRequest(message, param=path.partition("$.")[2].rstrip("`") or None) from None
-        params.verify()
-        return params
 
     def verify(self) -> None:
         """Raises InvalidRequest when a value is out of bounds."""

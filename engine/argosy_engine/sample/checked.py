@@ -1,0 +1,43 @@
+"""Checked: parameters that users write in Python are checked as those that arrive as JSON are."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import StructMeta
+
+from argosy_engine.errors import InvalidRequest
+
+
+class Checked(StructMeta):
+    """Metaclass of structs with a `verify`: calling the class converts, checks types and verifies.
+
+    Decoding and `structs.replace` pass by it: what travels to the core has been checked.
+    """
+
+    ONE_OR_MORE: ClassVar[tuple[str, ...]] = ()
+    """Fields of strings that also take one alone."""
+
+    def __call__(cls, **fields: Any) -> Any:  # noqa: N805 (of a metaclass)
+        """
+        Raises:
+            InvalidRequest: unknown name (with a suggestion), wrong type or value out of bounds.
+        """
+        for name in fields:
+            if name not in cls.__struct_fields__:
+                close = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
+                hint = f", did you mean {close[0]!r}?" if close else ""
+                raise InvalidRequest(f"{cls.__name__} has no {name!r}{hint}", param=name)
+        for name in cls.ONE_OR_MORE:
+            if isinstance(fields.get(name), str):
+                fields[name] = (fields[name],)
+        try:
+            made: Any = msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            message, _, path = str(error).partition(" - at ")
+            name = path.partition("$.")[2].rstrip("`").partition("[")[0]
+            raise InvalidRequest(f"{name}: {message}" if name else message, param=name or None) from None
+        made.verify()
+        return made
