@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
+from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.models.config import ModelConfig, load_model_config
 from argosy_engine.models.headers import checkpoint_elements
 from argosy_engine.models.source import resolve_model
 from argosy_engine.worker.device import DeviceMemory, cpu_memory
-from argosy_engine.worker.memory import kv_block_bytes, plan_memory
+from argosy_engine.worker.memory import estimate_activations, kv_block_bytes, plan_memory
 
 TINY = resolve_model("builtin://tiny")
 GIB = 1 << 30
@@ -166,17 +168,49 @@ def test_doctor_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True)
 
 
-def test_the_largest_step_runs_and_samples_every_request() -> None:
+def test_attention_by_torch_asks_for_room_to_gather(config: ModelConfig) -> None:
+    def extra(max_model_len: int, max_num_seqs: int) -> int:
+        args = EngineArgs.of(
+            model="builtin://tiny",
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=1024,
+        )
+        with_kernels, without = (
+            estimate_activations(config, args, 4, has_kernels=has) for has in (True, False)
+        )
+        return without - with_kernels
+
+    token_bytes = 2 * config.num_key_value_heads * config.head_dim * 4
+    assert extra(1024, 2) == 2 * 2 * 1024 * token_bytes
+    assert extra(4096, 2) == 2 * 2 * 4096 * token_bytes
+    assert extra(4096, 256) == 2 * WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
+def test_the_largest_steps_run_and_sample_every_request(
+    logprobs_mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What CUDA measures, run on a CPU."""
-    from argosy_engine.worker.profile import run_largest_step
+    from argosy_engine.worker.profile import run_largest_steps
     from argosy_engine.worker.worker import Worker
 
     args = EngineArgs.of(
         model="builtin://tiny", device="cpu", max_num_batched_tokens=64, max_num_seqs=5, num_gpu_blocks_override=4,
-        threads=1,
+        threads=1, logprobs_mode=logprobs_mode,
     )  # fmt: skip
     worker = Worker(args)
     worker.start()
-    assert worker._runner is not None
-    assert run_largest_step(worker._runner, args, 4096) == 5
-    assert run_largest_step(worker._runner, args, 4096) == 5  # nothing of the first run is left
+    runner = worker._runner
+    assert runner is not None
+    seen: list[tuple[int, list[int], list[int]]] = []
+    forward = runner.model.forward
+
+    def spy(token_ids: Any, positions: Any, kv_cache: Any, meta: Any) -> Any:
+        seen.append((meta.num_decodes, meta.query_lens, meta.seq_lens))
+        return forward(token_ids, positions, kv_cache, meta)
+
+    monkeypatch.setattr(runner.model, "forward", spy)
+    assert run_largest_steps(runner, args, 1024) == 10
+    assert seen == [(0, [13, 13, 13, 13, 12], [13, 13, 13, 13, 12]), (4, [1, 1, 1, 1, 60], [1023] * 5)]
+    assert run_largest_steps(runner, args, 1024) == 10  # nothing of the first run is left

@@ -1,7 +1,8 @@
 """Paged attention in plain torch: the portable backend and the reference for every kernel.
 
-Decodes run as one padded batch, grouped by length so that one long request does not make all pay; prompts run one
-by one against their gathered blocks. The cache is `[2, num_blocks, block_size, num_kv_heads, head_dim]`.
+Decodes run as padded batches, grouped by length so that one long request does not make all pay; prompts run one
+by one against their gathered blocks. Both are cut so that what is gathered or written out at a time is bounded. The
+cache is `[2, num_blocks, block_size, num_kv_heads, head_dim]`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.attention.metadata import AttentionMetadata
 
 _BUCKET_TOKENS = 256
@@ -67,17 +69,18 @@ class TorchAttention:
         buckets: dict[int, list[int]] = {}
         for row in range(meta.num_decodes):
             buckets.setdefault(-(-meta.seq_lens[row] // _BUCKET_TOKENS), []).append(row)
-        if len(buckets) == 1:
-            out.copy_(
-                self._decode_rows(
-                    q, kv_cache, meta, slice(0, meta.num_decodes), max(meta.seq_lens[: meta.num_decodes])
-                )
-            )
-            return
-        for rows in buckets.values():
-            index = torch.tensor(rows, device=q.device)
-            longest = max(meta.seq_lens[row] for row in rows)
-            out[index] = self._decode_rows(q[index], kv_cache, meta, index, longest)
+        token_bytes = 2 * self.num_kv_heads * self.head_dim * kv_cache.itemsize
+        for bucket, rows in buckets.items():
+            size = max(WORKSPACE_BYTES // (bucket * _BUCKET_TOKENS * token_bytes), 1)
+            if meta.num_decodes <= size and len(buckets) == 1:
+                longest = max(meta.seq_lens[: meta.num_decodes])
+                out.copy_(self._decode_rows(q, kv_cache, meta, slice(0, meta.num_decodes), longest))
+                return
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                index = torch.tensor(part, device=q.device)
+                longest = max(meta.seq_lens[row] for row in part)
+                out[index] = self._decode_rows(q[index], kv_cache, meta, index, longest)
 
     def _decode_rows(
         self,
@@ -114,10 +117,23 @@ class TorchAttention:
         shape = (-1, self.num_kv_heads, self.head_dim)
         k = kv_cache[0].index_select(0, blocks).view(shape)[:seq_len].transpose(0, 1)
         v = kv_cache[1].index_select(0, blocks).view(shape)[:seq_len].transpose(0, 1)
+        num_new = len(q)
+        if self.logit_softcap is None and self._sees_all_before(num_new, seq_len):
+            return self._attend(q, k, v)
+        # Scores are written out: a few queries at a time, each against the keys up to its own.
+        size = max(WORKSPACE_BYTES // (4 * self.num_heads * seq_len), 1)
+        parts, end = [], seq_len - num_new
+        for part in q.split(size):
+            end += len(part)
+            parts.append(self._attend(part, k[:, :end], v[:, :end]))
+        return torch.cat(parts)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The last queries of a request, [new, num_heads, head_dim], over k and v [num_kv_heads, seq_len, head_dim]."""
         q = q.transpose(0, 1)
         if self.logit_softcap is not None:
-            return self._prefill_capped(q, k, v).transpose(0, 1)
-        mask = self._visible(q.shape[1], seq_len, q.device)
+            return self._attend_capped(q, k, v).transpose(0, 1)
+        mask = self._visible(q.shape[1], k.shape[1], q.device)
         out = F.scaled_dot_product_attention(
             q.unsqueeze(0),
             k.unsqueeze(0),
@@ -129,7 +145,7 @@ class TorchAttention:
         )
         return out.squeeze(0).transpose(0, 1)
 
-    def _prefill_capped(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend_capped(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """SDPA has no soft cap. q [num_heads, new, head_dim], k and v [num_kv_heads, seq_len, head_dim]."""
         num_new, seq_len = q.shape[1], k.shape[1]
         grouped = q.reshape(self.num_kv_heads, -1, self.head_dim)
@@ -143,13 +159,16 @@ class TorchAttention:
 
     def _visible(self, num_new: int, seq_len: int, device: torch.device) -> torch.Tensor | None:
         """Which of seq_len tokens each of the last num_new ones sees, bool [num_new, seq_len]; None: plain causal."""
-        context = seq_len - num_new
-        window = self.sliding_window
-        if context == 0 and (window is None or window >= seq_len):
+        if self._sees_all_before(num_new, seq_len):
             return None
+        context, window = seq_len - num_new, self.sliding_window
         # Bottom-right aligned: query i sees the context and the new tokens up to itself.
         mask = torch.ones(num_new, seq_len, dtype=torch.bool, device=device).tril(context)
         return mask if window is None else mask.triu(context - window + 1)
+
+    def _sees_all_before(self, num_new: int, seq_len: int) -> bool:
+        """Whether nothing lies before the new tokens or beyond the window: SDPA needs no mask."""
+        return num_new == seq_len and (self.sliding_window is None or self.sliding_window >= seq_len)
 
     def _cap(self, scores: torch.Tensor) -> torch.Tensor:
         cap = self.logit_softcap

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
+from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.models.config import ModelConfig, load_model_config
@@ -31,18 +32,29 @@ def kv_block_bytes(config: ModelConfig, itemsize: int, block_size: int) -> int:
     return block_bytes(kv_cache_groups(config, itemsize, block_size))
 
 
-def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int) -> int:
-    """Peak of the largest step: its widest layer over all tokens, or sampling with logprobs over all requests."""
+def estimate_activations(
+    config: ModelConfig, args: EngineArgs, itemsize: int, *, has_kernels: bool = True
+) -> int:
+    """Peak of the largest step: its widest layer over all tokens, or sampling with logprobs over all requests.
+
+    Args:
+        has_kernels: else torch attends and samples, which gathers keys and values and writes more of the vocabulary.
+    """
     q = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     inner = getattr(config, "intermediate_size", 4 * config.hidden_size)  # not every family has one
     values = 4 * config.hidden_size + 2 * q + 2 * kv + 4 * inner
     norm = 8 * config.hidden_size  # float32, in and out
     layer = args.max_num_batched_tokens * (values * itemsize + norm)
-    # logits in the model's dtype and float32, log-softmax, a sorted copy and its indices (int64)
     rows = min(args.max_num_seqs, args.max_num_batched_tokens)
-    sampling = rows * config.vocab_size * (itemsize + 4 + 4 + 4 + 8)
-    return max(layer, sampling)
+    # logits in the model's dtype and float32, log-softmax, a sorted copy and its indices (int64)
+    sampling = itemsize + 4 + 4 + 4 + 8
+    if not has_kernels:
+        context = wanted_model_len(args, config) * 2 * kv * itemsize
+        # as gathered, and in the order of the product
+        layer += 2 * max(min(rows * context, WORKSPACE_BYTES), context)
+        sampling += 4 + 8  # probabilities, and their sums in float64
+    return max(layer, rows * config.vocab_size * sampling)
 
 
 def estimate_weights(config: ModelConfig, elements: Mapping[str, int], itemsize: int, device: str) -> int:

@@ -1,4 +1,4 @@
-"""Peak memory of the largest step, measured by running it: every token of the budget, every request sampled.
+"""Peak memory of the largest steps, measured by running them: every token of the budget, every request sampled.
 
 The requests are made up and share one block of a cache of two: what they attend to is nonsense, what they cost is not.
 (vLLM's `profile_run`.)
@@ -6,7 +6,7 @@ The requests are made up and share one block of a cache of two: what they attend
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.worker.device import DeviceMemory
 from argosy_engine.worker.model_runner import ModelRunner
-from argosy_engine.worker.step import NewRequest, SchedulerOutput
+from argosy_engine.worker.step import GrammarBitmask, NewRequest, SchedulerOutput
 
 
 def measure_activations(
@@ -25,7 +25,7 @@ def measure_activations(
     device: torch.device,
     memory: DeviceMemory,
 ) -> int:
-    """Bytes on a CUDA device beside weights and KV cache: the peak of the largest step, and what libraries took.
+    """Bytes on a CUDA device beside weights and KV cache: the peak of the largest steps, and what libraries took.
 
     Args:
         runner: makes a ModelRunner of (num_blocks, max_model_len).
@@ -38,7 +38,7 @@ def measure_activations(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     try:
-        run_largest_step(runner(2, max_model_len), args, max_model_len)
+        run_largest_steps(runner(2, max_model_len), args, max_model_len)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
         raise ConfigError(
@@ -52,33 +52,65 @@ def measure_activations(
     return peak + max(libraries, 0)
 
 
-def run_largest_step(runner: ModelRunner, args: EngineArgs, max_model_len: int) -> int:
-    """Runs one prefill that fills the token budget and samples as many requests as may run; returns how many."""
+def run_largest_steps(runner: ModelRunner, args: EngineArgs, max_model_len: int) -> int:
+    """Runs two steps that fill the token budget and sample as many requests as may run, with everything a request can
+    ask of the sampler; returns how many tokens were sampled.
+
+    One step computes short prompts from their start. In the other all requests are as long as may be: decodes, and
+    one chunk of a prompt.
+    """
     tokens = args.max_num_batched_tokens
     count = max(min(args.max_num_seqs, tokens), 1)
-    lengths = [tokens // count + (row < tokens % count) for row in range(count)]
-    lengths = [min(length, max_model_len - 1) for length in lengths]
-    logprobs = runner.vocab_size if args.max_logprobs < 0 else args.max_logprobs
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=0, max_tokens=1, logprobs=logprobs)
-    num_groups = len(runner.groups)
-    requests = [
-        NewRequest(
-            f"profile-{row}", [0] * length, [[1] * -(-length // args.block_size)] * num_groups, 0, sampling
-        )
-        for row, length in enumerate(lengths)
-    ]
-    scheduled = {request.request_id: len(request.token_ids) for request in requests}
-    result = runner.execute(_step(requests, scheduled, [])).get()
-    runner.execute(_step([], {}, list(scheduled)))
-    return sum(bool(sampled) for sampled in result.sampled_token_ids)
+    shares = [tokens // count + (row < tokens % count) for row in range(count)]
+    prompts = [min(share, max_model_len - 1) for share in shares]
+    chunks = [1] * (count - 1) + [min(tokens - count + 1, max_model_len - 1)]
+    num_sampled = 0
+    for lengths, computed in (
+        (prompts, [0] * count),
+        ([max_model_len - 1] * count, [max_model_len - 1 - chunk for chunk in chunks]),
+    ):
+        requests = [
+            _request(runner, args, row, *shape)
+            for row, shape in enumerate(zip(lengths, computed, strict=True))
+        ]
+        result = runner.execute(_step(requests, _grammar(runner, requests))).get()
+        runner.execute(_step([], None, [request.request_id for request in requests]))
+        num_sampled += sum(bool(sampled) for sampled in result.sampled_token_ids)
+    return num_sampled
 
 
-def _step(new: list[NewRequest], scheduled: dict[str, int], finished: list[str]) -> SchedulerOutput:
+def _request(runner: ModelRunner, args: EngineArgs, row: int, length: int, num_computed: int) -> NewRequest:
+    sampling = SamplingParams(
+        temperature=2.0,
+        top_p=0.999999,  # a nucleus of nearly the whole vocabulary
+        min_p=1e-9,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        seed=0,
+        max_tokens=1,
+        logprobs=runner.vocab_size if args.max_logprobs < 0 else args.max_logprobs,
+    )
+    blocks = [1] * -(-length // args.block_size)
+    return NewRequest(f"profile-{row}", [0] * length, [blocks] * len(runner.groups), num_computed, sampling)
+
+
+def _grammar(runner: ModelRunner, requests: list[NewRequest]) -> GrammarBitmask:
+    """One that allows everything."""
+    words = len(requests) * -(-runner.vocab_size // 32)
+    return GrammarBitmask([request.request_id for request in requests], b"\xff" * (4 * words))
+
+
+def _step(
+    new: list[NewRequest], grammar: GrammarBitmask | None, finished: Sequence[str] = ()
+) -> SchedulerOutput:
+    scheduled = {request.request_id: len(request.token_ids) - request.num_computed_tokens for request in new}
     return SchedulerOutput(
         new_requests=new,
         new_block_ids={},
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
-        finished_request_ids=finished,
+        finished_request_ids=list(finished),
         scheduled_spec_token_ids={},
+        grammar=grammar,
     )

@@ -63,10 +63,12 @@ class Worker:
             self._device = device = choose_device(args.device, self.rank, self.world_size)
             torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
             memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
+        has_kernels = False
         if device.type == "cpu":
             with self._phase("kernels"):
                 if (loaded_kernels := kernels()) is not None:
                     loaded_kernels.set_threads(torch.get_num_threads())
+                    has_kernels = True
         with self._phase("config"):
             self._path = resolve_model(args.model)
             self._config = config = load_model_config(self._path)
@@ -81,7 +83,7 @@ class Worker:
         with self._phase("weights"):
             loaded = self._load()
         if device.type == "cpu":
-            activation_bytes = estimate_activations(config, args, dtype.itemsize)
+            activation_bytes = estimate_activations(config, args, dtype.itemsize, has_kernels=has_kernels)
         else:
             with self._phase("profile"):
                 activation_bytes = measure_activations(
