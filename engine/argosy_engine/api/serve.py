@@ -18,6 +18,7 @@ from argosy_engine.api.app import ITERATION_TIMEOUT_S, Engine, build_app
 from argosy_engine.api.budget import budget_table
 from argosy_engine.api.flags import FlagParser
 from argosy_engine.api.guard import Guard
+from argosy_engine.api.http_protocol import BoundedProtocol
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -64,13 +65,12 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float) 
             Guard(build_app(engine), keys, options.guard_metrics, admin_keys),
             host=options.host,
             port=options.port,
-            http="httptools",
+            http=BoundedProtocol,
             log_level="warning",
             access_log=False,
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LAST_BYTES_S,
-            h11_max_incomplete_event_size=65536,
             server_header=False,
         )
     )

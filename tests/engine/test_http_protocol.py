@@ -1,0 +1,120 @@
+"""What may precede a body and follow it, in bytes: the engine's HTTP protocol over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from argosy_engine.api.http_protocol import MAX_HEAD_BYTES, BoundedProtocol
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"
+BIG = b"a" * MAX_HEAD_BYTES
+
+
+@asynccontextmanager
+async def connection(
+    has_body: asyncio.Event | None = None,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """To a server that answers with the length of the body; `has_body` tells when it has seen some."""
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        size = 0
+        while (message := await receive())["type"] == "http.request":
+            size += len(message["body"])
+            if has_body is not None:
+                has_body.set()
+            if not message["more_body"]:
+                break
+        body = str(size).encode()
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    config = uvicorn.Config(application, http=BoundedProtocol, lifespan="off", log_level="critical")
+    config.load()
+    loop, state = asyncio.get_running_loop(), ServerState()
+    server = await loop.create_server(
+        lambda: BoundedProtocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def ask(request: bytes) -> tuple[int, bytes]:
+    """Status and body; nothing follows a refusal."""
+    async with connection() as (reader, writer):
+        for start in range(0, len(request), 4096):
+            writer.write(request[start : start + 4096])
+            await asyncio.sleep(0)
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        return int(head.split()[1]), await reader.readexactly(size)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        HEAD + b"x: " + BIG,
+        HEAD + b"x: " + BIG + b"\r\n\r\n",
+        HEAD + b"".join(b"x-%d: %s\r\n" % (number, b"a" * 1000) for number in range(70)),
+        HEAD + b"".join(b"x-%d: %s\r\n" % (number, b"a" * 1000) for number in range(70)) + b"\r\n",
+        b"GET /" + BIG + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /" + BIG,
+        CHUNKED + b"0\r\n" + b"".join(b"x-%d: %s\r\n" % (number, b"a" * 1000) for number in range(70)),
+    ],
+)
+async def test_large_heads_and_trailers_are_refused(request_bytes: bytes) -> None:
+    status, body = await ask(request_bytes)
+    assert status == 431
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_trailer_without_end_is_refused() -> None:
+    has_body = asyncio.Event()
+    async with connection(has_body) as (reader, writer):
+        writer.write(CHUNKED)
+        await has_body.wait()
+        writer.write(b"0\r\nx: " + BIG)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "size"),
+    [
+        (HEAD + b"x: " + BIG[: MAX_HEAD_BYTES // 2] + b"\r\ncontent-length: 0\r\n\r\n", 0),
+        (HEAD + b"content-length: %d\r\n\r\n" % (4 * MAX_HEAD_BYTES) + 4 * BIG, 4 * MAX_HEAD_BYTES),
+        (
+            HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * MAX_HEAD_BYTES + b"0\r\n\r\n",
+            MAX_HEAD_BYTES,
+        ),
+    ],
+)
+async def test_bodies_do_not_count(request_bytes: bytes, size: int) -> None:
+    assert await ask(request_bytes) == (200, str(size).encode())
+
+
+async def test_requests_of_one_connection_count_alone() -> None:
+    one = b"GET / HTTP/1.1\r\nhost: x\r\nx: " + BIG[: MAX_HEAD_BYTES // 3] + b"\r\n\r\n"
+    async with connection() as (reader, writer):
+        writer.write(one * 5)
+        for _ in range(5):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(1) == b"0"
+
+
+async def test_what_is_no_http_is_still_a_400() -> None:
+    status, _ = await ask(b"nonsense\r\n\r\n")
+    assert status == 400
