@@ -40,6 +40,17 @@ def test_requests_in_flight_are_capped_and_leave_room_when_they_end() -> None:
         admission.check(2)
 
 
+def test_what_could_never_enter_is_the_clients_fault() -> None:
+    admission = AdmissionControl(4, None)
+    admission.check(4)
+    for num_running in range(3):
+        with pytest.raises(InvalidRequest, match="5 choices at once, this engine takes 4"):
+            admission.check(5)
+        admission.enter(str(num_running), 1)
+    with pytest.raises(EngineBusy):
+        admission.check(4)
+
+
 def test_prompt_tokens_count_until_the_first_token() -> None:
     admission = AdmissionControl(100, 50)
     admission.enter("a", 30)

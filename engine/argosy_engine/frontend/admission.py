@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from argosy_engine.errors import EngineBusy
+from argosy_engine.errors import EngineBusy, InvalidRequest
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
@@ -53,7 +53,14 @@ class AdmissionControl:
 
         Raises:
             EngineBusy: they may not; `retry_after_s` says when to try again.
+            InvalidRequest: not even an idle engine takes so many.
         """
+        if num_reqs > self.max_num_queued_reqs:
+            raise InvalidRequest(
+                f"the call asks for {num_reqs} choices at once, this engine takes {self.max_num_queued_reqs} "
+                "(--max-num-queued-reqs)",
+                param="n",
+            )
         excess = self.num_reqs + num_reqs - self.max_num_queued_reqs
         if excess > 0:
             raise EngineBusy(
