@@ -1,14 +1,12 @@
 """One line per request on standard error, as `key=value` or as JSON.
 
-Owns: the fields, buffering and writing. Must not know: requests.
-Invariants: no prompt, no key, no client text that could break a line; the buffer is bounded and lines are dropped,
-not requests delayed.
+Owns: the fields and when lines are handed over. Must not know: requests, how lines are written.
+Invariants: no prompt, no key, no client text that could break a line; lines are dropped, not requests delayed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from functools import lru_cache
 from typing import Literal
@@ -16,11 +14,10 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from argosy_router.line_writer import LineWriter
 from argosy_router.series import Reading
 
 FLUSH_S = 0.2
-MAX_BUFFERED_LINES = 20_000
-"""A few megabytes; reached only when nobody reads standard error."""
 
 AccessFormat = Literal["text", "json"]
 
@@ -54,12 +51,12 @@ class AccessEntry(Struct, omit_defaults=True):
 
 
 class AccessLog:
-    """Collects entries and writes them a few times a second: one system call instead of one per request."""
+    """Collects entries and has them written a few times a second: one system call instead of one per request."""
 
     def __init__(
-        self, descriptor: int = 2, *, is_enabled: bool = True, line_format: AccessFormat = "text"
+        self, writer: LineWriter, *, is_enabled: bool = True, line_format: AccessFormat = "text"
     ) -> None:
-        self._descriptor = descriptor
+        self._writer = writer
         self.is_enabled = is_enabled
         self._render = _as_json if line_format == "json" else _as_text
         self._entries: list[AccessEntry] = []
@@ -77,24 +74,20 @@ class AccessLog:
         )
 
     def write(self, entry: AccessEntry) -> None:
-        """Queues one entry."""
-        if len(self._entries) >= MAX_BUFFERED_LINES:
-            self.dropped += 1
-            return
+        """Takes in one entry."""
         self._entries.append(entry)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
 
     def flush(self) -> None:
+        """Hands over what was taken in."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._entries:
             lines = [self._render(entry) for entry in self._entries]
             self._entries.clear()
-            try:
-                os.write(self._descriptor, b"\n".join(lines) + b"\n")
-            except OSError:
+            if not self._writer.write(b"\n".join(lines) + b"\n"):
                 self.dropped += len(lines)
 
 

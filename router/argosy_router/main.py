@@ -20,6 +20,7 @@ from argosy_engine.protocol.fleet import RoutingPolicy
 from argosy_router.access_log import AccessFormat
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.limits import ServerLimits
+from argosy_router.line_writer import LineHandler, LineWriter
 from argosy_router.proxy.gate import AdmissionLimits
 
 EXIT_USAGE = 2
@@ -255,23 +256,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the router until it is told to stop. Returns the exit code."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
+    stderr = LineWriter(2)
     logging.basicConfig(
         level=arguments.log_level.upper(),
-        stream=sys.stderr,
+        handlers=[LineHandler(stderr)],
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     try:
         config = config_of(arguments, dict(os.environ))
-        return _run(config)
+        return _run(config, stderr)
     except (ConfigError, ValueError) as error:
         print(f"argosy router: {error}", file=sys.stderr)
         return EXIT_USAGE
     except OSError as error:
         print(f"argosy router: cannot listen: {error}", file=sys.stderr)
         return EXIT_ADDRESS
+    finally:
+        stderr.close()
 
 
-def _run(config: RouterConfig) -> int:
+def _run(config: RouterConfig, stderr: LineWriter) -> int:
     import uvloop
 
     from argosy_router.server import Router
@@ -279,7 +283,7 @@ def _run(config: RouterConfig) -> int:
     _raise_file_limit()
 
     async def serve() -> None:
-        await Router(config).run()
+        await Router(config, stderr=stderr).run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())

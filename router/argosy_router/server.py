@@ -27,6 +27,7 @@ from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server import ServerConnection, ServerState
 from argosy_router.http.tls import watch as watch_tls
 from argosy_router.keys import ApiKeys
+from argosy_router.line_writer import LineWriter
 from argosy_router.metrics import Metrics
 from argosy_router.overview import Overviews
 from argosy_router.proxy.application import RouterApplication
@@ -49,8 +50,14 @@ class Router:
     """One router. Build it inside the loop that runs it."""
 
     def __init__(
-        self, config: RouterConfig, *, discovery: Discovery | None = None, tick_s: float = TICK_S
+        self,
+        config: RouterConfig,
+        *,
+        discovery: Discovery | None = None,
+        tick_s: float = TICK_S,
+        stderr: LineWriter | None = None,
     ) -> None:
+        """`stderr` is where the access log goes, if something else writes there, too."""
         config.check()
         self.config = config
         self._loop = asyncio.get_running_loop()
@@ -66,7 +73,10 @@ class Router:
             policy=config.policy,
         )
         self.metrics = Metrics(self.fleet)
-        self._access_log = AccessLog(is_enabled=config.access_log, line_format=config.access_log_format)
+        self._stderr = stderr or LineWriter(2)
+        self._access_log = AccessLog(
+            self._stderr, is_enabled=config.access_log, line_format=config.access_log_format
+        )
         self._ledger = UsageLedger(config.usage_log, socket.gethostname())
         self._gate = Gate(self.fleet, self._wheel, config.admission)
         self.metrics.add(self._access_log.series(), *self._ledger.series(), *self._gate.series())
@@ -280,6 +290,7 @@ class Router:
         await self.fleet.close()
         self._wheel.close()
         self._access_log.flush()
+        await asyncio.to_thread(self._stderr.close)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 

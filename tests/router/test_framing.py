@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 
 import pytest
 
+from argosy_router.access_log import AccessLog
 from argosy_router.http.limits import ServerLimits
+from argosy_router.line_writer import LineWriter
 
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import Rig, chat, raw, read_all, rig, until
@@ -155,6 +159,51 @@ async def test_idle_connections_are_closed_silently() -> None:
         answer = await read_all(reader)
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert answer.count(b"HTTP/1.1") == 1
+
+
+async def test_a_slow_reader_is_timed_like_others_afterwards() -> None:
+    size = 900_000
+
+    async def large(connection: Connection, _: Received) -> None:
+        connection.answer(200, b"x" * size)
+
+    limits = ServerLimits(keep_alive_s=0.3, write_buffer_bytes=1024)
+    async with rig([FakeEngine(script=large)], server=limits) as r, raw(r.router) as (reader, writer):
+        await until(lambda: bool(r.router.server.connections))
+        (connection,) = r.router.server.connections
+        for end, buffer in ((writer.transport, socket.SO_RCVBUF), (connection._transport, socket.SO_SNDBUF)):
+            end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, buffer, 32768)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(GOOD)
+        await until(lambda: connection.is_behind)
+        await until(lambda: connection.request is None)  # answered, though not read
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        answer = await read_all(reader)
+        assert answer.endswith(b"x" * 1000), "then it is closed as idle, instead of never"
+
+
+async def test_refusals_of_the_wire_are_in_the_books() -> None:
+    reader, writer = os.pipe()
+    cases = {name: REFUSED[name] for name in ("two hosts", "TLS hello")}
+    cases["413"] = HEAD + HOST + TYPE + b"X-Request-Id: mine\r\nContent-Length: 999999999\r\n\r\n"
+    cases["408"] = HEAD + HOST + TYPE + LENGTH + b"\r\n" + BODY[:5]
+    written_by = LineWriter(writer)
+    async with rig([FakeEngine()], server=ServerLimits(body_timeout_s=0.05)) as r:
+        log = r.router._books._access_log = AccessLog(written_by)
+        ids = []
+        for data in cases.values():
+            answer = await exchange(r, data)
+            ids.append(answer.lower().partition(b"\r\nx-request-id: ")[2].partition(b"\r\n")[0].decode())
+        log.flush()
+        for status, number in ((400, 2), (413, 1), (408, 1)):
+            assert r.metric(f'requests_total{{code="{status}",model=""}}') == number
+    written_by.close(5.0)
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        logged = [line.split()[1:3] for line in lines]
+    assert logged == [[f"request={i}", f"status={s}"] for i, s in zip(ids, (400, 400, 413, 408), strict=True)]
+    assert ids[2] == "mine"
+    assert len(set(ids)) == 4
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])

@@ -118,6 +118,35 @@ async def test_drain_finishes_what_is_under_way_and_takes_nothing_new() -> None:
         assert r.router.dispatcher.inflight == 0
 
 
+async def test_a_request_on_its_way_in_is_answered_before_the_end() -> None:
+    async with rig([FakeEngine()]) as r, raw(r.router) as (reader, writer):
+        whole = request_bytes()
+        writer.write(whole[:-5])
+        await r.until(lambda: r.router.server.busy == 1)
+        drain = asyncio.create_task(r.router._drain())
+        await r.until(lambda: not r.router.application.is_ready)
+        writer.write(whole[-5:])
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nconnection: close\r\n" in answer
+        await drain
+
+
+async def test_while_load_balancers_notice_connections_are_used_once() -> None:
+    async with rig([FakeEngine()], drain_settle_s=60.0) as r, raw(r.router) as (reader, writer):
+        drain = asyncio.create_task(r.router._drain())
+        await r.until(lambda: not r.router.application.is_ready)
+        writer.write(request_bytes())
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nconnection: close\r\n" in answer
+        async with raw(r.router) as (late, late_out):
+            late_out.write(request_bytes())
+            assert (await late.read()).startswith(b"HTTP/1.1 200 "), "new connections are still accepted"
+        r.router._hurry.set()
+        await drain
+
+
 async def test_drain_has_an_end() -> None:
     aborted = asyncio.Event()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import re
+import threading
 
 import pytest
 
 from argosy_engine.protocol.fleet import FleetDocument
 from argosy_router import metrics
 from argosy_router.access_log import AccessEntry, AccessLog
+from argosy_router.line_writer import LineHandler, LineWriter
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import chat, rig, service
@@ -85,7 +89,8 @@ async def test_every_request_has_one_line(line_format: str) -> None:
     reader, writer = os.pipe()
     with os.fdopen(reader) as lines:
         async with rig([FakeEngine(script=answer)]) as r:
-            log = AccessLog(writer, line_format=line_format)  # type: ignore[arg-type]
+            written_by = LineWriter(writer)
+            log = AccessLog(written_by, line_format=line_format)  # type: ignore[arg-type]
             r.router._books._access_log = log
             await r.http.post(
                 "/v1/chat/completions",
@@ -94,6 +99,7 @@ async def test_every_request_has_one_line(line_format: str) -> None:
             )
             await r.http.post("/v1/chat/completions", content=b"{", headers={"x-request-id": "two"})
             log.flush()
+            written_by.close(5.0)
             os.close(writer)
         written = lines.read().splitlines()
     assert len(written) == 2
@@ -109,16 +115,41 @@ async def test_every_request_has_one_line(line_format: str) -> None:
     assert (two["request"], str(two["status"])) == ("two", "415")
 
 
-async def test_lines_are_dropped_rather_than_kept_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy_router.access_log.MAX_BUFFERED_LINES", 3)
+def test_lines_that_nobody_reads_are_dropped_and_stop_nobody() -> None:
     reader, writer = os.pipe()
-    log = AccessLog(writer)
-    for number in range(5):
-        log.write(AccessEntry(0.0, f"id-{number}", 200, model="a\nb"))
-    log.flush()
+    written_by = LineWriter(writer, max_waiting_bytes=200_000)
+    log = AccessLog(written_by)
+
+    async def write() -> None:
+        for number in range(10_000):
+            log.write(AccessEntry(0.0, f"id-{number}", 200, model="a\nb"))
+            if number % 10 == 9:
+                log.flush()
+
+    thread = threading.Thread(target=asyncio.run, args=(write(),), daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert not thread.is_alive(), "a full pipe stops whoever writes to it, which must not be the loop"
+    assert 0 < log.dropped < 10_000
+    with os.fdopen(reader) as lines:
+        received: list[str] = []
+        drain = threading.Thread(target=lambda: received.extend(lines), daemon=True)
+        drain.start()
+        written_by.close(30.0)
+        os.close(writer)
+        drain.join(30.0)
+    assert len(received) == 10_000 - log.dropped
+    assert all(
+        line.startswith("time=") and 'model="a\\nb"' in line and line.endswith("\n") for line in received
+    )
+
+
+def test_a_log_record_is_a_line_of_the_same_writer() -> None:
+    reader, writer = os.pipe()
+    written_by = LineWriter(writer)
+    handler = LineHandler(written_by)
+    handler.emit(logging.LogRecord("a", logging.INFO, "", 0, "broken %s", ("\ud800",), None))
+    written_by.close(5.0)
     os.close(writer)
     with os.fdopen(reader) as lines:
-        written = lines.read().splitlines()
-    assert [line.split()[1] for line in written] == ["request=id-0", "request=id-1", "request=id-2"]
-    assert 'model="a\\nb"' in written[0]
-    assert log.dropped == 2
+        assert lines.read() == "broken \\ud800\n"

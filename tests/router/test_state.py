@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given, settings
 
 from argosy_router.health import BASE_EJECTION_S, CONSECUTIVE_FAILURES, MAX_EJECTION_S, Health, may_eject
+from argosy_router.http.client import ClientConnection, ClientLimits
 from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.errors import ConnectFailed
+from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.sse import MAX_EVENT_BYTES, EventCutter, EventTooLarge
+from argosy_router.http.tls import ClientTls
 from argosy_router.load import LoadAccount
 from argosy_router.proxy.retry import MAX_CREDIT, RetryBudget
 from argosy_router.proxy.usage import find_usage
@@ -197,3 +201,35 @@ async def test_deadlines_move_cheaply_and_fire_once() -> None:
     assert sorted(fired) == ["early", "late"]
     assert loop.time() - started >= 0.045
     wheel.close()
+
+
+async def test_a_failing_callback_costs_no_other_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    wheel = TimerWheel(asyncio.get_running_loop(), tick_s=0.005)
+    fired = asyncio.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    for callback, seconds in ((fail, 0.01), (lambda: None, 0.01), (fired.set, 0.05)):
+        Deadline(wheel, callback).set(seconds)
+    await asyncio.wait_for(fired.wait(), 5)
+    assert "ZeroDivisionError" in caplog.text
+    wheel.close()
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".b"])
+async def test_a_host_that_cannot_be_one_fails_its_waiter(host: str) -> None:
+    failed: asyncio.Future[ConnectFailed] = asyncio.get_running_loop().create_future()
+
+    class Waiter:
+        def on_connected(self, connection: ClientConnection) -> None:
+            raise AssertionError
+
+        def on_connect_failed(self, error: ConnectFailed) -> None:
+            failed.set_result(error)
+
+    wheel = TimerWheel(asyncio.get_running_loop())
+    pool = ConnectionPool(f"http://{host}:80", ClientLimits(), wheel, ClientTls())
+    pool.acquire(Waiter())
+    assert "connect failed" in str(await asyncio.wait_for(failed, 5))
+    pool.close()

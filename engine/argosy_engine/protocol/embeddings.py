@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_engine.protocol.errors import BadRequest
+from argosy_engine.protocol.json_bound import check_values
 from argosy_engine.protocol.openai import MAX_REQUEST_ID, MAX_TOKENS, CompletionRequest, ModelField, TokenId
 
 
@@ -75,7 +76,9 @@ def decode_embedding_request(body: bytes) -> EmbeddingRequest:
     """
     Raises:
         BadRequest: not JSON, wrong types or out of bounds; `param` names the field.
+        PayloadTooLarge: it has too many values.
     """
+    check_values(body)
     try:
         return _decoder.decode(body)
     except msgspec.ValidationError as error:

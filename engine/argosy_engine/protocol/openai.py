@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_engine.protocol.errors import BadRequest
+from argosy_engine.protocol.json_bound import check_values
 
 MAX_MODEL_NAME = 512
 MAX_MESSAGES = 4096
@@ -249,7 +250,9 @@ def decode_request(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | C
 
     Raises:
         BadRequest: not JSON, nested too deeply, wrong types or out of bounds; `param` names the field.
+        PayloadTooLarge: it has too many values.
     """
+    check_values(body)
     decoder = _CHAT if endpoint == "chat/completions" else _COMPLETION
     try:
         return decoder.decode(body)

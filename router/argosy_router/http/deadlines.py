@@ -11,7 +11,10 @@ bucket it was first put into comes up.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """Precision of deadlines: a tenth of the shortest default (connect, 1 s)."""
@@ -54,7 +57,10 @@ class Deadline:
             self._wheel.put(self, self._wheel.bucket_of(self._when))
             return
         self._when = None
-        self._callback()
+        try:
+            self._callback()
+        except Exception:  # one owner's mistake must not cost all others their deadlines
+            log.exception("a deadline's callback failed")
 
     def place(self, bucket: int) -> None:
         self._bucket = bucket

@@ -87,6 +87,8 @@ class ConnectionPool:
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
             raise ConnectFailed(f"connect failed: {error.strerror or error}", refused=refused) from None
+        except ValueError as error:  # a host name that cannot be one (UnicodeError), for DNS or for TLS
+            raise ConnectFailed(f"connect failed: {error}") from None
         return connection
 
     def release(self, connection: ClientConnection) -> None:

@@ -275,6 +275,11 @@ class ServerConnection(asyncio.Protocol):
     # responses
 
     @property
+    def is_behind(self) -> bool:
+        """Whether the client reads too slowly."""
+        return self._is_write_paused
+
+    @property
     def held_bytes(self) -> int:
         """Sent ahead of the answer being written."""
         return len(self._held)

@@ -1,0 +1,85 @@
+"""The bound of values in a request's JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy_engine.protocol import json_bound
+from argosy_engine.protocol.embeddings import decode_embedding_request
+from argosy_engine.protocol.errors import PayloadTooLarge
+from argosy_engine.protocol.json_bound import MAX_VALUES
+from argosy_engine.protocol.openai import decode_request
+
+CODE = 'x = {"a\\\\": [1, 2], "b": {},}\n'
+
+
+def test_text_full_of_separators_is_text() -> None:
+    text = CODE * (2 * MAX_VALUES // len(CODE))
+    request = decode_request(
+        "chat/completions", json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    )
+    assert request.messages[0].content == text  # type: ignore[union-attr]
+
+
+def test_a_million_token_ids_are_a_prompt() -> None:
+    body = b'{"prompt":[' + b"7," * (MAX_VALUES - 3) + b"7]}"
+    assert len(decode_request("completions", body).prompt) == MAX_VALUES - 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("decode", "body"),
+    [
+        (decode_embedding_request, b'{"input":[' + b"7," * 10_000_000 + b"7]}"),
+        (lambda body: decode_request("completions", body), b'{"prompt":[' + b"7," * 10_000_000 + b"7]}"),
+        (
+            lambda body: decode_request("chat/completions", body),
+            b'{"messages":[{"role":"user","content":"x"}],"tools":[{"x":[' + b"[]," * MAX_VALUES + b"1]}]}",
+        ),
+        (
+            lambda body: decode_request("chat/completions", body),
+            b'{"messages":[{"role":"user","content":"x"}],"tools":[{"x":[' + b'"",' * MAX_VALUES + b'""]}]}',
+        ),
+    ],
+)
+def test_more_values_are_refused_undecoded(decode: Callable[[bytes], object], body: bytes) -> None:
+    with pytest.raises(PayloadTooLarge, match="values"):
+        decode(body)
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='a"\\,[{é', max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(alphabet='b"\\,', max_size=4), inner, max_size=4)
+    ),
+)
+
+
+def separators(value: Any) -> int:
+    """As a decoder sees them."""
+    if not isinstance(value, list | dict):
+        return 0
+    inner = value if isinstance(value, list) else list(value.values())
+    return 1 + max(0, len(inner) - 1) + sum(map(separators, inner))
+
+
+@given(VALUES, st.integers(0, 12))
+def test_only_values_count_whatever_strings_contain(value: Any, limit: int) -> None:
+    body = json.dumps(value, ensure_ascii=False).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_bound, "MAX_VALUES", limit)
+        try:
+            json_bound.check_values(body)
+            accepted = True
+        except PayloadTooLarge:
+            accepted = False
+    if separators(value) > limit and len(body) > limit:
+        assert not accepted
+    elif separators(value) <= limit and body.count(b'"') <= 2 * limit:
+        assert accepted
