@@ -45,8 +45,10 @@ class UsageLine(Struct, frozen=True, kw_only=True):
     model: str
     requests: int
     """Answers with usage."""
+    estimated_requests: int
+    """Streams without, as when the client left: the prompt's tokens are estimated, what was sent is counted."""
     unmetered_requests: int
-    """Answers without: clients that left, streams that were cut. Their tokens are not known."""
+    """Other answers without. Their tokens are not known."""
     prompt_tokens: int
     """Cached ones included."""
     cached_tokens: int
@@ -56,10 +58,18 @@ class UsageLine(Struct, frozen=True, kw_only=True):
 class _Sums:
     """What one key used of one model."""
 
-    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens", "requests", "unmetered_requests")
+    __slots__ = (
+        "cached_tokens",
+        "completion_tokens",
+        "estimated_requests",
+        "prompt_tokens",
+        "requests",
+        "unmetered_requests",
+    )
 
     def __init__(self) -> None:
         self.requests = 0
+        self.estimated_requests = 0
         self.unmetered_requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -99,8 +109,15 @@ class UsageLedger:
             sums.cached_tokens += cached_tokens
             sums.completion_tokens += completion_tokens
 
+    def enter_estimate(self, key: str, model: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """A stream has ended without usage; the prompt's tokens are estimated, the others counted."""
+        for sums in self._sums(key, model):
+            sums.estimated_requests += 1
+            sums.prompt_tokens += prompt_tokens
+            sums.completion_tokens += completion_tokens
+
     def enter_unmetered(self, key: str, model: str) -> None:
-        """A request has ended after its answer began, without usage."""
+        """A request has ended without usage, and what it used is not known."""
         for sums in self._sums(key, model):
             sums.unmetered_requests += 1
 
@@ -124,7 +141,7 @@ class UsageLedger:
             Reading(
                 "counter",
                 "usage_requests",
-                "Requests answered per API key; without usage: clients that left, streams that were cut.",
+                "Requests answered per API key; usage of streams that were cut is estimated.",
                 (*labels, "metered"),
                 self._request_rows,
             ),
@@ -147,6 +164,7 @@ class UsageLedger:
     def _request_rows(self) -> Iterator[tuple[Labels, float]]:
         for account, sums in self._totals.items():
             yield (*account, "yes"), sums.requests
+            yield (*account, "estimated"), sums.estimated_requests
             yield (*account, "no"), sums.unmetered_requests
 
     def _token_rows(self) -> Iterator[tuple[Labels, float]]:
@@ -195,6 +213,7 @@ class UsageLedger:
             key=account[0],
             model=account[1],
             requests=sums.requests,
+            estimated_requests=sums.estimated_requests,
             unmetered_requests=sums.unmetered_requests,
             prompt_tokens=sums.prompt_tokens,
             cached_tokens=sums.cached_tokens,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -73,22 +71,6 @@ async def test_an_engine_without_room_for_a_reader_is_routed_by_history() -> Non
         assert int((await r.chat("word " * 400)).headers["x-argosy-predicted-tokens"]) > 0
         engine.is_full = False
         await r.until_state(0, "synced")
-
-
-@pytest.fixture
-def black_hole() -> Iterator[int]:
-    """A port where connections are neither accepted nor refused: its backlog is full."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
-        port = listener.getsockname()[1]
-        fillers = []
-        for _ in range(8):
-            filler = socket.socket()
-            filler.setblocking(False)
-            filler.connect_ex(("127.0.0.1", port))
-            fillers.append(filler)
-        yield port
-        for filler in fillers:
-            filler.close()
 
 
 async def test_a_black_hole_costs_the_connect_deadline(black_hole: int) -> None:

@@ -429,7 +429,7 @@ async def test_stale_connections_are_replaced_without_blame() -> None:
         engine.script = close_after_use
         assert (await r.chat()).status_code == 200
         assert len(engine.requests) == 3
-        assert r.metric("retries_total") == 0
+        assert r.metric('retries_total{model="tiny",reason="stale"}') == 1
         assert r.metric("upstream_failures_total") == 0
 
 

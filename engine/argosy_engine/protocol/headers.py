@@ -13,6 +13,10 @@ REPLICA: Final = "x-argosy-replica"
 ROUTE: Final = "x-argosy-route"
 """Response: why that replica: `cached`, `predicted`, `load`, `session` or `only`."""
 
+MODE: Final = "x-argosy-mode"
+"""Response: what the router knew of that replica: `synced` (its announcements), `stale` (its last ones, and what it was
+sent since) or `foreign` (what it was sent)."""
+
 PREDICTED_TOKENS: Final = "x-argosy-predicted-tokens"
 """Response: prompt tokens the router expected to find in the replica's prefix cache."""
 

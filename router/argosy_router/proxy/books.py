@@ -61,6 +61,7 @@ class Books:
             decision.predicted_tokens,
             choice.predicted_ttft_s,
             decision.cost_s,
+            replica.link,
         )
         self.decisions.add(record)
         return record
@@ -76,6 +77,10 @@ class Books:
         self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
         self._metrics.actual.add(labels, usage.cached_tokens)
         call.service.learn(call.prompt, usage.prompt_tokens)
+
+    def counted(self, record: DecisionRecord, tokens: int) -> None:
+        """The answer, or what the client has of it, tells no counts; it was sent so many tokens."""
+        record.completion_tokens = tokens
 
     def close(self, exchange: Exchange, duration_s: float) -> None:
         """The request has ended, however it did."""
@@ -121,11 +126,14 @@ class Books:
     def _bill(self, exchange: Exchange, record: DecisionRecord, duration_s: float) -> None:
         call = exchange.call
         model = call.service.spec.model
-        if record.cached_tokens is None or record.completion_tokens is None:
+        generated = record.completion_tokens
+        if generated is None:
             if exchange.status in (200, CLIENT_GONE):
                 self._ledger.enter_unmetered(call.key_name, model)
             return
-        generated = record.completion_tokens
+        if record.cached_tokens is None:
+            self._ledger.enter_estimate(call.key_name, model, record.prompt_tokens, generated)
+            return
         self._ledger.enter(call.key_name, model, record.prompt_tokens, record.cached_tokens, generated)
         if call.is_stream and exchange.first_event_s is not None and generated > 1:
             self._metrics.itl.observe((model,), (duration_s - exchange.first_event_s) / (generated - 1))

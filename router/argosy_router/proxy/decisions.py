@@ -30,6 +30,8 @@ class DecisionRecord(Struct):
     predicted_cached_tokens: int
     predicted_ttft_s: float
     cost_s: float
+    mode: str
+    """What was known of the replica: `synced`, `stale` or `foreign`."""
     resumed_tokens: int = 0
     """Output of a replica that died; this attempt goes on behind it."""
     status: int = 0
@@ -37,7 +39,7 @@ class DecisionRecord(Struct):
     cached_tokens: int | None = None
     """By the answer's usage; absent when it has none."""
     completion_tokens: int | None = None
-    """By the same usage."""
+    """By the same usage; where there is none, what a stream's client was sent."""
     ttft_s: float | None = None
     """Streams only."""
 

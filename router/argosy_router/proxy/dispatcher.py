@@ -15,7 +15,7 @@ from argosy_engine.protocol import headers
 from argosy_engine.protocol.errors import ApiError
 from argosy_router.fleet import Fleet
 from argosy_router.health import CONSECUTIVE_FAILURES
-from argosy_router.http.errors import ConnectFailed, UpstreamError
+from argosy_router.http.errors import ConnectFailed, ConnectionLost, UpstreamError
 from argosy_router.http.messages import render_headers
 from argosy_router.http.server import Client
 from argosy_router.metrics import Metrics
@@ -33,8 +33,10 @@ from argosy_router.service import Choice
 log = logging.getLogger(__name__)
 
 FIRST_BYTE_TIMEOUT_S = 120.0
-"""For streams: a long prompt behind a long queue. A unary answer begins when it is complete, so its deadline is the
-whole request's."""
+"""For streams, unless the first token is expected later. A unary answer begins when it is complete, so its deadline is
+the whole request's."""
+TTFT_FACTOR = 4.0
+"""A first token is overdue after this many times its expected time: a prediction off by as much raises an alert."""
 REQUEST_TIMEOUT_S = 600.0
 """OpenAI's SDK waits as long by default."""
 
@@ -116,22 +118,24 @@ class Dispatcher:
             body_bytes,
         )
 
-    def first_byte_timeout_s(self, call: Call) -> float:
+    def first_byte_timeout_s(self, call: Call, choice: Choice) -> float:
         whole = call.service.spec.limits.request_timeout_s or self._request_timeout_s
-        return min(self._first_byte_timeout_s, whole) if call.is_stream else whole
+        if not call.is_stream:
+            return whole
+        return min(whole, max(self._first_byte_timeout_s, TTFT_FACTOR * choice.predicted_ttft_s))
 
     def may_retry(self) -> bool:
         return self._budget.spend(self.now())
 
     # verdicts
 
-    def retried(self, call: Call, error: UpstreamError) -> None:
-        self._metrics.retries.add((call.service.spec.model, error.reason))
+    def retried(self, call: Call, reason: str) -> None:
+        self._metrics.retries.add((call.service.spec.model, reason))
 
     def attempt_failed(self, call: Call, replica: Replica, error: UpstreamError) -> None:
         self._metrics.failures.add((call.service.spec.model, replica.name, error.reason))
         log.info("replica %s failed a request: %s (%s)", replica.name, error.reason, error)
-        if isinstance(error, Refused) and not is_fault(error.status):
+        if _is_no_fault(error):
             replica.health.abandoned()
             return
         refused = isinstance(error, ConnectFailed) and error.refused
@@ -167,6 +171,10 @@ class Dispatcher:
         """An answer told its token counts."""
         self._books.measured(call, choice, record, usage)
 
+    def counted(self, record: DecisionRecord, tokens: int) -> None:
+        """A stream ended without its token counts; the client was sent so many tokens."""
+        self._books.counted(record, tokens)
+
     def finished(self, exchange: Exchange) -> None:
         now = self.now()
         self._books.close(exchange, now - exchange.started)
@@ -184,3 +192,10 @@ class Dispatcher:
         if error.http_status >= 500 or error.retryable:
             lines += b"x-should-retry: true\r\n" if error.retryable else b"x-should-retry: false\r\n"
         return lines
+
+
+def _is_no_fault(error: UpstreamError) -> bool:
+    """Whether a failed attempt says nothing about its replica."""
+    if isinstance(error, Refused):
+        return not is_fault(error.status)
+    return isinstance(error, ConnectionLost) and error.stale

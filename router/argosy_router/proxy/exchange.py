@@ -36,7 +36,6 @@ from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.migration import Transcript
 from argosy_router.proxy.relay import StreamRelay, UnaryRelay
-from argosy_router.proxy.usage import find_usage
 from argosy_router.proxy.verdict import Refused, refusal
 from argosy_router.replica import Replica
 from argosy_router.service import Choice
@@ -81,7 +80,6 @@ class Exchange:
         self._is_over = False
         self._is_started = False
         self._is_client_paused = False
-        self._is_fresh_retry = False
         self._is_answering = False
         """Whether this attempt's answer has reached the client."""
         self._relay: UnaryRelay | StreamRelay = UnaryRelay()
@@ -136,7 +134,7 @@ class Exchange:
             self._dispatcher.request_head(
                 self.call, choice.replica, len(body), is_resumable=bool(self._fingerprint)
             ),
-            self._dispatcher.first_byte_timeout_s(self.call),
+            self._dispatcher.first_byte_timeout_s(self.call, choice),
             body=body,
         )
         if self._is_client_paused:
@@ -155,8 +153,11 @@ class Exchange:
         choice = self.choice
         assert choice is not None
         replica = choice.replica
-        if isinstance(error, ConnectionLost) and error.stale and not self._is_fresh_retry:
-            self._is_fresh_retry = True
+        is_stale = isinstance(error, ConnectionLost) and error.stale
+        if is_stale and self.attempts < MAX_ATTEMPTS + self.migrations and self._dispatcher.may_retry():
+            assert self.record is not None
+            self.attempts = self.record.attempt = self.attempts + 1
+            self._dispatcher.retried(self.call, "stale")
             replica.pool.acquire(self, fresh=True)
             return
         self._release(replica)
@@ -168,16 +169,12 @@ class Exchange:
 
     def _retry(self, error: UpstreamError) -> None:
         """Nothing has been answered yet: another replica may."""
-        if self.attempts < MAX_ATTEMPTS and self._dispatcher.may_retry():
-            try:
-                following = self._dispatcher.choose(self.call, self._tried)
-            except ApiError:
-                pass  # nobody else: the error at hand says more
-            else:
-                self._dispatcher.retried(self.call, error)
-                self._attempt(following)
-                return
-        self._give_up(error)
+        following = self._another() if self.attempts < MAX_ATTEMPTS else None
+        if following is not None and self._dispatcher.may_retry():
+            self._dispatcher.retried(self.call, error.reason)
+            self._attempt(following)
+        else:
+            self._give_up(error)
 
     def _continue(self, replica: Replica) -> None:
         """The replica died after the answer began: another one goes on with it, or the client hears of it."""
@@ -186,7 +183,6 @@ class Exchange:
             self._interrupt(replica, "refused")
         elif transcript.missing_end is not None:
             self._dispatcher.migrated(self.call, "completed")
-            self._measure()
             if transcript.missing_end:
                 self._client.send(transcript.missing_end)
             self._client.finish()
@@ -199,10 +195,17 @@ class Exchange:
 
     def _successor(self) -> Choice | None:
         """Whoever may go on with the stream."""
-        if self.migrations >= MAX_MIGRATIONS or (self.migrations and not self._dispatcher.may_retry()):
+        if self.migrations >= MAX_MIGRATIONS:
             return None
+        successor = self._another(self._fingerprint)
+        if successor is None or (self.migrations and not self._dispatcher.may_retry()):
+            return None
+        return successor
+
+    def _another(self, fingerprint: str = "") -> Choice | None:
+        """The next replica to try; None leaves it at the error at hand."""
         try:
-            return self._dispatcher.choose(self.call, self._tried, self._fingerprint)
+            return self._dispatcher.choose(self.call, self._tried, fingerprint)
         except ApiError:
             return None
 
@@ -222,7 +225,6 @@ class Exchange:
         charge, self._charge = self._charge, None
         assert charge is not None, "one charge per attempt"
         charge.release()
-        self._is_fresh_retry = False
 
     # the replica's answer
 
@@ -295,17 +297,17 @@ class Exchange:
         """The client has, or is about to get, the replica's whole answer."""
         self._release(replica)
         self._dispatcher.answered(self.call, replica, self._upstream_status)
-        self._measure()
 
     def _measure(self) -> None:
-        usage = find_usage(self._relay.tail)
-        if (
-            usage is not None
-            and self.choice is not None
-            and self.record is not None
-            and self.status in (0, 200)
-        ):
-            self._dispatcher.measured(self.call, self.choice, self.record, usage)
+        """What the answer used, or the part of it that the client has."""
+        relay, choice, record = self._relay, self.choice, self.record
+        if choice is None or record is None or self.status != 200:
+            return
+        usage = relay.usage
+        if usage is not None:
+            self._dispatcher.measured(self.call, choice, record, usage)
+        elif isinstance(relay, StreamRelay):
+            self._dispatcher.counted(record, relay.num_tokens)
 
     def _interrupt(self, replica: Replica, outcome: str) -> None:
         """Nobody goes on with the answer: say so inside it, the status is gone."""
@@ -358,15 +360,16 @@ class Exchange:
         return lines if self.reservation is None else lines + self.reservation.header_lines
 
     def _own_headers(self) -> bytes:
-        choice = self.choice
+        choice, record = self.choice, self.record
         identity = self.identity
-        if choice is None:
+        if choice is None or record is None:
             return identity
         decision = choice.decision
-        return b"%b%bx-argosy-route: %b\r\nx-argosy-predicted-tokens: %d\r\n" % (
+        return b"%b%bx-argosy-route: %b\r\nx-argosy-mode: %b\r\nx-argosy-predicted-tokens: %d\r\n" % (
             identity,
             choice.replica.name_header,
             decision.reason.encode(),
+            record.mode.encode(),
             decision.predicted_tokens,
         )
 
@@ -384,4 +387,5 @@ class Exchange:
         assert self._charge is None, "every attempt was settled"
         assert not self._is_over, "a request ends once"
         self._is_over = True
+        self._measure()
         self._dispatcher.finished(self)

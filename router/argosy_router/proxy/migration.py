@@ -24,6 +24,7 @@ from argosy_engine.protocol.openai import (
     Resume,
     ResumedChoice,
 )
+from argosy_router.proxy.usage import num_events
 
 READ_BYTES = 32 * 1024
 """Some 120 events: most streams end before, and are never read. 5,000 open ones hold 160 MB at most."""
@@ -105,7 +106,7 @@ class Transcript:
         self._token_ids = [array("i") for _ in range(shape.choices)]
         self._finished = [False] * shape.choices
         self.num_tokens = 0
-        """Of all choices, as far as they were read."""
+        """Of all choices, as far as they were read. Of events that cannot be read each counts as one."""
 
     def add(self, events: bytes) -> None:
         """The client is sent these whole events."""
@@ -119,15 +120,23 @@ class Transcript:
         events = b"".join(self._unread)
         self._unread = []
         self._unread_bytes = 0
-        if self._is_readable:
-            try:
-                *whole, rest = events.split(b"\n\n")
-                for event in whole:
-                    self._read_event(event)
-                self._is_readable = not rest and self.num_tokens <= MAX_TOKENS
-            except (msgspec.DecodeError, LookupError, OverflowError, ValueError):
-                self._is_readable = False
+        before = self.num_tokens
+        if self._is_readable and self._read_events(events):
+            self._is_readable = self.num_tokens <= MAX_TOKENS
+        else:
+            self._is_readable = False
+            self.num_tokens = before + num_events(events)
         return self._is_readable
+
+    def _read_events(self, events: bytes) -> bool:
+        """Whether all of it could be read."""
+        *whole, rest = events.split(b"\n\n")
+        try:
+            for event in whole:
+                self._read_event(event)
+        except (msgspec.DecodeError, LookupError, OverflowError, ValueError):
+            return False
+        return not rest
 
     def _read_event(self, event: bytes) -> None:
         if event.startswith(b":") and b"\n" not in event:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argosy_router.http.errors import ConnectionLost, MalformedResponse, UpstreamError
 from argosy_router.http.sse import EventCutter, EventTooLarge
 from argosy_router.proxy.migration import DONE, Transcript
-from argosy_router.proxy.usage import TAIL_BYTES, without_usage
+from argosy_router.proxy.usage import TokenUsage, UsageFinder, find_usage, num_events, without_usage
 from argosy_router.proxy.verdict import Refused
 
 MAX_BUFFERED_BYTES = 1024 * 1024
@@ -29,14 +29,19 @@ class UnaryRelay:
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._size = 0
-        self.tail = b""
+        self._finder = UsageFinder()
+
+    @property
+    def usage(self) -> TokenUsage | None:
+        """What the part that was passed on says of it."""
+        return self._finder.usage
 
     def feed(self, data: bytes) -> bytes:
         """What is to be sent on now."""
         is_passing = self._size > MAX_BUFFERED_BYTES
         self._size += len(data)
         if is_passing:
-            self.tail = (self.tail + data)[-TAIL_BYTES:]
+            self._finder.feed(data)
             return data
         self._parts.append(data)
         return self._release() if self._size > MAX_BUFFERED_BYTES else b""
@@ -48,7 +53,7 @@ class UnaryRelay:
     def _release(self) -> bytes:
         held = b"".join(self._parts)
         self._parts = []
-        self.tail = held[-TAIL_BYTES:]
+        self._finder.feed(held)
         return held
 
 
@@ -65,12 +70,21 @@ class StreamRelay:
         self._hides_usage = hides_usage
         self._before = b""
         self._last = b""
+        self._events = 0
         self.failure: UpstreamError | None = None
 
     @property
-    def tail(self) -> bytes:
-        """The end of the stream: usage and `[DONE]` may come in two reads."""
-        return self._before + self._last
+    def usage(self) -> TokenUsage | None:
+        """What the end of the stream says of it: usage and `[DONE]` may come in two reads."""
+        return find_usage(self._before + self._last)
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens that the client was sent, as far as events tell: their ids, else one in each."""
+        if self._transcript is None:
+            return self._events
+        self._transcript.read()
+        return self._transcript.num_tokens
 
     def feed(self, data: bytes) -> bytes:
         """Whole events to be sent on now; with `failure` set, the last ones."""
@@ -86,6 +100,8 @@ class StreamRelay:
             if _ERROR in events:
                 events = self._before_failure(events)
             transcript.add(events)
+        else:
+            self._events += num_events(events)
         self._before, self._last = self._last, events
         return without_usage(events) if self._hides_usage else events
 

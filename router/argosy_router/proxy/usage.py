@@ -1,6 +1,6 @@
 """Token counts out of an answer, without parsing it.
 
-Owns: having every stream tell its usage, finding it in the last bytes, and keeping it from clients that did not ask.
+Owns: having every stream tell its usage, finding it, and keeping it from clients that did not ask.
 Must not know: anything else about answers.
 
 A quote inside a JSON string is escaped, so `"usage":` unescaped can only be a key.
@@ -12,8 +12,9 @@ import re
 from typing import NamedTuple
 
 TAIL_BYTES = 2048
-"""Usage is the last thing an answer says; with details it takes a few hundred bytes."""
+"""Longest usage that is understood; with details it takes a few hundred bytes."""
 
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})')
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
 _COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})')
@@ -31,19 +32,45 @@ class TokenUsage(NamedTuple):
     """Zero where nothing is generated (embeddings)."""
 
 
-def find_usage(tail: bytes) -> TokenUsage | None:
-    """Usage in the end of an answer or stream, or None when it has none."""
-    start = tail.rfind(b'"usage"', max(0, len(tail) - TAIL_BYTES))
-    if start < 0:
-        return None
-    prompt = _PROMPT.search(tail, start)
-    if prompt is None:
-        return None
-    cached = _CACHED.search(tail, start)
-    completion = _COMPLETION.search(tail, start)
-    return TokenUsage(
-        int(prompt[1]), int(cached[1]) if cached else 0, int(completion[1]) if completion else 0
-    )
+def find_usage(answer: bytes) -> TokenUsage | None:
+    """The last usage in an answer or a part of one, or None when there is none."""
+    end = len(answer)
+    while (start := answer.rfind(b'"usage"', 0, end)) >= 0:
+        end = start
+        if _USAGE.match(answer, start) is None:
+            continue  # null, or a token of this text among log probabilities
+        stop = start + TAIL_BYTES
+        prompt = _PROMPT.search(answer, start, stop)
+        if prompt is None:
+            continue
+        cached = _CACHED.search(answer, start, stop)
+        completion = _COMPLETION.search(answer, start, stop)
+        return TokenUsage(
+            int(prompt[1]), int(cached[1]) if cached else 0, int(completion[1]) if completion else 0
+        )
+    return None
+
+
+class UsageFinder:
+    """Finds the usage of an answer that comes in pieces: it may stand anywhere in it."""
+
+    __slots__ = ("_edge", "usage")
+
+    def __init__(self) -> None:
+        self.usage: TokenUsage | None = None
+        """The last one so far."""
+        self._edge = b""
+        """The end of what came before, in which a usage may have begun."""
+
+    def feed(self, data: bytes) -> None:
+        window = self._edge + data
+        self.usage = find_usage(window) or self.usage
+        self._edge = window[-TAIL_BYTES:]
+
+
+def num_events(events: bytes) -> int:
+    """How many whole events these are: no JSON string contains a line break."""
+    return events.count(b"\n\n") or events.count(b"\n\r\n")
 
 
 def asking_usage(body: bytes) -> bytes:

@@ -1,0 +1,224 @@
+"""Attempts on rare paths: how long each may take, how many there are, and that nothing is lost or sent twice."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from argosy_engine.protocol.fleet import FleetDocument
+from argosy_engine.protocol.telemetry import Draining, Load
+from argosy_router.http.client import ClientLimits
+from argosy_router.proxy import retry
+from argosy_router.proxy.exchange import MAX_ATTEMPTS
+
+from .fake_engine import Connection, FakeEngine, Received, answer_normally
+from .harness import Rig, chat, raw, rig, service
+from .storyteller import Storyteller, events, fold
+from .test_charges import is_settled
+from .test_life import request_bytes
+
+STREAM = {**chat(stream=True), "stream_options": {"include_usage": True}}
+
+
+async def ask(r: Rig, body: dict[str, Any]) -> bytes:
+    headers = {"x-request-id": "same"}
+    return (await r.http.post("/v1/chat/completions", json=body, headers=headers)).content
+
+
+# deadlines
+
+
+async def test_a_first_token_that_is_expected_late_is_waited_for() -> None:
+    release = asyncio.Event()
+
+    async def late(connection: Connection, request: Received) -> None:
+        await release.wait()
+        await answer_normally(connection, request)
+
+    engine = FakeEngine(script=late)
+    async with rig([engine], first_byte_timeout_s=0.05) as r:
+        assert (await r.chat(stream=True)).status_code == 504
+        load = Load(core_step_age_s=0.0, queued_uncached_tokens=100_000, prefill_tokens_per_s=1000.0)
+        engine.announce(load)
+        await r.until(lambda: r.replica(0).load.queued_tokens >= 100_000)
+        asking = asyncio.create_task(r.chat(stream=True))
+        await r.until(lambda: len(engine.requests) == 2)
+        for _ in range(3):  # each of these is overdue, which shows that time passes
+            engine.announce(Load(core_step_age_s=0.0))
+            await r.until(lambda: r.replica(0).load.queued_tokens < 1000)
+            assert (await r.chat("now", stream=True)).status_code == 504
+        release.set()
+        assert (await asking).status_code == 200
+
+
+async def test_no_prediction_outlasts_the_request() -> None:
+    async def never(connection: Connection, _: Received) -> None:
+        await connection.gone()
+
+    engine = FakeEngine(script=never)
+    async with rig([engine], first_byte_timeout_s=0.05, request_timeout_s=0.1) as r:
+        engine.announce(Load(core_step_age_s=0.0, queued_uncached_tokens=10**6, prefill_tokens_per_s=1.0))
+        await r.until(lambda: r.replica(0).load.queued_tokens >= 10**6)
+        answer = await r.chat(stream=True)
+        assert answer.status_code == 504
+        assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("1", "true")
+
+
+# what an attempt costs
+
+
+async def die_on_request(connection: Connection, request: Received) -> None:
+    if b"kill" in request.body:
+        connection.die()
+    else:
+        await answer_normally(connection, request)
+
+
+async def test_a_stale_connection_is_retried_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FLOOR_PER_S", 0.0)
+    monkeypatch.setattr(retry, "RATIO", 0.0)
+    engine = FakeEngine(script=die_on_request)
+    async with rig([engine]) as r:
+        r.router.dispatcher._budget._credit = 5.0
+        for _ in range(20):
+            assert (await r.chat("warm")).status_code == 200
+            assert (await r.chat("kill")).status_code == 502
+        killed = sum(b"kill" in request.body for request in engine.requests)
+        assert killed == 20 + 5
+        assert r.metric('retries_total{model="tiny",reason="stale"}') == 5
+
+
+async def test_a_request_that_kills_engines_meets_as_many_as_there_are_attempts() -> None:
+    engines = [FakeEngine(script=die_on_request) for _ in range(4)]
+    async with rig(engines, policy="round-robin", admin_port=0) as r:
+        for number in range(8):
+            assert (await r.chat(str(number))).status_code == 200
+        assert (await r.chat("kill")).status_code == 502
+        assert sum(b"kill" in q.body for engine in engines for q in engine.requests) == MAX_ATTEMPTS
+        records = (await r.http.get(r.router.admin_url + "/decisions", params={"limit": 2})).json()
+        assert records[0]["attempt"] == MAX_ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("engine", "mode"), [(FakeEngine(), "synced"), (FakeEngine(has_telemetry=False), "foreign")]
+)
+async def test_answers_tell_what_was_known_of_the_replica(engine: FakeEngine, mode: str) -> None:
+    async with rig([engine], admin_port=0) as r:
+        assert (await r.chat()).headers["x-argosy-mode"] == mode
+        assert (await r.chat(stream=True)).headers["x-argosy-mode"] == mode
+        records = (await r.http.get(r.router.admin_url + "/decisions")).json()
+        assert {record["mode"] for record in records} == {mode}
+        if mode == "synced":
+            engine.hello = {"block_size": "?"}  # the next stream breaks the protocol
+            engine.cut_telemetry()
+            await r.until_state(0, "stale")
+            assert (await r.chat()).headers["x-argosy-mode"] == "stale"
+
+
+# leaving while streams move
+
+
+async def test_a_stream_moves_on_while_the_router_drains() -> None:
+    die = asyncio.Event()
+    teller = Storyteller()
+
+    async def script(connection: Connection, request: Received) -> None:
+        if "resume" in request.json or die.is_set():
+            await teller(connection, request)
+            return
+        connection.begin_stream()
+        connection.chunk(events(request)[0])
+        await die.wait()
+        connection.die()
+
+    async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
+        asking = asyncio.create_task(ask(r, STREAM))
+        await r.until(lambda: any(engine.requests for engine in r.engines))
+        drain = asyncio.create_task(r.router._drain())
+        await r.until(lambda: r.router.application.is_draining)
+        die.set()
+        said = fold(await asking)
+        await asyncio.wait_for(drain, 5)
+        assert said["choices"][0]["finish"] == ["stop"]
+        assert sum(len(engine.requests) for engine in r.engines) == 2
+        assert is_settled(r)
+
+
+@pytest.mark.parametrize("how", ["announced", "removed"])
+async def test_a_stream_of_a_leaving_replica_moves_on_when_it_dies(how: str) -> None:
+    die = asyncio.Event()
+    teller = Storyteller()
+
+    async def begin(connection: Connection, request: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(events(request)[0])
+        await die.wait()
+        connection.die()
+
+    engines = [FakeEngine(script=begin), FakeEngine(script=teller)]
+    async with rig(engines, policy="round-robin") as r:
+        asking = asyncio.create_task(ask(r, STREAM))
+        await r.until(lambda: r.router.dispatcher.inflight == 1 and bool(engines[0].requests))
+        leaving = r.replica(0)
+        if how == "announced":
+            engines[0].announce(Draining())
+            await r.until_state(0, "draining")
+        else:
+            rest = service(engines, endpoints=service(engines).endpoints[1:])
+            r.discovery.set(FleetDocument(services=(rest,)))
+        die.set()
+        assert fold(await asking)["choices"][0]["finish"] == ["stop"]
+        assert [len(engine.requests) for engine in engines] == [1, 1]
+        assert (leaving.load.inflight, leaving.load.inflight_tokens) == (0, 0)
+
+
+async def test_nobody_goes_on_for_a_client_that_left_while_the_next_replica_is_reached(
+    black_hole: int,
+) -> None:
+    teller = Storyteller()
+
+    async def begin(connection: Connection, request: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(events(request)[0])
+        await connection.writer.drain()
+        connection.die()
+
+    engines = [FakeEngine(script=begin), FakeEngine(script=teller)]
+    limits = ClientLimits(connect_timeout_s=30.0)
+    async with rig(engines, policy="round-robin", client=limits) as r:
+        second = r.replica(1)
+        port, second.pool.port = second.pool.port, black_hole
+        async with raw(r.router) as (reader, writer):
+            writer.write(request_bytes(stream=True))
+            await asyncio.wait_for(reader.readuntil(b"role"), 5)
+            await r.until(lambda: second.load.inflight == 1)
+        await r.until(lambda: is_settled(r))
+        assert not engines[1].requests
+        assert r.metric("client_disconnects_total") == 1
+        second.pool.port = port
+        assert fold(await ask(r, STREAM))["choices"][0]["finish"] == ["stop"]
+
+
+async def test_a_connection_that_comes_after_its_client_left_is_kept_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rig([FakeEngine()]) as r:
+        pool = r.replica(0).pool
+        connect, go_on = pool._open, asyncio.Event()
+
+        async def connect_late(on_idle: Any) -> Any:
+            await go_on.wait()
+            return await connect(on_idle)
+
+        monkeypatch.setattr(pool, "_open", connect_late)
+        async with raw(r.router) as (_, writer):
+            writer.write(request_bytes())
+            await r.until(lambda: r.replica(0).load.inflight == 1)
+        await r.until(lambda: is_settled(r))
+        go_on.set()
+        await r.until(lambda: pool.idle == 1)
+        assert not r.engines[0].requests
+        assert (await r.chat()).status_code == 200
+        assert len(r.engines[0].requests) == 1
