@@ -7,7 +7,7 @@ that the template declares, nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,8 +75,11 @@ class ChatTemplate:
                 special[name] = text
         return cls(source, special)
 
-    def render(self, request: ChatCompletionRequest) -> str:
+    def render(self, request: ChatCompletionRequest, through: Callable[[Any], Any] | None = None) -> str:
         """The prompt's text.
+
+        Args:
+            through: what every value passes on its way to the template.
 
         Raises:
             InvalidRequest: messages, tools or template arguments that the template cannot take.
@@ -92,14 +95,17 @@ class ChatTemplate:
                     param="chat_template_kwargs",
                 )
         tools = request.tools if request.tools and request.tool_choice != "none" else None
+        values = {
+            **arguments,
+            "messages": _plain_messages(request.messages),
+            "tools": tools,
+            "documents": request.documents,
+        }
+        if through is not None:
+            values = {name: through(value) for name, value in values.items()}
         try:
             return self._template.render(
-                **self._special_tokens,
-                **arguments,
-                messages=_plain_messages(request.messages),
-                tools=tools,
-                documents=request.documents,
-                add_generation_prompt=request.add_generation_prompt,
+                **self._special_tokens, **values, add_generation_prompt=request.add_generation_prompt
             )
         except _TemplateRaised as error:
             raise InvalidRequest(str(error), param="messages") from None

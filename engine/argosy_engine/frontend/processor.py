@@ -18,6 +18,7 @@ from argosy_engine.errors import InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.chat_parser import END_THINK, THINK
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
+from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.structured_outputs import structured_outputs
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.models.config import read_json
@@ -52,6 +53,7 @@ class InputProcessor:
         self.config = config
         self.tokenizer = Tokenizer(path)
         self.template = ChatTemplate.load(path)
+        self._control_tokens = ControlTokens(self.tokenizer.control_tokens)
         self.defaults = _generation_defaults(path)
         self._logits_processors = load_logits_processors(config.logits_processors)
         self._think_ids = [
@@ -72,9 +74,12 @@ class InputProcessor:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         if request.continue_final_message:
             raise InvalidRequest("continue_final_message is not supported", param="continue_final_message")
-        text = self.template.render(request)
         (segments,) = prompt_view(request)
-        prompt = self._text_prompt(text, segments, request, add_special_tokens=False)
+        if self._control_tokens.concern(segments):
+            text, cuts = self._control_tokens.reveal(self.template.render(request, self._control_tokens.hide))
+        else:
+            text, cuts = self.template.render(request), []
+        prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
         if not self.has_thinking:
             return prompt
         return prompt._replace(reasoning=reasoning_after(text, THINK, END_THINK, *self._think_ids))
@@ -95,7 +100,13 @@ class InputProcessor:
         return self._text_prompt(text, [segment], GenerationRequest(), add_special_tokens=add_special_tokens)
 
     def _text_prompt(
-        self, text: str, segments: list[Segment], request: GenerationRequest, *, add_special_tokens: bool
+        self,
+        text: str,
+        segments: list[Segment],
+        request: GenerationRequest,
+        *,
+        add_special_tokens: bool,
+        cuts: Sequence[int] = (),
     ) -> Prompt:
         limit = self.config.max_model_len
         if len(text) > limit and len(text) > (most := limit * self.tokenizer.max_token_chars):
@@ -105,7 +116,7 @@ class InputProcessor:
                 param="prompt",
             )
         try:
-            encoded = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            encoded = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
         except UnicodeEncodeError:
             raise InvalidRequest("the prompt contains lone surrogates, which are not text") from None
         self._check_length(len(encoded))

@@ -6,6 +6,7 @@ transformers is not needed for this, and importing it would cost more than the e
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,6 +16,8 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from argosy_engine.errors import ConfigError
 
+_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
+"""DeepSeek's role markers, for one, are not called special."""
 INLINE_CHARS = 16384
 """Texts up to this size are tokenised in some milliseconds at most."""
 
@@ -31,11 +34,15 @@ class Encoded:
 
     @property
     def ids(self) -> list[int]:
+        if len(self._pieces) == 1:
+            return self._pieces[0][1].ids
         return [token_id for _, encoding in self._pieces for token_id in encoding.ids]
 
     @property
     def ends(self) -> list[int]:
         """For each token the offset in characters of its end in the text."""
+        if len(self._pieces) == 1:
+            return [end for _, end in self._pieces[0][1].offsets]
         return [start + end for start, encoding in self._pieces for _, end in encoding.offsets]
 
 
@@ -57,6 +64,12 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self._added = {id_: str(token.content) for id_, token in added.items()}
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self.control_tokens = {
+            content: id_
+            for id_, content in self._added.items()
+            if (id_ in self.special_ids or _CONTROL.fullmatch(content)) and len(content) > 1
+        }
+        """Text -> id of the tokens that steer a model; a chat template writes them, a user must not."""
         decoder = self.backend.decoder
         self._decoder_steps = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
 
@@ -65,13 +78,19 @@ class Tokenizer:
         """What one token stands for at most."""
         return max(len(token) for token in self.backend.get_vocab(with_added_tokens=True))
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
-        """Tokens of a text. Thread-safe; other threads run while it works on a long one."""
-        if len(text) <= INLINE_CHARS:
+    def encode(self, text: str, *, add_special_tokens: bool, cuts: Sequence[int] = ()) -> Encoded:
+        """Tokens of a text. Thread-safe; other threads run while it works on a long one.
+
+        Args:
+            cuts: ascending offsets in characters over which no token may reach; with `add_special_tokens` none.
+        """
+        if not cuts and len(text) <= INLINE_CHARS:
             return Encoded([(0, self.backend.encode(text, add_special_tokens=add_special_tokens))])
+        starts = [0, *cuts]
+        parts = [text[start:end] for start, end in zip(starts, [*cuts, len(text)], strict=True)]
         # `encode` keeps the GIL.
-        (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        return Encoded([(0, encoding)])
+        encodings = self.backend.encode_batch(parts, add_special_tokens=add_special_tokens)
+        return Encoded(list(zip(starts, encodings, strict=True)))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

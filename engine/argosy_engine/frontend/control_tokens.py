@@ -1,0 +1,95 @@
+"""ControlTokens: what a chat says stays text, also where it reads like a marker of the chat template (CVE-2026-44222).
+
+A tokenizer makes a control token of `<|im_end|>` wherever it stands in the rendered prompt, so a user could end his own
+message and begin a system message. Where a value contains such a marker, or a part that could become one with what
+the template puts beside it, one character of it is exchanged for a private one before rendering; where that comes out
+inside a marker, the text is cut, and the tokenizer, which gets the parts one by one, never sees the marker. What holds
+nothing of the kind, nearly every chat, is rendered and tokenised as ever.
+
+Control tokens are those the tokenizer calls special, and others of the form `<|...|>`. What models write as text, like
+`<think>` or `<tool_call>`, stays what it is. A value that is a plain name (letters, digits, `_`, `-`) is trusted to be
+what a template expects between `<|` and `|>`: a role.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from argosy_engine.protocol.prompt_view import Segment
+
+_PRIVATE = 0x10F000
+"""First of the private characters that stand for others while a template renders."""
+_NAME = re.compile(r"[A-Za-z0-9_-]*")
+
+
+class ControlTokens:
+    """
+    Args:
+        markers: texts of the control tokens, of two characters at least.
+    """
+
+    def __init__(self, markers: Iterable[str]) -> None:
+        markers = sorted(markers, key=len, reverse=True)
+        self._longest = max(map(len, markers), default=0)
+        self._anywhere = re.compile("(?=(" + "|".join(map(re.escape, markers)) + "))")
+        self._heads = {marker[:size] for marker in markers for size in range(1, len(marker))}
+        self._tails = {marker[-size:] for marker in markers for size in range(1, len(marker))}
+        self._all = "\0".join(markers)
+        characters = sorted({char for marker in markers for char in marker})
+        self._private = {char: chr(_PRIVATE + number) for number, char in enumerate(characters)}
+        self._public = str.maketrans({private: char for char, private in self._private.items()})
+        self._any_private = re.compile("[" + "".join(self._private.values()) + "]") if markers else None
+        telling = {char for char in characters if not _NAME.fullmatch(char)}
+        telling |= {marker for marker in markers if _NAME.fullmatch(marker)}
+        # A backslash may begin an escape in a tool call's JSON.
+        self._telling = [text.encode() for text in (*telling, "\\")] if markers else []
+
+    def concern(self, segments: Sequence[Segment]) -> bool:
+        """Whether anything in these values may be part of a marker; quick, and True too often."""
+        data = b"\0".join([data for _, data in segments])
+        return any(text in data for text in self._telling)
+
+    def hide(self, value: Any) -> Any:
+        """A copy of a JSON value in which no string contains or completes a marker."""
+        if isinstance(value, str):
+            return self._hide_in(value)
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.hide(item) for item in value]
+        return value
+
+    def reveal(self, rendered: str) -> tuple[str, list[int]]:
+        """The rendered text with everything as it was said, and where it must be cut."""
+        if self._any_private is None:
+            return rendered, []
+        hidden = [match.start() for match in self._any_private.finditer(rendered)]
+        text = rendered.translate(self._public)
+        cuts = []
+        for match in self._anywhere.finditer(text) if hidden else ():
+            start, end = match.span(1)
+            index = bisect_left(hidden, start)
+            if index < len(hidden) and hidden[index] < end:
+                cuts.append(max(hidden[index], start + 1))
+        return text, sorted(set(cuts))
+
+    def _hide_in(self, text: str) -> str:
+        if not text or (_NAME.fullmatch(text) and text not in self._all):
+            return text
+        positions = {match.start() for match in self._anywhere.finditer(text)}
+        for size in range(1, min(self._longest, len(text) + 1)):
+            if text[-size:] in self._heads:
+                positions.add(len(text) - size)
+            if text[:size] in self._tails:
+                positions.add(size - 1)
+        if len(text) < self._longest and text in self._all and (odd := re.search(r"[^A-Za-z0-9_-]", text)):
+            positions.add(odd.start())
+        if not positions:
+            return text
+        characters = list(text)
+        for position in positions:
+            characters[position] = self._private[characters[position]]
+        return "".join(characters)
