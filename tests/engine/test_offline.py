@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
+from argosy_engine import LLM, EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
 from argosy_engine.core.messages import EngineCoreOutputs, FinishReason
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.llm import RequestOutput
@@ -20,6 +21,14 @@ def llm() -> Iterator[LLM]:
     made = LLM("builtin://tiny", device="cpu", threads=1, num_gpu_blocks_override=64, max_model_len=256)
     yield made
     made.close()
+
+
+def test_the_log_has_the_memory_budget(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="argosy.frontend")
+    args = EngineArgs.of(model="builtin://tiny", device="cpu", threads=1, num_gpu_blocks_override=64)
+    engine = LLMEngine.from_engine_args(args)
+    engine.close()
+    assert f"64 blocks of {engine.config.block_size}; set by --num-gpu-blocks-override" in caplog.text
 
 
 def test_a_stop_token_is_among_the_ids_and_not_in_the_text(llm: LLM) -> None:

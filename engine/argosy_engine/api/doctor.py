@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from argosy_engine.api.budget import budget_table, size
 from argosy_engine.api.flags import FlagParser
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit
+from argosy_engine.frontend.budget import budget_table, size
 from argosy_engine.models.config import load_model_config
 from argosy_engine.models.headers import checkpoint_elements
 from argosy_engine.models.source import resolve_model

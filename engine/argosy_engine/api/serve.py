@@ -15,13 +15,13 @@ from typing import Any
 import uvicorn
 
 from argosy_engine.api.app import ITERATION_TIMEOUT_S, Engine, build_app
-from argosy_engine.api.budget import budget_table
 from argosy_engine.api.flags import FlagParser
 from argosy_engine.api.guard import Guard
 from argosy_engine.api.http_protocol import BoundedProtocol
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.async_llm import AsyncLLM
+from argosy_engine.frontend.budget import budget_table
 from argosy_engine.protocol.keys import KeyRing
 
 logger = logging.getLogger("argosy.api")

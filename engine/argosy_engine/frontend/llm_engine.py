@@ -11,6 +11,7 @@ Knows the client's interface, not where the core runs. Request ids are the calle
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +20,14 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import InprocClient, SyncClient, SyncMPClient
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.budget import budget_table
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.processor import InputProcessor, Prompt
 from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+
+logger = logging.getLogger("argosy.frontend")
 
 
 @dataclass(slots=True)
@@ -108,7 +112,8 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, multiprocess: bool = False) -> LLMEngine:
-        """
+        """Loads the model; the log (`argosy.frontend`, INFO) has what the memory is used for.
+
         Args:
             multiprocess: the core runs in a process of its own, so that tokenising and stepping overlap.
 
@@ -117,6 +122,7 @@ class LLMEngine:
         """
         client: SyncClient = SyncMPClient(args) if multiprocess else InprocClient(args)
         try:
+            logger.info("memory of %s\n%s", client.config.model_name, budget_table(client.config.memory))
             return cls(client)
         except BaseException:
             client.close()

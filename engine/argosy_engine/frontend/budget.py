@@ -1,4 +1,5 @@
-"""The memory budget as a table: `argosy serve` prints it when the model is loaded, `argosy doctor` before."""
+"""The memory budget as a table: `argosy doctor` prints it before a model is loaded, `argosy serve` then; `LLMEngine` logs
+it."""
 
 from __future__ import annotations
 
