@@ -33,7 +33,7 @@ from argosy_operator.api import (
 from argosy_operator.config import OperatorConfig
 from argosy_operator.drift import must_apply, stamped
 from argosy_operator.errors import ApiError, OperatorError
-from argosy_operator.fleet_doc import fleet_document
+from argosy_operator.fleet_doc import fleet_document, without_canary
 from argosy_operator.metrics import OperatorMetrics
 from argosy_operator.names import (
     COMPONENT_LABEL,
@@ -97,6 +97,7 @@ class Controller:
             routers=lambda: self.routers.view,
         )
         self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
+        self._without_canary: frozenset[str] = frozenset()
         self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
         self.resynced_at = time.monotonic()
         """When everything was last read anew; the liveness probe watches it."""
@@ -226,8 +227,8 @@ class Controller:
                     await asyncio.sleep(_RESYNC_RETRY)
 
     async def _publish_fleet(self) -> None:
-        """Writes the fleet document if it changed, and has resources reconciled whose names are contested
-        now."""
+        """Writes the fleet document if it changed, and has resources reconciled whose names are contested now, or
+        whose canary came or went."""
         services = self._services()
         document = fleet_document(services)
         wanted = stamped(self._fleet_configmap(encode_fleet(document).decode()))
@@ -239,8 +240,10 @@ class Controller:
         for conflict in resolve_names(document).conflicts:
             conflicts[conflict.loser] = (*conflicts.get(conflict.loser, ()), conflict)
         before, self._conflicts = self._conflicts, conflicts
+        lacked, self._without_canary = self._without_canary, without_canary(document)
         for service in services:
-            if before.get(service.key) != conflicts.get(service.key):
+            has_found_or_lost_canary = service.key in lacked ^ self._without_canary
+            if before.get(service.key) != conflicts.get(service.key) or has_found_or_lost_canary:
                 self.queue.add((service.metadata.namespace, service.metadata.name))
 
     def _services(self) -> list[InferenceService]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from argosy_engine.protocol.fleet import (
+    Canary,
     Endpoint,
     FleetDocument,
     FleetService,
@@ -27,6 +28,7 @@ def fleet_service(
 ) -> FleetService:
     """One resource as routers see it. `endpoints` and `internal_key` are for the local fleet, which has no
     pods."""
+    canary = service.spec.router.canary
     return FleetService(
         namespace=service.metadata.namespace,
         name=service.metadata.name,
@@ -39,6 +41,7 @@ def fleet_service(
         endpoints=endpoints,
         policy=service.spec.router.policy,
         limits=_limits(service.spec.router.limits),
+        canary=None if canary is None else Canary(service=canary.service, weight=canary.weight),
         internal_key=internal_key,
     )
 
@@ -58,6 +61,16 @@ def fleet_document(services: Iterable[InferenceService]) -> FleetDocument:
     living = [service for service in services if not service.metadata.deletion_timestamp]
     return FleetDocument(
         services=tuple(fleet_service(service) for service in sorted(living, key=lambda service: service.key))
+    )
+
+
+def without_canary(document: FleetDocument) -> frozenset[str]:
+    """Keys of the services that name a canary the document does not have."""
+    keys = {service.key for service in document.services}
+    return frozenset(
+        service.key
+        for service in document.services
+        if service.canary is not None and f"{service.namespace}/{service.canary.service}" not in keys
     )
 
 

@@ -73,6 +73,8 @@ class Observed(Struct, frozen=True, kw_only=True):
     pods: tuple[Pod, ...] = ()
     routers: Routers = Routers()
     conflicts: tuple[NameConflict, ...] = ()
+    lacks_canary: bool = False
+    """Whether the service names a canary that does not exist."""
 
 
 def read_pod(obj: Object) -> Pod:

@@ -110,7 +110,15 @@ class Reconciler:
             pods=tuple(read_pod(obj) for obj in self._store.children(PODS, key)),
             routers=self._routers(),
             conflicts=conflicts,
+            lacks_canary=self._lacks_canary(service),
         )
+
+    def _lacks_canary(self, service: InferenceService) -> bool:
+        canary = service.spec.router.canary
+        if canary is None:
+            return False
+        obj = self._store.get(INFERENCE_SERVICES, service.metadata.namespace, canary.service)
+        return obj is None or bool(obj["metadata"].get("deletionTimestamp"))
 
     async def _set_gates(self, service: InferenceService) -> None:
         routers = self._routers()

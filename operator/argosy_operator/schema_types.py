@@ -56,6 +56,7 @@ LabelValue = Annotated[str, Meta(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0
 LabelKey = Annotated[str, Meta(max_length=317)]
 AnnotationValue = Annotated[str, Meta(max_length=16384)]
 ObjectName = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+InferenceServiceName = Annotated[str, Meta(max_length=63, pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 _DOMAIN: Final = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
 ResourceName = Annotated[
     str,

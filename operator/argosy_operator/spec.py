@@ -21,6 +21,7 @@ from argosy_operator.schema_types import (
     MAP_BY_TYPE,
     SET,
     ByteQuantity,
+    InferenceServiceName,
     LabelKey,
     LabelValue,
     ObjectName,
@@ -232,6 +233,17 @@ class RouterLimits(Struct, frozen=True, kw_only=True, rename="camel"):
     """How long an answer may take to begin. One that is not streamed begins when it is complete."""
 
 
+class RouterCanary(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Another InferenceService that answers a share of this one's requests."""
+
+    service: InferenceServiceName
+    """Its name; it is of the same namespace, serves a model name of its own, and is scaled and rolled out by itself.
+    Its own canary does not count here. While it does not exist or has no replica that could answer, this service
+    answers everything."""
+    weight: Annotated[int, Meta(ge=0, le=100)]
+    """Its share of the requests in per cent. All requests of a session are answered by the same service."""
+
+
 class Router(Struct, frozen=True, kw_only=True, rename="camel"):
     """How the router treats this service."""
 
@@ -241,6 +253,8 @@ class Router(Struct, frozen=True, kw_only=True, rename="camel"):
     `random` or `power-of-two`."""
     limits: RouterLimits = RouterLimits()
     """Bounds of its requests in each router."""
+    canary: RouterCanary | None = None
+    """Who answers a share of the requests that name this service's model; nobody if left out."""
 
 
 class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -373,6 +387,14 @@ class InferenceService(Struct, frozen=True, kw_only=True, rename="camel"):
             ),
             message="aliases must not repeat the resource's name (the served name unless servedName is set)",
             field_path=".spec.model.aliases",
+        ),
+        Rule(
+            rule=(
+                "!has(self.spec.router) || !has(self.spec.router.canary) || "
+                "self.spec.router.canary.service != self.metadata.name"
+            ),
+            message="the canary must be another InferenceService",
+            field_path=".spec.router.canary.service",
         ),
     )
     api_version: Literal["inference.argosy.dev/v1alpha1"] = "inference.argosy.dev/v1alpha1"

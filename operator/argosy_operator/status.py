@@ -294,6 +294,10 @@ def degraded(view: _View) -> Verdict:
     cause = _failed_create(view) or _replica_problem(view)
     if cause is not None:
         return Verdict("True", cause.reason, cause.message)
+    canary = view.service.spec.router.canary
+    if canary is not None and view.observed.lacks_canary:
+        message = f"there is no InferenceService {canary.service!r} in this namespace; all requests stay here"
+        return Verdict("True", "CanaryNotFound", message)
     return Verdict("False", "AsExpected")
 
 

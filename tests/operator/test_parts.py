@@ -11,7 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
-from argosy_engine.protocol.fleet import Endpoint, ServiceLimits, decode_fleet, encode_fleet, resolve_names
+from argosy_engine.protocol.fleet import (
+    Canary,
+    Endpoint,
+    ServiceLimits,
+    decode_fleet,
+    encode_fleet,
+    resolve_names,
+)
 from argosy_operator.api import DEPLOYMENTS, PODS
 from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.desired import desired
@@ -185,6 +192,10 @@ def test_fleet_service() -> None:
         request_timeout_s=5,
     )
     assert fleet_service(isvc(model={"source": "builtin://tiny"})).limits == ServiceLimits()
+    assert entry.canary is None
+    assert fleet_service(isvc(router={"canary": {"service": "next", "weight": 7}})).canary == Canary(
+        service="next", weight=7
+    )
     assert entry.selector == selector(service)
     local = fleet_service(
         service, endpoints=(Endpoint(name="e", url="http://127.0.0.1:1"),), internal_key="k"

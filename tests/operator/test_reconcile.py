@@ -13,7 +13,7 @@ from fake_kubernetes import FakeKubernetes, Object, is_pod_ready, pod_key
 from harness import FakeRouter, Operator, new_cluster
 from virtual_time import run
 
-from argosy_engine.protocol.fleet import decode_fleet
+from argosy_engine.protocol.fleet import Canary, decode_fleet
 from argosy_operator.api import CONFIGMAPS, DEPLOYMENTS, INFERENCE_SERVICES, SECRETS, SERVICES_KIND
 from argosy_operator.errors import ApiError
 from argosy_operator.names import REVISION_LABEL
@@ -496,6 +496,35 @@ def test_the_older_service_keeps_a_contested_name() -> None:
             cluster.remove((INFERENCE_SERVICES, "team", "first"))
             await operator.settle()
         assert is_ready(cluster, "second")
+
+    run(scenario())
+
+
+def test_a_canary_may_come_and_go() -> None:
+    async def scenario() -> None:
+        cluster = new_cluster()
+        canary = {"service": "next", "weight": 10}
+
+        def degraded() -> str:
+            reason: str = cluster.condition("Degraded", "stable")["reason"]
+            return reason
+
+        async with Operator(cluster) as operator:
+            cluster.create(isvc_object("stable", router={"canary": canary}))
+            await operator.settle()
+            assert is_ready(cluster, "stable")
+            assert degraded() == "CanaryNotFound"
+            before = deployment(cluster, "stable")["metadata"]["generation"]
+            cluster.create(isvc_object("next"))
+            await operator.settle()
+            assert degraded() == "AsExpected"
+            published = decode_fleet(cluster.fleet()).services
+            entry = next(each for each in published if each.name == "stable")
+            assert entry.canary == Canary(service="next", weight=10)
+            cluster.remove((INFERENCE_SERVICES, "team", "next"))
+            await operator.settle()
+            assert degraded() == "CanaryNotFound"
+            assert deployment(cluster, "stable")["metadata"]["generation"] == before, "no pod is touched"
 
     run(scenario())
 

@@ -35,12 +35,15 @@ def report(
     deployment: dict[str, Any] | None = None,
     routers: Routers = ALIVE,
     conflicts: tuple[NameConflict, ...] = (),
+    lacks_canary: bool = False,
     failure: Problem | None = None,
     **spec: Any,
 ) -> InferenceServiceStatus:
     service = parse(isvc_object(replicas=replicas, **spec))
     deployment = deployment if deployment is not None else live_deployment(replicas)
-    observed = Observed(deployment=deployment, pods=pods, routers=routers, conflicts=conflicts)
+    observed = Observed(
+        deployment=deployment, pods=pods, routers=routers, conflicts=conflicts, lacks_canary=lacks_canary
+    )
     plan = desired(service, observed, CONFIG)
     return status(service, observed, plan, config=CONFIG, now=NOW, failure=failure)
 
@@ -59,6 +62,7 @@ def verdicts(made: InferenceServiceStatus) -> dict[str, tuple[str, str]]:
 
 STARTING = {"ready": False, "gate": ""}
 CRASH = Problem("CrashLoopBackOff", "back-off 10s")
+CANARY = {"canary": {"service": "next", "weight": 10}}
 QUOTA = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "quota"}
 DEADLINE = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}
 
@@ -130,6 +134,9 @@ FINE = ("False", "AsExpected")
          {"Ready": ("False", "NameConflict"), "Degraded": ("True", "NameConflict")}),
         ("alias lost", report((new(1), new(2)), conflicts=(NameConflict(name="x", winner="a/b", loser="team/tiny"),)),
          {"Ready": READY, "Degraded": ("True", "NameConflict")}),
+        ("canary is not there", report((new(1), new(2)), router=CANARY, lacks_canary=True),
+         {"Ready": READY, "Degraded": ("True", "CanaryNotFound")}),
+        ("canary is there", report((new(1), new(2)), router=CANARY), {"Ready": READY, "Degraded": FINE}),
         ("child of somebody else", report((), failure=Problem("ChildNotOwned", "Service 'x'")),
          {"Ready": ("False", "ChildNotOwned"), "Degraded": ("True", "ChildNotOwned")}),
         ("paused at rest", report((new(1), new(2)), paused=True),

@@ -77,6 +77,8 @@ placement:
     "unavailable only": manifest(f"{TINY}\nrollout: {{maxUnavailable: 2}}"),
     "rollout": manifest(f"{TINY}\nrollout: {{maxSurge: 1, maxUnavailable: 0, drainSeconds: 0}}"),
     "policy": manifest(f"{TINY}\nrouter: {{policy: least-load}}"),
+    "canary": manifest(f"{TINY}\nrouter: {{canary: {{service: tiny-next, weight: 10}}}}"),
+    "canary that rests": manifest(f"{TINY}\nrouter: {{canary: {{service: tiny-next, weight: 0}}}}"),
     "paused": manifest(f"{TINY}\npaused: true"),
     "overlay": manifest(
         TINY
@@ -179,6 +181,26 @@ BAD: dict[str, tuple[str, str]] = {
     "unknown policy": (
         manifest(f"{TINY}\nrouter: {{policy: fastest}}"),
         'spec.router.policy: Unsupported value: "fastest"',
+    ),
+    "canary without a weight": (
+        manifest(f"{TINY}\nrouter: {{canary: {{service: next}}}}"),
+        "spec.router.canary.weight: Required value",
+    ),
+    "canary of more than everything": (
+        manifest(f"{TINY}\nrouter: {{canary: {{service: next, weight: 101}}}}"),
+        "spec.router.canary.weight: Invalid value: 101",
+    ),
+    "canary of another namespace": (
+        manifest(f"{TINY}\nrouter: {{canary: {{service: team/next, weight: 1}}}}"),
+        'spec.router.canary.service: Invalid value: "team/next"',
+    ),
+    "its own canary": (
+        manifest(f"{TINY}\nrouter: {{canary: {{service: tiny, weight: 1}}}}"),
+        "the canary must be another InferenceService",
+    ),
+    "canary by a wrong name": (
+        manifest(f"{TINY}\nrouter: {{canary: {{service: next, weigth: 1}}}}"),
+        'unknown field "spec.router.canary.weigth"',
     ),
     "alias twice": (
         manifest("model: {source: 'builtin://tiny', aliases: [a, a]}"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from argosy.errors import UsageError
 from argosy_engine.protocol.fleet import resolve_names
 from argosy_operator.engine_command import claim_name, model_path
-from argosy_operator.fleet_doc import fleet_document
+from argosy_operator.fleet_doc import fleet_document, without_canary
 from argosy_operator.spec import InferenceService
 from argosy_operator.validate import ManifestError, load_manifests
 
@@ -53,11 +53,14 @@ def _check_together(services: Sequence[InferenceService]) -> None:
     for key in keys:
         if keys.count(key) > 1:
             raise UsageError(f"{key} is given twice; remove one of the two")
-    for conflict in resolve_names(fleet_document(services)).conflicts:
+    document = fleet_document(services)
+    for conflict in resolve_names(document).conflicts:
         raise UsageError(
             f"{conflict.winner} and {conflict.loser} both claim the model name {conflict.name!r}; "
             "change servedName or aliases of one"
         )
+    for key in sorted(without_canary(document)):
+        raise UsageError(f"{key}: its canary (spec.router.canary.service) is in none of the files; add it")
 
 
 def _check_here(service: InferenceService, gpus: int) -> None:

@@ -10,6 +10,9 @@ REQUEST_ID: Final = "x-request-id"
 REPLICA: Final = "x-argosy-replica"
 """Response: name of the replica that served the request."""
 
+SERVICE: Final = "x-argosy-service"
+"""Response: `namespace/name` of the replica's service, which need not be the one whose model name the client used."""
+
 ROUTE: Final = "x-argosy-route"
 """Response: why that replica: `cached`, `predicted`, `load`, `session` or `only`."""
 
