@@ -26,6 +26,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
 from argosy_engine.models.config import load_model_config
 from argosy_engine.models.weights import DummyWeights
+from argosy_engine.sample.draw import SamplingBatch, processed_logits, sample
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
 from argosy_engine.sample.sampler import SamplerOptions
@@ -121,6 +122,24 @@ def test_a_model_computes_on_its_device(name: str, tmp_path: Path) -> None:
 def test_the_sampler_computes_on_the_device_of_its_logits(name: str, tmp_path: Path) -> None:
     requests = [request("plain", 20, 0, GREEDY, 1), request("asks", 20, 0, SAMPLING[name], 1)]
     fake("llama", tmp_path).execute(requests, [])
+
+
+def test_drawing_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fakes hold no values: whatever asks for one raises."""
+    mode, real = FakeTensorMode(allow_non_fake_inputs=True), torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda array: mode.from_tensor(real(array)))
+    batch = SamplingBatch(
+        temperature=np.array([0, 1, 1, 0.7, 1], np.float32),
+        top_p=np.array([1, 1, 0.9, 1, 1], np.float32),
+        top_k=np.array([0, 0, 0, 2000, 0]),
+        min_p=np.array([0, 0, 0.1, 0, 0.1], np.float32),
+        seeds=np.arange(5),
+        positions=np.arange(5),
+    )
+    with mode:
+        logits = torch.randn(5, 5000, device=CUDA)
+        assert sample(logits, batch).device.type == "cuda"
+        assert processed_logits(logits, batch).device.type == "cuda"
 
 
 def test_a_grammar_masks_on_the_device_of_the_logits(tmp_path: Path) -> None:

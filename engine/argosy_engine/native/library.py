@@ -13,7 +13,9 @@ from ctypes import POINTER, Array, Structure, c_float, c_int, c_int32, c_int64, 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from argosy_engine.native.build import NativeUnavailable, library_path
 from argosy_engine.native.memory import allocate
@@ -82,6 +84,18 @@ class DecoderLayer(Structure):
     )
 
 
+class SamplingRows(Structure):
+    """`SamplingRows` of sampling.h: parallel arrays, one entry per row."""
+
+    _fields_ = (
+        ("temperature", c_void_p),
+        ("top_p", c_void_p),
+        ("top_k", c_void_p),
+        ("min_p", c_void_p),
+        ("uniform", c_void_p),
+    )
+
+
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "set_threads": (c_int,),
     "pack_linear": (c_void_p, c_void_p, c_int, c_int, c_int),
@@ -91,6 +105,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "attention": (c_int, POINTER(Layer), POINTER(Step), c_void_p, c_int64, c_void_p),
     "rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float),
     "argmax": (c_int, c_void_p, c_void_p, c_int, c_int),
+    "sample": (c_int, c_void_p, POINTER(SamplingRows), c_void_p, c_int, c_int),
     "decoder_scratch": (POINTER(DecoderLayer), c_int, c_int),
     "decoder": (
         c_int,
@@ -192,6 +207,25 @@ class Kernels:
         """Index of each row's highest value, the lowest of equals: [T, width] -> int64 [T]."""
         out = torch.empty(x.shape[0], dtype=torch.int64)
         self._library.argosy_argmax(DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1])
+        return out
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: NDArray[np.float32],
+        top_p: NDArray[np.float32],
+        top_k: NDArray[np.int64],
+        min_p: NDArray[np.float32],
+        uniform: NDArray[np.float64],
+    ) -> torch.Tensor:
+        """A token of each row of logits [R, vocab_size]: int64 [R]. The arrays are contiguous, [R]; temperature 0 takes
+        the best, top_p 1, top_k 0 and min_p 0 are off."""
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        arrays = temperature, top_p, top_k, min_p, uniform
+        rows = SamplingRows(*(array.ctypes.data for array in arrays))
+        self._library.argosy_sample(
+            DTYPES[logits.dtype], logits.data_ptr(), rows, out.data_ptr(), *logits.shape
+        )
         return out
 
     def rotate_and_write(self, layer: Layer, step: Step, qkv: torch.Tensor) -> None:

@@ -1,5 +1,9 @@
 """The draw: temperature, min_p, top-k, top-p, and an inverse CDF with one stateless uniform per row (`noise`), so that
 a row's token depends on its own logits, parameters, seed and position only, never on its neighbours.
+
+Without cuts the CDF runs over the token ids; with top-k or top-p over the tokens in the order of their logits, equal
+ones by id. On a CPU a kernel does all of it (native/src/sampling.h). What is here in torch is its reference, and serves
+the other devices, where it never waits for the device.
 """
 
 from __future__ import annotations
@@ -11,13 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from argosy_engine.native.library import DTYPES, kernels
+from argosy_engine.native.library import DTYPES, Kernels, kernels
 from argosy_engine.sample.interface import Ints
 from argosy_engine.sample.noise import uniform
 
 _CANDIDATES = 1024
-"""Top-k and top-p first look at this many best tokens: a partial sort instead of a full one. Rows whose nucleus is
-larger fall back to the full vocabulary."""
+"""On a CPU top-k and top-p first look at this many best tokens: a partial sort instead of a full one. Rows whose
+nucleus is larger fall back to the full vocabulary. Elsewhere asking for such rows would stop the device."""
+
+_ENOUGH = 1 - 1e-6
+"""Of top-p: a sum that falls short by rounding is enough, or equal tokens would be kept by chance."""
 
 
 @dataclass(slots=True)
@@ -41,6 +48,15 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     is_random = batch.temperature > 0
     if not is_random.any():
         return _greedy(logits, batch)
+    if (loaded := _kernels(logits)) is not None:
+        return loaded.sample(
+            logits.contiguous(),
+            batch.temperature,
+            batch.top_p,
+            batch.top_k,
+            batch.min_p,
+            uniform(batch.seeds, batch.positions),
+        )
     is_cut = is_random & ((batch.top_p < 1.0) | (batch.top_k > 0))
     is_plain = is_random & ~is_cut
     if is_plain.all():
@@ -65,9 +81,13 @@ def _take(batch: SamplingBatch, rows: NDArray[np.bool_]) -> SamplingBatch:
 
 
 def _greedy(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    if logits.device.type == "cpu" and logits.dtype in DTYPES and (loaded := kernels()) is not None:
-        return loaded.argmax(logits.contiguous())
-    return logits.argmax(dim=-1)
+    loaded = _kernels(logits)
+    return logits.argmax(dim=-1) if loaded is None else loaded.argmax(logits.contiguous())
+
+
+def _kernels(logits: torch.Tensor) -> Kernels | None:
+    """Those that work on these logits."""
+    return kernels() if logits.device.type == "cpu" and logits.dtype in DTYPES else None
 
 
 def _plain(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -76,19 +96,23 @@ def _plain(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 def _cut(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Top-k, then top-p over what is left; ties at the edge are broken by token id."""
+    logits = logits.float()
     probs = _probs(logits, batch)
     vocab_size = probs.shape[-1]
     cuts = _cuts(probs, batch)
     u = _noise(batch, probs.device)
-    values, ids = _best(probs, min(_CANDIDATES, vocab_size))
-    tokens = _draw_nucleus(values, ids, cuts, u)
-    if vocab_size > _CANDIDATES:
-        top_k, top_p, mass = cuts
-        is_larger = (top_k > _CANDIDATES) & ((mass < 0) | (values.double().sum(-1) < top_p * mass))
-        if bool(is_larger.any()):
-            rest = is_larger.nonzero().squeeze(1)
-            values, ids = _best(probs[rest], vocab_size)
-            tokens[rest] = _draw_nucleus(values, ids, _Cuts(top_k[rest], top_p[rest], mass[rest]), u[rest])
+    count = min(_CANDIDATES, vocab_size) if logits.device.type == "cpu" else vocab_size
+    best, ids = _best(logits, count)
+    kept = _nucleus(probs.gather(1, ids), cuts)
+    tokens = _draw_kept(kept, ids, u)
+    if count < vocab_size:
+        # What is kept up to the last candidate, or its equals, may go on behind it.
+        is_open = ((kept > 0) & (best == best[:, -1:])).any(-1) | ((cuts.top_k > count) & (cuts.mass < 0))
+        if bool(is_open.any()):
+            rest = is_open.nonzero().squeeze(1)
+            _, ids = _best(logits[rest], vocab_size)
+            kept = _nucleus(probs[rest].gather(1, ids), _Cuts(*(each[rest] for each in cuts)))
+            tokens[rest] = _draw_kept(kept, ids, u[rest])
     return tokens
 
 
@@ -119,12 +143,12 @@ def _nucleus(values: torch.Tensor, cuts: _Cuts) -> torch.Tensor:
     is_beyond = torch.arange(values.shape[-1], device=values.device) >= cuts.top_k.unsqueeze(1)
     values = values.masked_fill(is_beyond, 0.0)
     cumulative = values.double().cumsum(-1)
-    limit = cuts.top_p * torch.where(cuts.mass < 0, cumulative[:, -1], cuts.mass)
+    limit = cuts.top_p * torch.where(cuts.mass < 0, cumulative[:, -1], cuts.mass) * _ENOUGH
     return torch.where(cumulative - values < limit.unsqueeze(1), values, 0.0)
 
 
-def _draw_nucleus(values: torch.Tensor, ids: torch.Tensor, cuts: _Cuts, u: torch.Tensor) -> torch.Tensor:
-    return ids.gather(1, _draw(_nucleus(values, cuts), u).unsqueeze(1)).squeeze(1)
+def _draw_kept(kept: torch.Tensor, ids: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    return ids.gather(1, _draw(kept, u).unsqueeze(1)).squeeze(1)
 
 
 def processed_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -137,19 +161,20 @@ def processed_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
     if is_cut.any():
         rows, cut = torch.from_numpy(np.flatnonzero(is_cut)).to(logits.device), _take(batch, is_cut)
         probs = _probs(logits[rows], cut)
-        values, ids = _best(probs, probs.shape[-1])
-        kept = torch.zeros_like(probs).scatter_(1, ids, _nucleus(values, _cuts(probs, cut)))
+        _, ids = _best(logits[rows].float(), probs.shape[-1])
+        kept = torch.zeros_like(probs).scatter_(1, ids, _nucleus(probs.gather(1, ids), _cuts(probs, cut)))
         processed[rows] = processed[rows].masked_fill_(kept == 0.0, float("-inf"))
     return processed
 
 
-def _best(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` most probable tokens, best first, equal ones by id."""
-    if count == probs.shape[-1]:
-        values, tokens = torch.sort(probs, dim=-1, descending=True, stable=True)
+def _best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` best logits and their tokens, best first, equal ones by id, but for which of the last one's equals
+    are among them."""
+    if count == logits.shape[-1]:
+        values, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
         return values, tokens
-    tokens = torch.topk(probs, count, dim=-1, sorted=False).indices.sort(dim=-1).values
-    values, order = torch.sort(probs.gather(1, tokens), dim=-1, descending=True, stable=True)
+    tokens = torch.topk(logits, count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values, order = torch.sort(logits.gather(1, tokens), dim=-1, descending=True, stable=True)
     return values, tokens.gather(1, order)
 
 

@@ -1,5 +1,7 @@
-// C interface of pool.h and rows.h. Mirrored in library.py.
+// C interface of pool.h, rows.h and sampling.h. Mirrored in library.py.
 #include "rows.h"
+
+#include "sampling.h"
 
 using namespace argosy;
 
@@ -22,6 +24,12 @@ void argosy_rms_norm(int dtype, const void* x, void* residual, const void* weigh
 void argosy_argmax(int dtype, const void* x, int64_t* out, int rows, int width) {
   with_type(dtype, [&](auto element) {
     argmax(static_cast<const decltype(element)*>(x), out, rows, width);
+  });
+}
+
+void argosy_sample(int dtype, const void* logits, const SamplingRows* of, int64_t* out, int rows, int width) {
+  with_type(dtype, [&](auto element) {
+    sample(static_cast<const decltype(element)*>(logits), *of, out, rows, width);
   });
 }
 

@@ -40,29 +40,31 @@ void add(const T* x, T* sum, int rows, int width) {
   });
 }
 
-// Index of the highest value of each row, the lowest of equals.
+// Index of a row's highest value, the lowest of equals.
+template <class T>
+int64_t argmax_of(const T* from, int width) {
+  vfloat best = broadcast(-__builtin_inff());
+  vint best_at = vint{};
+  vint at = lane_index();
+  int i = 0;
+  for (; i + kLanes <= width; i += kLanes, at += kLanes) {
+    const vfloat value = load(from + i);
+    const vint is_better = value > best;
+    best = is_better ? value : best;
+    best_at = is_better ? at : best_at;
+  }
+  float top = best[0];
+  int64_t index = best_at[0];
+  for (int lane = 1; lane < kLanes; ++lane)
+    if (best[lane] > top || (best[lane] == top && best_at[lane] < index)) top = best[lane], index = best_at[lane];
+  for (; i < width; ++i)
+    if (to_float(from[i]) > top) top = to_float(from[i]), index = i;
+  return index;
+}
+
 template <class T>
 void argmax(const T* x, int64_t* out, int rows, int width) {
-  parallel_rows(rows, width, [&](int row) {
-    const T* from = x + int64_t(row) * width;
-    vfloat best = broadcast(-__builtin_inff());
-    vint best_at = vint{};
-    vint at = lane_index();
-    int i = 0;
-    for (; i + kLanes <= width; i += kLanes, at += kLanes) {
-      const vfloat value = load(from + i);
-      const vint is_better = value > best;
-      best = is_better ? value : best;
-      best_at = is_better ? at : best_at;
-    }
-    float top = best[0];
-    int64_t index = best_at[0];
-    for (int lane = 1; lane < kLanes; ++lane)
-      if (best[lane] > top || (best[lane] == top && best_at[lane] < index)) top = best[lane], index = best_at[lane];
-    for (; i < width; ++i)
-      if (to_float(from[i]) > top) top = to_float(from[i]), index = i;
-    out[row] = index;
-  });
+  parallel_rows(rows, width, [&](int row) { out[row] = argmax_of(x + int64_t(row) * width, width); });
 }
 
 }  // namespace argosy

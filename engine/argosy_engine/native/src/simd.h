@@ -105,6 +105,15 @@ ARGOSY_INLINE float to_float(bf16 x) {
   return value;
 }
 
+// One bit per lane of a comparison's result.
+ARGOSY_INLINE unsigned bits(vint condition) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)condition);
+#else
+  return unsigned(_mm256_movemask_ps((__m256)condition));
+#endif
+}
+
 ARGOSY_INLINE vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
 
 // Halves folded onto each other: a fixed order, and few steps.

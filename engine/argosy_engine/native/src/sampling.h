@@ -1,0 +1,221 @@
+// Drawing a token from each row of logits: temperature, min-p, top-k, top-p and an inverse CDF, without sorting a
+// vocabulary. sample/draw.py has the same in torch, and says what each step means.
+//
+// Tokens come in the order of their logits, equal ones by id. Top-k and top-p keep the first of them, so it is enough to
+// look at all tokens above a threshold, once it is known that what they keep lies above it; else the threshold falls.
+// Sums are float64, their order depends on the row alone.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "rows.h"
+
+namespace argosy {
+
+// Parallel arrays, one entry per row. Mirrored in library.py.
+struct SamplingRows {
+  const float* temperature;  // 0: greedy
+  const float* top_p;        // 1: off
+  const int64_t* top_k;      // 0: off
+  const float* min_p;        // 0: off
+  const double* uniform;     // [0, 1)
+};
+
+// A float64 sum of vectors of floats.
+class Sum {
+ public:
+  ARGOSY_INLINE void add(vfloat v) {
+    vhalf_float halves[2];
+    memcpy(halves, &v, sizeof v);
+    low_ += __builtin_convertvector(halves[0], vdouble);
+    high_ += __builtin_convertvector(halves[1], vdouble);
+  }
+
+  double total() const {
+    const vdouble both = low_ + high_;
+    double sum = 0;
+    for (int lane = 0; lane < kLanes / 2; ++lane) sum += both[lane];
+    return sum;
+  }
+
+ private:
+  typedef float vhalf_float __attribute__((vector_size(kLanes * 2)));
+  typedef double vdouble __attribute__((vector_size(kLanes * 4)));
+  vdouble low_{}, high_{};
+};
+
+struct Candidate {
+  float logit;
+  int32_t id;
+  float weight;
+
+  bool operator<(const Candidate& other) const {
+    return logit > other.logit || (logit == other.logit && id < other.id);
+  }
+};
+
+// The first candidate, in order, at which the sum of the weights so far, itself included, is enough; else the last. All
+// that come before it are moved before it. `sum` becomes that sum.
+template <class F>
+Candidate* find(Candidate* first, Candidate* last, double* sum, F&& is_enough) {
+  double before = 0;
+  while (last - first > 1) {
+    Candidate* middle = first + (last - first) / 2;
+    std::nth_element(first, middle, last);
+    double upper = before;
+    for (Candidate* at = first; at < middle; ++at) upper += at->weight;
+    if (is_enough(upper)) {
+      last = middle;
+    } else {
+      before = upper;
+      first = middle;
+    }
+  }
+  *sum = before + first->weight;
+  return first;
+}
+
+template <class T>
+class RowSampler {
+ public:
+  RowSampler(const T* logits, int width, float temperature, float min_p)
+      : logits_(logits), width_(width), temperature_(broadcast(temperature)), min_p_(broadcast(min_p)) {
+    vfloat best = broadcast(-__builtin_inff());
+    each_vector(0, width, [&](int, vfloat logit) { best = max(logit, best); });
+    best_ = broadcast(reduce_max(best)) / temperature_;
+  }
+
+  // Whether some token has a finite logit, and none an infinite one.
+  bool has_choice() const { return __builtin_isfinite(best_[0]); }
+
+  // The first token, by id, at which the sum of the weights exceeds `uniform` of all.
+  int64_t draw(double uniform) const {
+    static thread_local std::vector<double> sums;  // up to each block's end
+    sums.clear();
+    double total = 0;
+    for (int start = 0; start < width_; start += kBlock) sums.push_back(total += block_sum(start));
+    const double target = uniform * total;
+    auto block = std::upper_bound(sums.begin(), sums.end(), target);
+    if (block == sums.end()) block = std::lower_bound(sums.begin(), sums.end(), total);  // rounded up
+    double sum = block == sums.begin() ? 0 : block[-1];
+    const int start = int(block - sums.begin()) * kBlock;
+    int64_t token = -1;
+    bool is_found = false;
+    each_vector(start, std::min(start + kBlock, width_), [&](int at, vfloat logit) {
+      const vfloat weights = weight(distance(logit));
+      for (int lane = 0; lane < kLanes && !is_found; ++lane) {
+        if (!(weights[lane] > 0)) continue;
+        token = at + lane;
+        is_found = (sum += weights[lane]) > target;
+      }
+    });
+    return token;
+  }
+
+  // The same in the order of the logits, among the `top_k` first and, of their weight, the first `top_p`.
+  int64_t draw_cut(int64_t top_k, float top_p, double uniform) const {
+    static thread_local std::vector<Candidate> candidates;
+    const bool has_top_k = top_k > 0 && top_k < width_;
+    double mass = 0;
+    if (!has_top_k)
+      for (int start = 0; start < width_; start += kBlock) mass += block_sum(start);
+    double collected = 0;
+    for (float reach : {4.0f, 6.0f, 9.0f, 13.0f, 100.0f}) {  // weights of e^-87 and less are 0
+      collected = collect(reach, &candidates);
+      if (has_top_k ? int64_t(candidates.size()) >= top_k : collected >= top_p * mass) break;
+    }
+    Candidate* const first = candidates.data();
+    Candidate* last = first + candidates.size();
+    if (has_top_k) {
+      if (last - first > top_k) {
+        std::nth_element(first, first + top_k, last);
+        last = first + top_k;
+      }
+      mass = 0;
+      for (Candidate* at = first; at < last; ++at) mass += at->weight;
+    }
+    double kept = mass;
+    if (top_p < 1.0f) {
+      last = find(first, last, &kept, [&](double sum) { return sum >= top_p * mass * kEnough; }) + 1;
+    }
+    const double target = uniform * kept;
+    double sum;
+    return find(first, last, &sum, [&](double sum) { return sum > target; })->id;
+  }
+
+ private:
+  static constexpr int kBlock = 1024;
+  static constexpr double kEnough = 1 - 1e-6;  // of top-p: a sum that falls short by rounding is enough
+
+  // Calls body(index of the first lane, logits); lanes at or beyond `end` are minus infinity.
+  template <class F>
+  ARGOSY_INLINE void each_vector(int begin, int end, F&& body) const {
+    int i = begin;
+    for (; i + kLanes <= end; i += kLanes) body(i, load(logits_ + i));
+    if (i == end) return;
+    float rest[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) rest[lane] = i + lane < end ? to_float(logits_[i + lane]) : -__builtin_inff();
+    body(i, load(rest));
+  }
+
+  // To the best, 0 or below, in units of the temperature.
+  ARGOSY_INLINE vfloat distance(vfloat logit) const { return logit / temperature_ - best_; }
+
+  // In proportion to the probability; the best token's is 1.
+  ARGOSY_INLINE vfloat weight(vfloat distance) const {
+    const vfloat value = exp(distance);
+    return value < min_p_ ? vfloat{} : value;
+  }
+
+  double block_sum(int start) const {
+    Sum sum;
+    each_vector(start, std::min(start + kBlock, width_), [&](int, vfloat logit) { sum.add(weight(distance(logit))); });
+    return sum.total();
+  }
+
+  // All tokens of some weight within `reach` of the best; the sum of their weights.
+  double collect(float reach, std::vector<Candidate>* candidates) const {
+    candidates->clear();
+    double sum = 0;
+    const vfloat lowest = broadcast(-reach);
+    each_vector(0, width_, [&](int at, vfloat logit) {
+      const vfloat distances = distance(logit);
+      unsigned hits = bits(distances >= lowest);
+      if (!hits) return;
+      const vfloat weights = weight(distances);
+      for (; hits; hits &= hits - 1) {
+        const int lane = __builtin_ctz(hits);
+        if (!(weights[lane] > 0)) continue;
+        candidates->push_back({logit[lane], at + lane, weights[lane]});
+        sum += weights[lane];
+      }
+    });
+    return sum;
+  }
+
+  const T* logits_;
+  int width_;
+  vfloat temperature_, min_p_;
+  vfloat best_;
+};
+
+// One token per row. A row without a finite best logit gives the token of that logit.
+template <class T>
+void sample(const T* logits, const SamplingRows& of, int64_t* out, int rows, int width) {
+  parallel_rows(rows, width, [&](int row) {
+    const T* from = logits + int64_t(row) * width;
+    if (of.temperature[row] > 0) {
+      const RowSampler<T> sampler(from, width, of.temperature[row], of.min_p[row]);
+      if (sampler.has_choice()) {
+        const bool is_cut = of.top_p[row] < 1.0f || of.top_k[row] > 0;
+        out[row] = is_cut ? sampler.draw_cut(of.top_k[row], of.top_p[row], of.uniform[row])
+                          : sampler.draw(of.uniform[row]);
+        return;
+      }
+    }
+    out[row] = argmax_of(from, width);
+  });
+}
+
+}  // namespace argosy
