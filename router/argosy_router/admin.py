@@ -31,7 +31,7 @@ from argosy_router.metrics import CONTENT_TYPE, Metrics
 from argosy_router.overview import Overviews
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.books import CLIENT_GONE
-from argosy_router.proxy.call import SESSION_HEADER, find_service, prompt_of
+from argosy_router.proxy.call import SESSION_HEADER, find_service, prompt_of, session_of
 from argosy_router.proxy.decisions import CAPACITY, DecisionLog
 from argosy_router.proxy.inner_client import InnerClient
 
@@ -198,7 +198,7 @@ def _explain(fleet: Fleet, body: bytes, session: bytes) -> bytes:
         raise BadRequest(f"request body is not a JSON object: {str(error)[:200]}") from None
     decoded = decode_request("chat/completions" if is_chat else "completions", body)
     service, adapter = find_service(fleet, decoded)
-    prompt = prompt_of(service, decoded, session, adapter)
+    prompt = prompt_of(service, decoded, session_of(decoded, session), adapter)
     return msgspec.json.encode(explain(fleet, service, prompt, time.monotonic()))
 
 

@@ -441,7 +441,7 @@ def first_prompt(r: Rig) -> int:
     tiny = r.router.fleet.service_of(MODEL)
     assert tiny is not None
     prompt = prompt_of(
-        tiny, decode_request("chat/completions", httpx.Request("POST", "http://x", json=chat()).content), None
+        tiny, decode_request("chat/completions", httpx.Request("POST", "http://x", json=chat()).content), b""
     )
     return tiny.estimate_tokens(prompt)
 

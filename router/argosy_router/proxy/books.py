@@ -88,6 +88,8 @@ class Books:
         model, metrics = call.service.spec.model, self._metrics
         metrics.requests.add((model, str(exchange.status)))
         metrics.duration.observe((model,), duration_s)
+        if call.canary_of is not None:
+            metrics.canaried.add((call.canary_of.spec.model, call.service.spec.key))
         if exchange.first_event_s is not None:
             metrics.ttft.observe((model,), exchange.first_event_s)
             if call.is_stream and exchange.attempts == 1 and exchange.status == 200:

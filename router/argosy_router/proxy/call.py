@@ -66,6 +66,8 @@ class Call(NamedTuple):
     """The client did not ask its stream for the usage; we did."""
     renaming: Renaming | None = None
     """Where the engine knows the model by another name than the client used."""
+    canary_of: Service | None = None
+    """The service the client named, where that has a canary, which may be `service`."""
     trace: Trace | None = None
     """Where requests are traced."""
 
@@ -107,6 +109,10 @@ def decode_call(
     service, adapter = find_service(fleet, decoded)
     if not may_use(account, decoded.model, service, adapter):
         raise unknown_model(decoded.model)
+    session = session_of(decoded, request.header(SESSION_HEADER))
+    named = service
+    if not adapter:
+        service = fleet.answering(named, session or request_id)
     priority = account.priority(decoded.priority)
     changes: dict[str, str | int | StreamOptions] = {}
     model = engine_name(service, decoded.model, adapter)
@@ -123,7 +129,7 @@ def decode_call(
         body = with_fields(body, changes)
     if hides_usage and options is None:
         body = asking_usage(body)
-    prompt = prompt_of(service, decoded, request.header(SESSION_HEADER), adapter)
+    prompt = prompt_of(service, decoded, session, adapter)
     return Call(
         service,
         prompt,
@@ -138,6 +144,7 @@ def decode_call(
         resumable_shape(decoded),
         hides_usage=hides_usage,
         renaming=Renaming(model, decoded.model) if model != decoded.model else None,
+        canary_of=named if named.spec.canary is not None else None,
     )
 
 
@@ -170,15 +177,20 @@ def engine_name(service: Service, asked: str, adapter: str) -> str:
     return asked if asked == spec.model or asked in spec.aliases else spec.model
 
 
+def session_of(decoded: ChatCompletionRequest | CompletionRequest, header: bytes | None) -> bytes:
+    """The session a client declares, empty for none; `header` is the value of `SESSION_HEADER`."""
+    return header or (decoded.prompt_cache_key or decoded.session_id or "").encode("utf-8", "surrogatepass")
+
+
 def prompt_of(
     service: Service,
     decoded: ChatCompletionRequest | CompletionRequest,
-    session: bytes | None,
+    session: bytes,
     adapter: str = "",
 ) -> Prompt:
-    """What routing knows about a request's prompt; `session` is the value of `SESSION_HEADER`."""
-    named = session or (decoded.prompt_cache_key or decoded.session_id or "").encode("utf-8", "surrogatepass")
-    return service.prompt(decoded, prompt_view(decoded), xxh3_64_intdigest(named) if named else 0, adapter)
+    """What routing knows about a request's prompt."""
+    number = xxh3_64_intdigest(session) if session else 0
+    return service.prompt(decoded, prompt_view(decoded), number, adapter)
 
 
 def may_use(account: Account, name: str, service: Service, adapter: str = "") -> bool:
