@@ -1,5 +1,5 @@
-"""The memory budget as a table: `argosy doctor` prints it before a model is loaded, `argosy serve` then; `LLMEngine` logs
-it."""
+"""The memory budget as a table: `argosy doctor` prints it before a model is loaded, `argosy serve` when it is, and
+`LLMEngine` logs it."""
 
 from __future__ import annotations
 

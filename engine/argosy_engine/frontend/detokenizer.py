@@ -15,6 +15,8 @@ from argosy_engine.sample.params import SamplingParams
 
 _PRIMING_TOKENS = 6
 """Prompt tokens the decoder sees first, so that the output's first token is decoded in its context."""
+_MAX_PRIMING_TOKENS = 24
+"""So many if fewer begin inside a character: with byte fallback that spoils all bytes up to the next whole token."""
 
 
 class IncrementalDetokenizer:
@@ -27,7 +29,7 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._params = params
-        self._stream = self._new_stream(prompt_token_ids[-_PRIMING_TOKENS:])
+        self._stream = self._new_stream(_context(tokenizer, prompt_token_ids))
         # Characters that could still become the beginning of a stop string are held back.
         self._hold_back = (
             0
@@ -94,3 +96,11 @@ class IncrementalDetokenizer:
 
     def _new_stream(self, ids: Sequence[int]) -> DecodeStream:
         return DecodeStream(ids=list(ids), skip_special_tokens=self._params.skip_special_tokens)
+
+
+def _context(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
+    """The shortest end of the prompt, of at least `_PRIMING_TOKENS`, that is whole characters."""
+    for size in range(_PRIMING_TOKENS, min(len(token_ids), _MAX_PRIMING_TOKENS) + 1):
+        if "\ufffd" not in tokenizer.decode(token_ids[-size:], skip_special_tokens=False):
+            return token_ids[-size:]
+    return token_ids[-_PRIMING_TOKENS:]
