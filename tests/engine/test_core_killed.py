@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from argosy_engine.core.async_client import AsyncMPClient
 from argosy_engine.core.client import SyncMPClient
 from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.errors import EngineDead, UtilityFailed
-from processes import wait_until
+from processes import children, is_alive, wait_until
 
 ARGS: dict[str, Any] = {
     "model": "builtin://tiny",
@@ -27,18 +26,6 @@ ARGS: dict[str, Any] = {
 FOREVER = SamplingParams(max_tokens=500, ignore_eos=True)
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])
@@ -61,7 +48,7 @@ def test_a_blocking_client_hears_of_the_death_whatever_it_asks(backend: str) -> 
                 ask()
         engine.abort_request("a")
         assert not engine.has_unfinished_requests()
-        wait_until(lambda: all(is_gone(worker) for worker in workers), "the workers to end")
+        wait_until(lambda: not any(map(is_alive, workers)), "the workers to end")
     finally:
         engine.close()
 
@@ -108,7 +95,7 @@ async def test_an_asynchronous_client_hears_of_the_death_whatever_it_asks(is_rea
         else:
             reader.cancel()
             call.cancel()
-            wait_until(lambda: is_gone(client.pid), "the core to end")
+            wait_until(lambda: not is_alive(client.pid), "the core to end")
         request = EngineCoreRequest("a", [1, 2], FOREVER, time.time())
         for ask in (lambda: client.add_request(request), lambda: client.call_utility("reset_prefix_cache")):
             with pytest.raises(EngineDead):

@@ -18,7 +18,7 @@ from argosy_engine.api.app import Engine
 from argosy_engine.api.serve import _drain
 from argosy_engine.api.stats_log import INTERVAL_S, StatsLog
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
-from processes import answers, free_port, running, wait_until
+from processes import answers, children, cpu_share, free_port, is_alive, running, wait_until
 
 SERVE = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--device", "cpu"]
 SECRET = "xylophone quartz"
@@ -28,21 +28,24 @@ FOREVER = {"prompt": f"Tell me of the {SECRET}", "max_tokens": 4000, "ignore_eos
 pytestmark = pytest.mark.timeout(300)
 
 
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie is dead: whoever inherits it will collect it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def fails(url: str) -> bool:
     return httpx.get(url).status_code == 503
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_an_idle_engine_does_not_spin(tmp_path: Path, backend: str) -> None:
+    port = free_port()
+    arguments = [*SERVE, "--port", str(port), "--distributed-executor-backend", backend]
+    with running(arguments, tmp_path / "log", port=port) as server:
+        processes = [server.process.pid, *(cores := children(server.process.pid))]
+        processes += [worker for core in cores for worker in children(core)]
+        assert len(processes) == (2 if backend == "uni" else 3)
+        answer = httpx.post(
+            f"{server.url}/v1/completions", json={"prompt": "Once", "max_tokens": 8}, timeout=60
+        )
+        assert answer.status_code == 200
+        # Whoever spins takes a whole core, or what he gets of it.
+        assert cpu_share(processes, 1.5) < 0.2
 
 
 def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_path: Path) -> None:

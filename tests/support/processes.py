@@ -30,6 +30,31 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
         time.sleep(0.02)
 
 
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is dead: whoever inherits it will collect it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def cpu_share(pids: Sequence[int], seconds: float) -> float:
+    """Cores that these processes keep busy together, over that long; Linux."""
+    started, before = time.monotonic(), sum(map(_cpu_seconds, pids))
+    time.sleep(seconds)  # nothing happens meanwhile: that is what is measured
+    return (sum(map(_cpu_seconds, pids)) - before) / (time.monotonic() - started)
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
