@@ -15,6 +15,7 @@ import pytest
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
 from argosy_engine.core.client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineAsleep, EngineDead, InvalidRequest, UtilityFailed
+from argosy_engine.executor.lifeline import wait_readable
 from argosy_engine.executor.multiproc import MultiprocExecutor
 from argosy_engine.executor.worker_class import worker_class
 
@@ -190,6 +191,27 @@ def test_a_core_process_gives_the_same_tokens(expected: dict[str, list[int]]) ->
         os.kill(made.client.pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match="killed by SIGKILL"):
             finish(made)
+
+
+def test_workers_end_with_the_core_that_is_killed() -> None:
+    with engine(multiprocess=True, backend="mp") as made:
+        assert isinstance(made.client, SyncMPClient)
+        ((worker,),) = made.collective_rpc("echo")
+        assert worker != made.client.pid
+        worker_end = os.pidfd_open(worker)
+        try:
+            made.add_request("x", "Once", GREEDY)
+            made.step()
+            os.kill(made.client.pid, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="killed by SIGKILL"):
+                finish(made)
+            assert wait_readable([worker_end], timeout_s=60), "the worker lives on"
+            with pytest.raises(EngineDead):
+                made.add_request("y", "Once", GREEDY)
+            with pytest.raises(EngineDead):
+                made.collective_rpc("echo")
+        finally:
+            os.close(worker_end)
 
 
 @pytest.mark.parametrize("start", [InprocClient, SyncMPClient])
