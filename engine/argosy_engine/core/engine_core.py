@@ -260,7 +260,10 @@ class EngineCore:
     def _grammar_bitmask(self, step: SchedulerOutput) -> GrammarBitmask | None:
         """What they may say next."""
         request_ids = self._with_grammar(step)
-        return GrammarBitmask(request_ids, self.structured.bitmask(request_ids)) if request_ids else None
+        if not request_ids:
+            return None
+        bitmask = self.structured.bitmask(request_ids, step.scheduled_spec_token_ids)
+        return GrammarBitmask(request_ids, bitmask)
 
     def _follow_grammars(self, result: ModelRunnerOutput, stale: Collection[str]) -> None:
         """Tells the grammars what was sampled. A token that does not fit costs its request only."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
 _MAX_COMPILE_THREADS = 8
+_NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class GrammarRequest(Struct, frozen=True, array_like=True):
@@ -143,13 +145,26 @@ class StructuredOutputManager:
             state.rollback(state.num_tokens)
             self.accept(request_id, output)
 
-    def bitmask(self, request_ids: Sequence[str]) -> bytes:
-        """int32 [len(request_ids), ceil(vocab_size / 32)] in C order: what each may say next."""
-        if len(self._bitmask) < len(request_ids):
-            self._bitmask = np.empty((len(request_ids), self._num_words), np.int32)
-        for row, request_id in enumerate(request_ids):
-            self._states[request_id].fill(self._bitmask, row)
-        return self._bitmask[: len(request_ids)].tobytes()
+    def bitmask(self, request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS) -> bytes:
+        """int32 [rows, ceil(vocab_size / 32)] in C order: what each may say next, and behind each of its drafts. Behind
+        one that is not allowed everything is: nobody will get there."""
+        num_rows = sum(1 + len(drafts.get(request_id, ())) for request_id in request_ids)
+        if len(self._bitmask) < num_rows:
+            self._bitmask = np.empty((num_rows, self._num_words), np.int32)
+        row = 0
+        for request_id in request_ids:
+            state, num_followed = self._states[request_id], 0
+            state.fill(self._bitmask, row)
+            for depth, token_id in enumerate(drafts.get(request_id, ())):
+                row += 1
+                if depth == num_followed and not state.is_terminated and state.accept(token_id):
+                    num_followed += 1
+                    state.fill(self._bitmask, row)
+                else:
+                    self._bitmask[row] = -1
+            state.rollback(num_followed)
+            row += 1
+        return self._bitmask[:num_rows].tobytes()
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> str | None:
         """Books sampled tokens; why the request cannot go on, or None."""
@@ -157,6 +172,8 @@ class StructuredOutputManager:
         if state is None:
             return None
         for token_id in token_ids:
+            if state.is_terminated:
+                break  # what was drawn behind the end, verifying drafts, is nobody's
             if not state.accept(token_id):
                 return "no token satisfies the structured output together with the request's other limits"
         if state.is_too_slow:

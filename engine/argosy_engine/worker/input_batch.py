@@ -66,6 +66,11 @@ class InputBatch:
             self.block_tables[group, slot, start : start + len(added)] = added
             self.num_blocks[group, slot] = start + len(added)
 
+    def add_drafts(self, slot: int, token_ids: list[int]) -> None:
+        """Puts guesses behind the known tokens, for one step, which computes them."""
+        start = self.num_tokens[slot]
+        self.token_ids[slot, start : start + len(token_ids)] = token_ids
+
     def remove(self, request_id: str) -> int | None:
         """Frees the slot and tells it; None for unknown ids: the request was never scheduled."""
         slot = self.slot_of.pop(request_id, None)

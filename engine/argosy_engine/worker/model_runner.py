@@ -105,13 +105,21 @@ class ModelRunner:
             self._score_prompts(output, hidden, slots, query_lens, computed)
         if not is_sampled.any():
             return PendingStep(self.batch, self._unsettled, output)
-        last_rows = ends[is_sampled] - 1
+        rows = np.flatnonzero(is_sampled).tolist()
+        last_rows, first_positions = ends[is_sampled] - 1, seq_lens[is_sampled]
+        drafts: list[list[int]] = []
+        if step.scheduled_spec_token_ids:
+            drafts = [step.scheduled_spec_token_ids.get(request_ids[row], []) for row in rows]
+            counts = np.array([len(each) for each in drafts])
+            first_positions = first_positions - counts
+            last_rows = np.concatenate(
+                [np.arange(last - count, last + 1) for last, count in zip(last_rows, counts, strict=True)]
+            )
         if len(last_rows) < len(hidden):
             hidden = hidden.index_select(0, self._tensor(last_rows))
         logits = self.model.logits(hidden)
-        rows = np.flatnonzero(is_sampled).tolist()
         pending = PendingStep(
-            self.batch, self._unsettled, output, logits, rows, slots[is_sampled], seq_lens[is_sampled]
+            self.batch, self._unsettled, output, logits, rows, slots[is_sampled], first_positions, drafts
         )
         if not step.awaits_grammar:
             pending.sample(step.grammar)
@@ -130,6 +138,8 @@ class ModelRunner:
             self.batch.add(request)
             if request.pooling_params is not None:
                 self.pooler.add(request.request_id, request.pooling_params)
+        for request_id, drafts in step.scheduled_spec_token_ids.items():
+            self.batch.add_drafts(self.batch.slot_of[request_id], drafts)
 
     def _inputs(
         self,

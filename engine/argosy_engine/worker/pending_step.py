@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from argosy_engine.sample.logprobs import LogprobsTensors
-from argosy_engine.sample.sampler import GrammarMask, SampledLogprobs
+from argosy_engine.sample.sampler import GrammarMask
+from argosy_engine.worker.drawn_tokens import DrawnTokens, OnTheWay, Verified
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput
 
@@ -48,10 +48,12 @@ class PendingStep:
     """
     Args:
         output: what is known already; `get` completes it.
-        logits: [R, vocab_size] of the rows that give a token, None if none does.
+        logits: [R + number of drafts, vocab_size] of the rows that give a token, None if none does: of each one behind
+            its known tokens, and one behind each of its drafts.
         rows: their R rows in the output.
         slots: int64 [R].
-        positions: int64 [R], index in its sequence of the token that each gives.
+        positions: int64 [R], index in its sequence of the first token that each gives.
+        drafts: of each of the R rows; empty if no row has some.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class PendingStep:
         rows: list[int] | None = None,
         slots: NDArray[np.int64] | None = None,
         positions: NDArray[np.int64] | None = None,
+        drafts: list[list[int]] | None = None,
     ) -> None:
         self._batch = batch
         self._unsettled = unsettled
@@ -71,10 +74,9 @@ class PendingStep:
         self._rows = rows or []
         self._slots = np.empty(0, np.int64) if slots is None else slots
         self._positions = np.empty(0, np.int64) if positions is None else positions
+        self._drafts = drafts or []
         self._freed: set[int] = set()
-        self._tokens: torch.Tensor | None = None
-        self._copied: _HostCopy | None = None
-        self._logprobs: SampledLogprobs | None = None
+        self._drawn: DrawnTokens | None = None
         self._is_settled = False
 
     @torch.inference_mode()
@@ -86,19 +88,20 @@ class PendingStep:
         if batch.sampler.reads_tokens:
             self._unsettled.settle()
         mask = self._mask(grammar) if grammar is not None else None
-        sampled = batch.sampler.sample(self._logits, self._slots, self._positions, mask)
-        self._logits = None
+        logits, self._logits = self._logits, None
+        if self._drafts:
+            self._drawn = Verified(batch.sampler, logits, self._slots, self._positions, self._drafts, mask)
+        else:
+            self._drawn = OnTheWay(batch.sampler.sample(logits, self._slots, self._positions, mask))
         self._output.errors = {
-            self._output.request_ids[self._rows[index]]: why for index, why in sampled.failed.items()
+            self._output.request_ids[self._rows[index]]: why for index, why in self._drawn.failed.items()
         }
-        self._tokens, self._logprobs = sampled.token_ids, sampled.logprobs
-        self._copied = _HostCopy(self._tokens, *(self._logprobs.tensors if self._logprobs else ()))
         batch.num_tokens[self._slots] += 1
         self._unsettled.steps.append(self)
 
     def fill(self, token_ids: torch.Tensor, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """See `UnsettledSteps`, as `free`."""
-        assert self._tokens is not None
+        """See `UnsettledSteps`, as `free`. Requests with drafts are in no step until theirs is settled."""
+        assert self._drawn is not None
         row_of = np.full(self._batch.num_slots, -1, np.int64)
         row_of[self._slots] = np.arange(len(self._slots))
         row_of[list(self._freed)] = -1
@@ -107,30 +110,41 @@ class PendingStep:
         if len(late):
             device = token_ids.device
             source = torch.from_numpy(index[late]).to(device)
-            token_ids[torch.from_numpy(ends[late]).to(device)] = self._tokens[source]
+            token_ids[torch.from_numpy(ends[late]).to(device)] = self._drawn.first[source]
 
     def free(self, slot: int) -> None:
         self._freed.add(slot)
 
     def settle(self) -> None:
         """Waits for the tokens and writes them to the host's tables."""
-        if self._is_settled or self._copied is None:
+        if self._is_settled or self._drawn is None:
             return
         self._is_settled = True
-        sampled, *logprobs = self._copied.wait()
-        tokens = sampled.tolist()
-        for row, token in zip(self._rows, tokens, strict=True):
-            self._output.sampled_token_ids[row] = [token]
-        slots, positions, values = self._slots, self._positions, np.array(tokens, np.int32)
+        tokens, logprobs = self._drawn.wait()
+        for row, token_ids in zip(self._rows, tokens, strict=True):
+            self._output.sampled_token_ids[row] = token_ids
+        for index, entries in logprobs.items():
+            self._output.logprobs[self._output.request_ids[self._rows[index]]] = entries
+        self._write([token_ids[0] for token_ids in tokens])
+        for index, drafts in enumerate(self._drafts):
+            slot = int(self._slots[index])
+            if drafts and slot not in self._freed:
+                self._write_verified(slot, int(self._positions[index]), tokens[index])
+        self._unsettled.steps.remove(self)
+
+    def _write(self, first_tokens: list[int]) -> None:
+        slots, positions, values = self._slots, self._positions, np.array(first_tokens, np.int32)
         if self._freed:
             is_held = ~np.isin(slots, list(self._freed))
             slots, positions, values = slots[is_held], positions[is_held], values[is_held]
         self._batch.token_ids[slots, positions] = values
-        self._unsettled.steps.remove(self)
-        if self._logprobs is not None:
-            on_host = self._logprobs._replace(tensors=LogprobsTensors(*logprobs))
-            for index, entry in on_host.by_row().items():
-                self._output.logprobs[self._output.request_ids[self._rows[index]]] = [entry]
+
+    def _write_verified(self, slot: int, position: int, token_ids: list[int]) -> None:
+        """What was computed behind the last token was a draft's, and counts for nothing."""
+        end = position + len(token_ids)
+        self._batch.token_ids[slot, position:end] = token_ids
+        self._batch.num_tokens[slot] = end
+        self._batch.num_computed[slot] = end - 1
 
     def get(self) -> ModelRunnerOutput:
         """Waits for the step's end."""
@@ -139,27 +153,10 @@ class PendingStep:
 
     def _mask(self, grammar: GrammarBitmask) -> GrammarMask:
         """The mask by rows of the logits."""
-        row_of = {self._output.request_ids[row]: index for index, row in enumerate(self._rows)}
-        rows = np.array([row_of[request_id] for request_id in grammar.request_ids], np.int64)
+        counts = [1 + len(drafts) for drafts in self._drafts] or [1] * len(self._rows)
+        ends = np.cumsum(counts)
+        index_of = {self._output.request_ids[row]: index for index, row in enumerate(self._rows)}
+        indices = [index_of[request_id] for request_id in grammar.request_ids]
+        rows = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in indices])
         bitmask = np.frombuffer(grammar.bitmask, np.int32).reshape(len(rows), -1)
         return GrammarMask(rows, bitmask.copy())
-
-
-class _HostCopy:
-    """Tensors on their way to the host. Waiting for them waits for nothing that was launched behind them."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._tensors = tensors
-        if tensors[0].device.type == "cuda":
-            self._tensors = tuple(
-                torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-                for tensor in tensors
-            )
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tensors

@@ -49,7 +49,8 @@ class GrammarBitmask(Struct, array_like=True, gc=False):
 
     request_ids: list[str]
     bitmask: bytes
-    """int32 [len(request_ids), ceil(vocab_size / 32)], token t allowed if bit t % 32 of word t // 32 is set"""
+    """int32 [rows, ceil(vocab_size / 32)], token t allowed if bit t % 32 of word t // 32 is set. A request has a row
+    for the next token, and one behind each draft that the step verifies."""
 
 
 class SchedulerOutput(Struct, array_like=True, gc=False):
