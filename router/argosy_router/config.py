@@ -13,7 +13,8 @@ from argosy_router.access_log import AccessFormat
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits
 from argosy_router.http.tls import ClientTls, ServerTls
-from argosy_router.index import DEFAULT_CAPACITY
+from argosy_router.index_memory import DEFAULT_BYTES as INDEX_MEMORY
+from argosy_router.index_memory import MIN_BYTES as MIN_INDEX_MEMORY
 from argosy_router.proxy.dispatcher import FIRST_BYTE_TIMEOUT_S, REQUEST_TIMEOUT_S
 from argosy_router.proxy.gate import AdmissionLimits
 from argosy_router.recorder import DEFAULT_MAX_BYTES as RECORD_MAX_BYTES
@@ -65,7 +66,8 @@ class RouterConfig:
     fleet_key: bytes = b""
     policy: str = ""
     """Empty: each service's own."""
-    index_capacity: int = DEFAULT_CAPACITY
+    index_memory: int = INDEX_MEMORY
+    """Bytes that the prefix indexes of all services may take."""
     shutdown_timeout_s: float = 30.0
     """In-flight requests get this long after SIGTERM; keep it below the pod's grace period."""
     drain_settle_s: float = 0.0
@@ -110,6 +112,8 @@ class RouterConfig:
             raise ConfigError("--replica-ca-certs and --replica-insecure exclude each other")
         if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             raise ConfigError("--otlp-traces-endpoint must be an http:// or https:// URL")
+        if self.index_memory < MIN_INDEX_MEMORY:
+            raise ConfigError(f"--index-memory must be at least {MIN_INDEX_MEMORY} bytes")
         if self.record_max_bytes <= 0:
             raise ConfigError("--record-max-bytes must be positive")
         if self.kubernetes and not self.fleet_key:

@@ -14,13 +14,20 @@ stops the loop for long; nor does the scrubbing of a departed replica's bits, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from sys import getsizeof
 from typing import NamedTuple
 
 SHARDS = 256
 SCRUB_STEP = 512
 """Entries scrubbed in one go: some 0.2 ms, most of it waiting for memory."""
 DEFAULT_CAPACITY = 1_000_000
-"""Chunks, over all services of a router. An entry costs about 130 bytes with up to 32 replicas, 200 with 512."""
+"""Chunks. The router gives its indexes what memory allows (`index_memory`)."""
+GUESS_SHARE = 4
+"""At most a quarter as many guesses as entries."""
+_KEY_BYTES = 48
+"""A 64-bit int as CPython allocates it."""
+_GUESS_BYTES = 110
+"""A chunk in a list and in a set, at the latter's emptiest."""
 
 _TOKEN_BITS = 32
 _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
@@ -45,10 +52,44 @@ class PrefixIndex:
         self.resize(capacity)
 
     def resize(self, capacity: int) -> None:
-        """Changes the cap; surplus entries leave as new ones come."""
+        """Changes the cap; surplus entries leave as new ones come, or by `trim`."""
         self.capacity = max(SHARDS, capacity)
         self._shard_capacity = self.capacity // SHARDS
-        self.max_guesses = self.capacity // 4
+        self._shard_bytes = _table_bytes(max(3, (3 * self._shard_capacity - 1).bit_length()))
+        self.max_guesses = self.capacity // GUESS_SHARE
+
+    def capacity_within(self, limit: int) -> int:
+        """The largest capacity whose entries and guesses never take more than `limit` bytes, with the replicas there
+        are now. A dict that grows takes the power of two from three times its entries on, so full shards differ."""
+        each = self._object_bytes + _GUESS_BYTES // GUESS_SHARE
+        limit //= SHARDS
+        sizes = range(3, max(4, limit.bit_length()))
+        return SHARDS * max(min((1 << size) // 3, (limit - _table_bytes(size)) // each) for size in sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Memory it takes now."""
+        objects = len(self) * self._object_bytes + self.guessed * _GUESS_BYTES
+        return objects + sum(map(getsizeof, self._shards))
+
+    @property
+    def _object_bytes(self) -> int:
+        """Key and value of an entry, which has a bit for each slot, as the allocator rounds them."""
+        return _KEY_BYTES + (getsizeof(1 << (self._slots + _TOKEN_BITS)) + 15 & ~15)
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether there is something to trim."""
+        entries, table = self._shard_capacity, self._shard_bytes
+        return any(len(shard) > entries or getsizeof(shard) > table for shard in self._shards)
+
+    def trim(self, number: int) -> None:
+        """Makes one of the `SHARDS` fit a capacity that has shrunk."""
+        shard = self._shards[number]
+        if len(shard) > self._shard_capacity:
+            self._evict(shard)
+        if getsizeof(shard) > self._shard_bytes:
+            self._shards[number] = dict(iter(shard.items()))  # dicts do not shrink by themselves
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
@@ -197,6 +238,12 @@ class PrefixIndex:
         surplus = len(shard) - self._shard_capacity + 1 + (self._shard_capacity >> 6)
         for chunk in [chunk for chunk, _ in zip(shard, range(surplus), strict=False)]:
             del shard[chunk]
+
+
+def _table_bytes(size: int) -> int:
+    """Bytes of a dict with `1 << size` slots: an index per slot, and room for entries in two thirds of them."""
+    width = 1 if size < 8 else 2 if size < 16 else 4
+    return 160 + (width << size) + 24 * ((2 << size) // 3)
 
 
 class _Scrubbing(NamedTuple):

@@ -111,10 +111,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--policy", choices=get_args(RoutingPolicy), default="", help="for all services, instead of their own"
     )
     routing.add_argument(
-        "--index-max-chunks",
+        "--index-memory",
         type=int,
-        default=_DEFAULTS.index_capacity,
-        help="cap of the prefix index, 130-200 bytes each (%(default)s)",
+        default=_DEFAULTS.index_memory,
+        metavar="BYTES",
+        help="cap of the prefix indexes, all services together; some 200 bytes a chunk (%(default)s)",
     )
     queue = parser.add_argument_group("queue (of each service without limits of its own)")
     queue.add_argument(
@@ -229,7 +230,7 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         verifies_replicas=not arguments.replica_insecure,
         fleet_key=environment.get("ARGOSY_FLEET_KEY", "").encode(),
         policy=arguments.policy,
-        index_capacity=arguments.index_max_chunks,
+        index_memory=arguments.index_memory,
         shutdown_timeout_s=arguments.shutdown_timeout,
         drain_settle_s=arguments.drain_settle,
         first_byte_timeout_s=arguments.first_byte_timeout,

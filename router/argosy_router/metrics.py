@@ -140,6 +140,9 @@ class Metrics(Collector):
         self._gauge(
             "index_chunks", "Chunks in the prefix index.", model, self._by_model(lambda s: len(s.index))
         )
+        self._gauge(
+            "index_bytes", "Memory of the prefix index.", model, self._by_model(lambda s: s.index.bytes)
+        )
         self._gauge("routable_replicas", "Replicas that may get requests.", model, self._by_model(_routable))
         self._gauge(
             "panic",

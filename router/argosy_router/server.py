@@ -69,7 +69,7 @@ class Router:
             config.client,
             tls=self._replica_tls,
             fleet_key=config.fleet_key,
-            index_capacity=config.index_capacity,
+            index_memory=config.index_memory,
             policy=config.policy,
         )
         self.metrics = Metrics(self.fleet)
