@@ -146,6 +146,15 @@ def test_cold_prefixes_pass_over_a_favourite_that_was_sent_more_than_its_share()
     assert choose("cost", request(), fleet).position == first, "waiting counts first"
 
 
+def test_a_prefix_that_all_prompts_share_does_not_gather_them() -> None:
+    """Chats begin with the same template: a twentieth of the prompt saved is no reason for all to share one cache."""
+    fleet = [Fake(number) for number in range(4)]
+    chosen = {choose("cost", request(hits={0: 50}, key=key), fleet).position for key in range(40)}
+    assert chosen == {0, 1, 2, 3}
+    chosen = {choose("cost", request(hits={0: 200}, key=key), fleet).position for key in range(40)}
+    assert chosen == {0}
+
+
 def test_a_departed_replica_moves_only_its_own_keys() -> None:
     fleet = [Fake(number) for number in range(5)]
     for key in range(200):

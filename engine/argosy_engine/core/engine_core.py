@@ -30,15 +30,13 @@ from argosy_engine.core.messages import (
 from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.core.sleep import SleepState
+from argosy_engine.core.step_timing import StepTiming
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor, PendingOutput
 from argosy_engine.structured.manager import StructuredOutputManager
 from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger("argosy.core")
-
-_RATE_SMOOTHING = 0.2
-"""Weight of the newest step in the measured rates: a few steps to follow a change, single outliers damped."""
 
 _MAX_NUM_MIXED_PREFILL_TOKENS = 512
 """On a CPU, where a step of the whole budget takes seconds; from here on larger chunks are hardly faster."""
@@ -117,10 +115,8 @@ class EngineCore:
         self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._launched: deque[_Launched] = deque()
         """Steps that are not booked yet, oldest first."""
-        self._last_end = 0.0
         self._last_step: SchedulerOutput | None = None
-        self._prefill_rate = 0.0
-        self._decode_step_s = 0.0
+        self._timing = StepTiming()
         self._is_checked = True
         """Whether the invariants were checked since the last step."""
         self._was_healed = False
@@ -178,7 +174,8 @@ class EngineCore:
             return self.idle_outputs()
         if step.num_scheduled_tokens or step.finished_request_ids:
             self._last_step = step
-            self._launched.append(_Launched(step, self.executor.execute(step), time.perf_counter()))
+            at = time.perf_counter()  # an executor may compute the step before it returns
+            self._launched.append(_Launched(step, self.executor.execute(step), at))
             if step.num_scheduled_tokens and len(self._launched) < self._max_in_flight:
                 return EngineCoreOutputs()
         elif not self._launched:
@@ -186,7 +183,7 @@ class EngineCore:
         launched = self._launched[0]
         result = launched.pending.get()
         self._launched.popleft()
-        self._measure(launched)
+        self._timing.ended(launched.step, launched.at, time.perf_counter())
         outputs = self._book(launched.step, result)
         self._mask_next()
         return outputs
@@ -287,8 +284,8 @@ class EngineCore:
             prefix_cache_queries=kv.num_queried_tokens,
             prefix_cache_hits=kv.num_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
-            prefill_tokens_per_s=self._prefill_rate,
-            decode_step_s=self._decode_step_s,
+            prefill_tokens_per_s=self._timing.prefill_tokens_per_s,
+            decode_step_s=self._timing.decode_step_s,
             iteration_tokens=iteration_tokens,
         )
         kv.num_queried_tokens = kv.num_hit_tokens = scheduler.num_preemptions = 0
@@ -362,24 +359,6 @@ class EngineCore:
     def _check(self) -> bool:
         self.scheduler.check()
         return True
-
-    def _measure(self, launched: _Launched) -> None:
-        """Rates for the router's cost: steps that mostly prefill give tokens per second, pure decodes give ITL."""
-        step, now = launched.step, time.perf_counter()
-        seconds = now - max(launched.at, self._last_end)
-        self._last_end = now
-        total, rows = step.total_num_scheduled_tokens, len(step.num_scheduled_tokens)
-        if not total:
-            return
-        if total == rows:
-            self._decode_step_s += (seconds - self._decode_step_s) * (
-                _RATE_SMOOTHING if self._decode_step_s else 1.0
-            )
-        elif total >= 4 * rows:
-            rate = total / seconds
-            self._prefill_rate += (rate - self._prefill_rate) * (
-                _RATE_SMOOTHING if self._prefill_rate else 1.0
-            )
 
 
 def _is_async(args: EngineArgs, device: str) -> bool:

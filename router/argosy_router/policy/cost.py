@@ -12,8 +12,8 @@ A prefix computed a second time takes cache space, and delays whoever queues beh
 idle, everybody once the emptiest replica has a queue. So a hot prefix spreads over idle replicas, and stays where it
 is when the whole fleet is behind, which is when hits are what gets it out.
 
-The lowest T wins; candidates within `TIE_S` or `TIE_SHARE` of it are equal and one is drawn. When nobody holds a
-useful prefix, the draw is replaced by a rendezvous hash of the prompt's beginning among those within `COLD_SLACK` of
+The lowest T wins; candidates within `TIE_S` or `TIE_SHARE` of it are equal and one is drawn. When nobody holds more
+than `COLD_HIT` of the prompt (all chats begin with the same template), the draw is replaced by a rendezvous hash of the prompt's beginning among those within `COLD_SLACK` of
 the best: router replicas agree where a new prefix should live without talking, and a loaded replica is passed over. So
 is one that was sent more than `COLD_SHARE` of the mean lately: at rest, when nothing waits anywhere, a hash alone would
 give some replica more prefixes than its cache can hold.
@@ -40,6 +40,8 @@ TIE_S = 0.001
 TIE_SHARE = 0.02
 COLD_SLACK = 1.25
 """Bounded load of the rendezvous choice, as in consistent hashing with bounded loads, but in seconds."""
+COLD_HIT = 0.1
+"""A tenth of the prompt saved is not worth having all prompts in one place."""
 COLD_SHARE = 1.25
 """The same bound on work sent in the last minute or so."""
 
@@ -54,7 +56,7 @@ def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.R
     if hits:
         _deduct_hits(costs, request, candidates, costs.index(cold))
         best = min(cold, min([costs[position] for position in hits]))
-    if hits and max(hits.values()) >= MIN_HIT_TOKENS:
+    if hits and max(hits.values()) >= max(MIN_HIT_TOKENS, COLD_HIT * request.prompt_tokens):
         limit = best + max(TIE_S, TIE_SHARE * abs(best))
         among = hits if cold > limit else range(len(costs))  # nearly always only holders come close
         close = [position for position in among if costs[position] <= limit]

@@ -1,0 +1,43 @@
+"""How fast steps are, for the router's cost: prompt tokens per second and seconds per decode step.
+
+Owns: the smoothing. Must not know: what steps compute.
+A step's time begins when it is launched, or when the step before it ended if that was later: with two in flight, the
+second one waits for the first.
+"""
+
+from __future__ import annotations
+
+from argosy_engine.worker.step import SchedulerOutput
+
+_KEPT = 0.8
+"""Share of the past after each step."""
+_PREFILL_TOKENS_PER_REQUEST = 4
+"""From here on a step is mostly prefill; less, but more than one, is a mixture that tells neither rate."""
+
+
+class StepTiming:
+    def __init__(self) -> None:
+        self.decode_step_s = 0.0
+        """Zero until measured."""
+        self._prefill_tokens = 0.0
+        self._prefill_s = 0.0
+        self._last_end_s = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Zero until measured. Long steps count for more: a few tokens behind a cached prefix tell little."""
+        return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
+
+    def ended(self, step: SchedulerOutput, launched_s: float, ended_s: float) -> None:
+        """Both on `time.perf_counter`'s clock; `launched_s` from before anything of the step was computed."""
+        seconds = ended_s - max(launched_s, self._last_end_s)
+        self._last_end_s = ended_s
+        tokens, requests = step.total_num_scheduled_tokens, len(step.num_scheduled_tokens)
+        if not tokens:
+            return
+        if tokens == requests:
+            known = self.decode_step_s or seconds
+            self.decode_step_s = _KEPT * known + (1.0 - _KEPT) * seconds
+        elif tokens >= _PREFILL_TOKENS_PER_REQUEST * requests:
+            self._prefill_tokens = _KEPT * self._prefill_tokens + tokens
+            self._prefill_s = _KEPT * self._prefill_s + seconds

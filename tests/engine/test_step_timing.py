@@ -1,0 +1,66 @@
+"""The rates that routers choose by are those at which the engine computes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from argosy_engine import EngineArgs, LLMEngine, SamplingParams
+from argosy_engine.core.client import InprocClient
+from argosy_engine.core.step_timing import StepTiming
+from argosy_engine.worker.step import SchedulerOutput
+
+
+def step(*tokens: int) -> SchedulerOutput:
+    scheduled = {str(number): count for number, count in enumerate(tokens)}
+    return SchedulerOutput([], {}, scheduled, sum(tokens), [], {})
+
+
+def test_prefill_and_decode_are_told_apart() -> None:
+    timing = StepTiming()
+    assert timing.prefill_tokens_per_s == timing.decode_step_s == 0.0
+    timing.ended(step(1000), 0.0, 0.5)
+    assert (timing.prefill_tokens_per_s, timing.decode_step_s) == (2000.0, 0.0)
+    timing.ended(step(1, 1, 1), 0.5, 0.51)
+    assert (timing.prefill_tokens_per_s, timing.decode_step_s) == (2000.0, pytest.approx(0.01))
+    timing.ended(step(2, 1, 1), 0.51, 9.0)
+    timing.ended(step(), 9.0, 10.0)
+    assert (timing.prefill_tokens_per_s, timing.decode_step_s) == (2000.0, pytest.approx(0.01))
+
+
+def test_a_step_waits_for_the_one_before() -> None:
+    timing = StepTiming()
+    timing.ended(step(100), 0.0, 1.0)
+    timing.ended(step(100), 0.1, 2.0)
+    assert timing.prefill_tokens_per_s == pytest.approx(100.0)
+
+
+def test_a_few_tokens_behind_a_cached_prefix_say_little() -> None:
+    timing = StepTiming()
+    timing.ended(step(2000), 0.0, 1.0)
+    timing.ended(step(4), 1.0, 1.02)
+    assert timing.prefill_tokens_per_s == pytest.approx(2000.0, rel=0.05)
+    for second in range(2, 40):
+        timing.ended(step(500), second, second + 1.0)
+    assert timing.prefill_tokens_per_s == pytest.approx(500.0, rel=0.01), "it follows a change"
+
+
+@pytest.mark.parametrize("flags", [{}, {"async_scheduling": True}, {"distributed_executor_backend": "mp"}])
+def test_an_engine_tells_the_time_it_takes(flags: dict[str, Any]) -> None:
+    args = EngineArgs.of(model="builtin://tiny", device="cpu", dtype="float32", threads=1, **flags)
+    engine = LLMEngine.from_engine_args(args)
+    try:
+        prompt = [7 + number % 500 for number in range(1500)]
+        engine.add_request("0", prompt, SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0))
+        started = time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+        seconds = time.perf_counter() - started
+        assert isinstance(engine.client, InprocClient)
+        stats = engine.client.core.stats()
+        told = len(prompt) / stats.prefill_tokens_per_s + 7 * stats.decode_step_s
+        assert 0.3 * seconds < told <= seconds, "nearly all of the time is steps, and none counts twice"
+    finally:
+        engine.close()
