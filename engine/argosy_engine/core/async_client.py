@@ -137,7 +137,9 @@ class AsyncMPClient:
 
     async def _send(self, message: list[bytes]) -> None:
         """Hands a message over; only a dead core cannot take it at once."""
-        if not self._is_read or self._handle.poll() is not None:
+        if self._handle.poll() is not None:
+            raise self._handle.dead()
+        if not self._is_read:
             raise EngineDead("the engine core is gone")
         try:
             await self._input.send_multipart(message, zmq.NOBLOCK)

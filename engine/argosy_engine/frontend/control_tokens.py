@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from argosy_engine.protocol.prompt_view import Segment
@@ -32,9 +32,12 @@ class ControlTokens:
     """
 
     def __init__(self, markers: Iterable[str]) -> None:
-        markers = sorted(markers, key=len, reverse=True)
+        markers = self._markers = frozenset(markers)
         self._longest = max(map(len, markers), default=0)
-        self._anywhere = re.compile("(?=(" + "|".join(map(re.escape, markers)) + "))")
+        beginnings = {marker[:2] for marker in markers}
+        self._beginning = re.compile(
+            "|".join(f"{re.escape(two[0])}(?={re.escape(two[1])})" for two in beginnings)
+        )
         self._heads = {marker[:size] for marker in markers for size in range(1, len(marker))}
         self._tails = {marker[-size:] for marker in markers for size in range(1, len(marker))}
         self._all = "\0".join(markers)
@@ -69,17 +72,29 @@ class ControlTokens:
         hidden = [match.start() for match in self._any_private.finditer(rendered)]
         text = rendered.translate(self._public)
         cuts = []
-        for match in self._anywhere.finditer(text) if hidden else ():
-            start, end = match.span(1)
+        for start, end in self._find(text) if hidden else ():
             index = bisect_left(hidden, start)
             if index < len(hidden) and hidden[index] < end:
                 cuts.append(max(hidden[index], start + 1))
         return text, sorted(set(cuts))
 
+    def _find(self, text: str) -> Iterator[tuple[int, int]]:
+        """Start and end of the longest marker at each place, overlapping ones too."""
+        for match in self._beginning.finditer(text):
+            start = end = match.start()
+            for until in range(start + 2, start + self._longest + 1):
+                part = text[start:until]
+                if part in self._markers:
+                    end = until
+                if part not in self._heads:
+                    break
+            if end > start:
+                yield start, end
+
     def _hide_in(self, text: str) -> str:
         if not text or (_NAME.fullmatch(text) and text not in self._all):
             return text
-        positions = {match.start() for match in self._anywhere.finditer(text)}
+        positions = {start for start, _ in self._find(text)}
         for size in range(1, min(self._longest, len(text) + 1)):
             if text[-size:] in self._heads:
                 positions.add(len(text) - size)
