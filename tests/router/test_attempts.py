@@ -101,6 +101,29 @@ async def test_a_request_that_kills_engines_meets_as_many_as_there_are_attempts(
         assert records[0]["attempt"] == MAX_ATTEMPTS
 
 
+async def test_a_stale_connection_to_a_replica_that_left_is_not_retried_there() -> None:
+    go_on = asyncio.Event()
+
+    async def leave(connection: Connection, request: Received) -> None:
+        if b"kill" in request.body:
+            await go_on.wait()
+            connection.die()
+        else:
+            await answer_normally(connection, request)
+
+    engines = [FakeEngine(script=leave), FakeEngine()]
+    async with rig(engines, policy="round-robin") as r:
+        for number in range(2):
+            assert (await r.chat(str(number))).status_code == 200
+        asking = asyncio.create_task(r.chat("kill"))
+        await r.until(lambda: len(engines[0].requests) == 2)
+        rest = service(engines, endpoints=service(engines).endpoints[1:])
+        r.discovery.set(FleetDocument(services=(rest,)))
+        go_on.set()
+        assert (await asking).headers["x-argosy-replica"] == "r1"
+        assert len(engines[0].requests) == 2
+
+
 @pytest.mark.parametrize(
     ("engine", "mode"), [(FakeEngine(), "synced"), (FakeEngine(has_telemetry=False), "foreign")]
 )

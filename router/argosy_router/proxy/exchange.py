@@ -153,8 +153,7 @@ class Exchange:
         choice = self.choice
         assert choice is not None
         replica = choice.replica
-        is_stale = isinstance(error, ConnectionLost) and error.stale
-        if is_stale and self.attempts < MAX_ATTEMPTS + self.migrations and self._dispatcher.may_retry():
+        if isinstance(error, ConnectionLost) and error.stale and self._may_reconnect(replica):
             assert self.record is not None
             self.attempts = self.record.attempt = self.attempts + 1
             self._dispatcher.retried(self.call, "stale")
@@ -166,6 +165,11 @@ class Exchange:
             self._continue(replica)
         else:
             self._retry(error)
+
+    def _may_reconnect(self, replica: Replica) -> bool:
+        """Whether the same replica is asked again: a kept connection that dies at once is rarely its fault."""
+        allowed = MAX_ATTEMPTS + self.migrations
+        return replica.is_routable and self.attempts < allowed and self._dispatcher.may_retry()
 
     def _retry(self, error: UpstreamError) -> None:
         """Nothing has been answered yet: another replica may."""
