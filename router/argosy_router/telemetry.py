@@ -116,24 +116,21 @@ class TelemetryClient:
 
     def _stream_failed(self, error: UpstreamError | TelemetryError) -> None:
         """A lost stream says nothing about the replica; silence does, and so does a new connection that is refused."""
-        replica = self._replica
-        fell_silent = replica.is_synced and isinstance(error, IdleTimeout)
         self._lose(str(error))
         if isinstance(error, Crowded):
-            replica.health.is_suspect = False
+            self._set_suspect(False)
             self._set_link("stale")
-        if replica.link != "stale":
+        elif self._replica.link != "stale":
             return
-        if isinstance(error, ConnectFailed) and error.refused:
+        elif isinstance(error, ConnectFailed) and error.refused:
             self._set_link("connecting")  # nobody listens: the process has ended
-        elif fell_silent or isinstance(error, (ConnectFailed, FirstByteTimeout)):
+        elif isinstance(error, (ConnectFailed, FirstByteTimeout, IdleTimeout)):
             self._fell_silent()
 
     def _fell_silent(self) -> None:
         health = self._replica.health
         if not health.is_suspect:
-            health.is_suspect = True
-            self._on_change()
+            self._set_suspect(True)
             self._on_silent(False)
             return
         if health.failed(time.monotonic(), may_eject=self._may_eject()):
@@ -202,10 +199,7 @@ class TelemetryClient:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
         )
-        is_suspect = load.core_step_age_s > SUSPECT_STEP_AGE_S
-        if is_suspect != replica.health.is_suspect:
-            replica.health.is_suspect = is_suspect
-            self._on_change()
+        self._set_suspect(load.core_step_age_s > SUSPECT_STEP_AGE_S)
 
     def _synced(self) -> None:
         self._replica.health.succeeded()
@@ -222,6 +216,11 @@ class TelemetryClient:
             log.info("replica %s: telemetry lost (%s)", replica.name, reason)
             replica.load.forget()
             self._set_link("stale")
+
+    def _set_suspect(self, is_suspect: bool) -> None:
+        if self._replica.health.is_suspect != is_suspect:
+            self._replica.health.is_suspect = is_suspect
+            self._on_change()
 
     def _set_link(self, link: str) -> None:
         if self._replica.link != link:

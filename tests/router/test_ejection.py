@@ -150,3 +150,20 @@ async def test_a_retry_does_not_mistake_what_it_tried_for_a_panic() -> None:
         r.router.fleet.changed()
         assert {(await r.chat(str(n))).headers["x-argosy-replica"] for n in range(4)} == {"r3"}
         assert engines[0].requests
+
+
+async def test_a_crowded_engine_that_was_silent_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "BACKOFF_CAP_S", 0.01)
+    engines = [FakeEngine(), FakeEngine()]
+
+    async def full(connection: Connection) -> None:
+        connection.answer(429, b"{}")
+
+    async with rig(engines, policy="round-robin") as r:
+        engines[0]._stream_telemetry = full  # type: ignore[method-assign]
+        engines[0].cut_telemetry()
+        await r.until_state(0, "stale")
+        r.replica(0).health.is_suspect = True
+        r.router.fleet.changed()
+        await r.until(lambda: not r.replica(0).health.is_suspect)
+        assert {(await r.chat(str(n))).headers["x-argosy-replica"] for n in range(4)} == {"r0", "r1"}

@@ -57,6 +57,14 @@ def alerts(registry: Registry) -> list[Alert]:
             "Read its log, and delete the pod if it does not recover.",
         ),
         Alert(
+            "ArgosyReplicaUnreachable",
+            f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="connecting"}}) == 1',
+            "30m",
+            "warning",
+            "Nobody has answered at {{ $labels.replica }} of {{ $labels.model }} for half an hour.",
+            "`argosy why` tells whether it still loads its model; a process that keeps ending says why in its log.",
+        ),
+        Alert(
             "ArgosyMostReplicasEjected",
             f"max by (model) ({registry.gauge('panic')}) == 1",
             "1m",
