@@ -198,7 +198,10 @@ def _explain(fleet: Fleet, body: bytes, session: bytes) -> bytes:
         raise BadRequest(f"request body is not a JSON object: {str(error)[:200]}") from None
     decoded = decode_request("chat/completions" if is_chat else "completions", body)
     service, adapter = find_service(fleet, decoded)
-    prompt = prompt_of(service, decoded, session_of(decoded, session), adapter)
+    declared = session_of(decoded, session)
+    if declared and not adapter:  # without a session, the id that draws does not exist yet
+        service = fleet.answering(service, declared)
+    prompt = prompt_of(service, decoded, declared, adapter)
     return msgspec.json.encode(explain(fleet, service, prompt, time.monotonic()))
 
 

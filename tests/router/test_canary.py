@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from argosy_engine.protocol.fleet import Canary, FleetDocument, FleetService
+from argosy_router.admin import _explain as explain_body
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
-from .harness import Rig, rig, service
+from .harness import Rig, chat, rig, service
 
 STABLE, NEXT = "default/svc", "default/next"
 
@@ -139,3 +140,16 @@ async def test_a_key_for_the_service_covers_its_canary_and_no_more(tmp_path: Pat
         r.http.headers["authorization"] = "Bearer sk-client"
         assert await answered_by(r, ids(2)) == [NEXT] * 2
         assert (await r.chat(model="tiny-next")).status_code == 404
+
+
+async def test_explanations_follow_a_session_to_the_canary() -> None:
+    async with canaried(50) as r:
+        body = json.dumps(chat()).encode()
+        sessions = [f"session-{number}" for number in range(10)]
+        answered = await answered_by(r, [{"x-session-id": session} for session in sessions])
+        explained = [
+            json.loads(explain_body(r.router.fleet, body, session.encode()))["service"]
+            for session in sessions
+        ]
+        assert explained == answered
+        assert json.loads(explain_body(r.router.fleet, body, b""))["service"] == STABLE
