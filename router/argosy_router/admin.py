@@ -2,18 +2,21 @@
 
 Owns: the admin routes. Must not know: the data plane's connections.
 Invariants: with a fleet key, everything but `/health`, `/ready`, `/metrics` and the page's own files needs the admin
-key derived from it; the admin port never lets somebody chat whom the main port would not.
+key derived from it; without one, it answers only to a name of this machine, so that no web page gets at it by having
+its own name resolve to this address; the admin port never lets somebody chat whom the main port would not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.resources import files
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 import uvicorn
@@ -71,11 +74,17 @@ def build_admin(
     metrics: Metrics,
     decisions: DecisionLog,
     keys: KeyRing,
+    names: Collection[str],
     application: RouterApplication,
     overviews: Overviews,
     name: str,
 ) -> FastAPI:
-    """The admin application. `name` is how the router calls itself in reports."""
+    """The admin application.
+
+    Args:
+        names: hosts by which it may be called where there are no `keys`; addresses and localhost always may.
+        name: how the router calls itself in reports.
+    """
     app = FastAPI(title="Argosy router", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(ApiError)
@@ -83,8 +92,11 @@ def build_admin(
         return Response(error.body(), error.http_status, media_type=_JSON)
 
     def guard(request: Request) -> None:
-        if keys and not keys.accepts(request.headers.get("authorization")):
-            raise Unauthorized("missing or wrong admin key")
+        if keys:
+            if not keys.accepts(request.headers.get("authorization")):
+                raise Unauthorized("missing or wrong admin key")
+        elif not _is_ours(request.headers.get("host", ""), names):
+            raise Forbidden("the admin port is not known by this host name: pass it by --admin-name")
 
     guarded = [Depends(guard)]
 
@@ -160,6 +172,22 @@ def build_admin(
         _serve(app, path, files("argosy_router").joinpath("page", file).read_bytes(), content_type)
 
     return app
+
+
+def _is_ours(authority: str, names: Collection[str]) -> bool:
+    """Whether a `Host` header means this machine whatever DNS says, or one of `names`."""
+    try:
+        host = (urlsplit(f"//{authority}").hostname or "").removesuffix(".")
+        if (
+            host == "localhost"
+            or host.endswith(".localhost")
+            or host in {name.lower() for name in names if name}
+        ):
+            return True
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _serve(app: FastAPI, path: str, content: bytes, content_type: str) -> None:

@@ -38,6 +38,8 @@ class RouterConfig:
     """Empty: the same as `host`."""
     admin_port: int = 8081
     """Zero: any free port; negative: no admin port."""
+    admin_names: tuple[str, ...] = ()
+    """Host names by which an admin port without a key may be called, besides this machine's."""
     replicas: tuple[str, ...] = ()
     replica_dns: tuple[str, ...] = ()
     """URLs whose host names resolve to the replicas' addresses."""
@@ -54,7 +56,8 @@ class RouterConfig:
     place)."""
     is_open: bool = False
     """No keys although the address is not loopback."""
-    guards_metrics: bool = False
+    opens_metrics: bool = False
+    """The main port's metrics need no key although there are keys."""
     ssl_certfile: Path | None = None
     """PEM: the endpoint's certificate and its chain, perhaps its key. Without it the endpoint is plain HTTP."""
     ssl_keyfile: Path | None = None

@@ -45,6 +45,14 @@ def build_parser() -> argparse.ArgumentParser:
     listen.add_argument(
         "--admin-port", type=int, default=_DEFAULTS.admin_port, help="admin port; -1 for none (%(default)s)"
     )
+    listen.add_argument(
+        "--admin-name",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="host name by which an admin port without a key may be called; repeatable "
+        "(addresses, localhost and this machine's name always may)",
+    )
     replicas = parser.add_argument_group("replicas (one of the four)")
     replicas.add_argument(
         "--replica",
@@ -88,7 +96,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="a key and its terms per line, reread when it changes (see docs/access.md)",
     )
     access.add_argument("--no-auth", action="store_true", help="serve a non-loopback address without keys")
-    access.add_argument("--guard-metrics", action="store_true", help="/metrics needs a key too")
+    access.add_argument(
+        "--open-metrics",
+        action="store_true",
+        help="/metrics of this port needs no key even where there are keys; that of the admin port never does",
+    )
     tls = parser.add_argument_group("TLS (PEM files, reread when they change)")
     tls.add_argument(
         "--ssl-certfile", type=Path, metavar="FILE", help="certificate chain of the OpenAI endpoint"
@@ -212,6 +224,7 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         port=arguments.port,
         admin_host=arguments.admin_host,
         admin_port=arguments.admin_port,
+        admin_names=tuple(arguments.admin_name),
         replicas=tuple(arguments.replica),
         replica_dns=tuple(arguments.replica_dns),
         replica_key=arguments.replica_key or environment.get("ARGOSY_REPLICA_KEY", ""),
@@ -222,7 +235,7 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         api_keys=tuple(keys),
         api_keys_file=arguments.api_keys_file,
         is_open=arguments.no_auth,
-        guards_metrics=arguments.guard_metrics,
+        opens_metrics=arguments.open_metrics,
         ssl_certfile=arguments.ssl_certfile,
         ssl_keyfile=arguments.ssl_keyfile,
         ssl_ca_certs=arguments.ssl_ca_certs,

@@ -100,7 +100,7 @@ class Router:
             self.metrics,
             self._books,
             self._keys.table,
-            guards_metrics=config.guards_metrics,
+            opens_metrics=config.opens_metrics,
             tracer=self._tracer,
         )
         self._discovery = discovery or self._configured_discovery()
@@ -208,6 +208,7 @@ class Router:
             self.metrics,
             self._books.decisions,
             admin_keys(config.fleet_key),
+            frozenset((config.host, config.admin_host, socket.gethostname(), *config.admin_names)),
             self.application,
             Overviews(
                 self.fleet,

@@ -87,9 +87,9 @@ class Recorder:
         connection.respond(200, b"", b"{}")
 
 
-def ours(pieces: Iterable[bytes]) -> tuple[list[Message], bytes]:
+def ours(pieces: Iterable[bytes], recorder: Recorder | None = None) -> tuple[list[Message], bytes]:
     """What our connection takes the stream for, and what it answers."""
-    recorder, wire = Recorder(), Wire()
+    recorder, wire = recorder or Recorder(), Wire()
     wheel = TimerWheel(cast("asyncio.AbstractEventLoop", Clock()))
     connection = ServerConnection(ServerState(recorder, LIMITS, wheel))
     connection.connection_made(wire)

@@ -106,6 +106,42 @@ def test_quantiles_are_interpolated(share: float, expected: float | None) -> Non
     assert quantile(share, [2, 1, 1, 0], [1, 2, 4]) == expected
 
 
+HOSTS = {
+    "127.0.0.1:8081": True,
+    "[::1]:8081": True,
+    "LOCALHOST": True,
+    "a.localhost:1": True,
+    "router.example": True,
+    "evil.example:8081": False,
+    "127.0.0.1.evil.example": False,
+    "127.0.0.1@evil.example": False,
+    "localhost.evil": False,
+    "[::1": False,
+    "": False,
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+async def test_without_a_key_no_web_page_gets_at_the_admin_port_by_its_own_name(host: str) -> None:
+    async with rig([FakeEngine()], admin_port=0, admin_names=("router.example",)) as r:
+        url, headers = r.router.admin_url, {"host": host}
+        for request in (
+            r.http.get(url + "/overview", headers=headers),
+            r.http.post(url + "/playground/chat/completions", json=chat(), headers=headers),
+        ):
+            response = await request
+            assert response.status_code == (200 if HOSTS[host] else 403), response.text
+        assert (await r.http.get(url + "/health", headers=headers)).status_code == 200, "probes use any name"
+
+
+async def test_with_the_admin_key_the_host_is_free() -> None:
+    async with rig([FakeEngine()], fleet_key=FLEET_KEY, admin_port=0) as r:
+        response = await r.http.get(
+            r.router.admin_url + "/overview", headers=admin() | {"host": "any.example"}
+        )
+        assert response.status_code == 200
+
+
 async def test_the_playground_goes_through_the_router() -> None:
     async with rig([FakeEngine(script=answer)], fleet_key=FLEET_KEY, admin_port=0, api_keys=("secret",)) as r:
         url = r.router.admin_url + "/playground/chat/completions"

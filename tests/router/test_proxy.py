@@ -253,7 +253,7 @@ async def test_of_a_key_given_twice_the_last_value_counts_on_both_hops() -> None
         ("/health", 200),
         ("/ready", 200),
         ("/version", 200),
-        ("/metrics", 200),
+        ("/metrics", 401),
         ("/v1/models", 401),
         ("/v1/models/tiny", 401),
         ("/v1/chat/completions", 401),
@@ -266,7 +266,7 @@ async def test_of_a_key_given_twice_the_last_value_counts_on_both_hops() -> None
         ("/docs", 401),
     ],
 )
-async def test_every_route_but_four_needs_a_key(path: str, without_key: int) -> None:
+async def test_every_route_but_three_needs_a_key(path: str, without_key: int) -> None:
     async with rig([FakeEngine()], api_keys=("k1", "k2")) as r:
         for credentials in (
             "",
@@ -279,6 +279,20 @@ async def test_every_route_but_four_needs_a_key(path: str, without_key: int) -> 
                 assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % without_key)
         response = await r.http.get("/v1/models", headers={"authorization": "bearer k2"})
         assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("config", "status"),
+    [({"api_keys": ("k",)}, 401), ({"api_keys": ("k",), "opens_metrics": True}, 200), ({}, 200)],
+)
+async def test_metrics_name_keys_and_are_open_where_there_are_none_or_on_request(
+    config: dict[str, Any], status: int
+) -> None:
+    async with rig([FakeEngine()], admin_port=0, **config) as r:
+        assert (await r.http.get("/metrics")).status_code == status
+        assert (await r.http.get("/metrics", headers={"authorization": "Bearer k"})).status_code == 200
+        scraped = await r.http.get(r.router.admin_url + "/metrics")
+        assert scraped.status_code == 200, "where Prometheus scrapes"
 
 
 async def test_methods_and_unknown_routes() -> None:

@@ -2,8 +2,8 @@
 
 Owns: which path answers what, and who may ask.
 Must not know: connections' bytes, attempts.
-Invariant: deny by default: without a key only `/health`, `/ready`, `/version` and `/metrics` answer, and an
-unknown path answers 401 before it answers 404. Paths are compared as received, never normalised.
+Invariant: deny by default: where there are keys, only `/health`, `/ready` and `/version` answer without one, no body is
+taken, and an unknown path answers 401 before it answers 404. Paths are compared as received, never normalised.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RouterApplication:
         books: Books,
         keys: KeyTable,
         *,
-        guards_metrics: bool = False,
+        opens_metrics: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
         self._fleet = fleet
@@ -81,7 +81,7 @@ class RouterApplication:
             b"/ready": self._ready,
             b"/version": lambda: (200, _JSON, msgspec.json.encode({"version": __version__})),
         }
-        if not guards_metrics:
+        if keys.is_open or opens_metrics:  # they name the keys
             self._public[_METRICS] = self._exposition
 
     @property
@@ -98,7 +98,9 @@ class RouterApplication:
         return path in _ENDPOINTS
 
     def on_refused(self, error: ApiError, request: Request | None) -> bytes:
-        return self._refusal(headers.request_id(None if request is None else request.header(b"x-request-id")), error)
+        return self._refusal(
+            headers.request_id(None if request is None else request.header(b"x-request-id")), error
+        )
 
     def on_request(self, connection: Client, request: Request) -> None:
         request_id = headers.request_id(request.header(b"x-request-id"))
