@@ -243,6 +243,7 @@ class AdminServer(uvicorn.Server):
                 host=host,
                 port=port,
                 log_config=None,
+                ws="none",
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=1,

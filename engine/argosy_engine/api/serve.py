@@ -66,6 +66,7 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float) 
             host=options.host,
             port=options.port,
             http=BoundedProtocol,
+            ws="none",  # the guard knows HTTP only
             log_level="warning",
             access_log=False,
             lifespan="off",
