@@ -13,10 +13,10 @@ idle, everybody once the emptiest replica has a queue. So a hot prefix spreads o
 is when the whole fleet is behind, which is when hits are what gets it out.
 
 The lowest T wins; candidates within `TIE_S` or `TIE_SHARE` of it are equal and one is drawn. When nobody holds more
-than `COLD_HIT` of the prompt (all chats begin with the same template), the draw is replaced by a rendezvous hash of the prompt's beginning among those within `COLD_SLACK` of
-the best: router replicas agree where a new prefix should live without talking, and a loaded replica is passed over. So
-is one that was sent more than `COLD_SHARE` of the mean lately: at rest, when nothing waits anywhere, a hash alone would
-give some replica more prefixes than its cache can hold.
+than `COLD_HIT` of the prompt (all chats begin with the same template), the draw is replaced by a rendezvous hash of the
+prompt's beginning among those within `COLD_SLACK` of the best: router replicas agree where a new prefix should live
+without talking, and a loaded replica is passed over. So is one that was sent more than `COLD_SHARE` of the mean lately:
+at rest, when nothing waits anywhere, a hash alone would give some replica more prefixes than its cache can hold.
 """
 
 from __future__ import annotations
