@@ -248,6 +248,6 @@ class ClientConnection(asyncio.Protocol):
     def _shut(self) -> None:
         if not self.is_closed:
             self.is_closed = True
-            self._deadline.clear()
+            self._deadline.end()
             self._transport.abort()
             self._on_closed(self)

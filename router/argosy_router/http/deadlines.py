@@ -42,6 +42,11 @@ class Deadline:
         """Disarms. The wheel drops the object when its bucket comes up."""
         self._when = None
 
+    def end(self) -> None:
+        """Disarms for good: the wheel, which keeps this object until its bucket comes up, keeps its owner no longer."""
+        self._when = None
+        self._callback = _nothing
+
     @property
     def is_set(self) -> bool:
         return self._when is not None
@@ -64,6 +69,10 @@ class Deadline:
 
     def place(self, bucket: int) -> None:
         self._bucket = bucket
+
+
+def _nothing() -> None:
+    """What an ended deadline would call."""
 
 
 class TimerWheel:

@@ -138,8 +138,8 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closing = True
-        self._deadline.clear()
-        self._stall.clear()
+        self._deadline.end()
+        self._stall.end()
         self._leave()
         self.reader.close()
         self._state.left(self)
