@@ -140,8 +140,8 @@ class RowSampler {
       last = find(first, last, &kept, [&](double sum) { return sum >= top_p * mass * kEnough; }) + 1;
     }
     const double target = uniform * kept;
-    double sum;
-    return find(first, last, &sum, [&](double sum) { return sum > target; })->id;
+    double drawn;
+    return find(first, last, &drawn, [&](double sum) { return sum > target; })->id;
   }
 
  private:
