@@ -12,6 +12,7 @@ import pytest
 
 from argosy_engine import LLM, SamplingParams
 from argosy_engine.core.client import InprocClient
+from argosy_engine.core.request import Request
 from argosy_engine.native.library import kernels
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="torch's sums depend on the shape of the batch")
@@ -77,8 +78,14 @@ def test_a_request_gets_the_same_in_any_company(
     llm = make(**changes)
     assert isinstance(llm.engine.client, InprocClient)
     scheduler = llm.engine.client.core.scheduler
-    preempt, victims = scheduler._preempt, []
-    scheduler._preempt = lambda *args: victims.append(preempt(*args))  # type: ignore[method-assign]
+    victims: list[str] = []
+    preempt = scheduler._preempt
+
+    def spy(request: Request, num_computed_tokens: int) -> None:
+        victims.append(request.request_id)
+        preempt(request, num_computed_tokens)
+
+    scheduler._preempt = spy  # type: ignore[method-assign]
     assert answers(llm, REQUESTS) == alone, "cold"
     backwards = answers(llm, REQUESTS[::-1])  # over prefixes that are cached now
     assert backwards[::-1] == alone, "warm"
