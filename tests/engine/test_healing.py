@@ -96,6 +96,7 @@ def test_what_leaks_is_found_when_the_engine_idles(
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> InprocClient:
     monkeypatch.setattr("argosy_engine.executor.factory.make_executor", lambda args: FakeExecutor())
+    monkeypatch.setattr("argosy_engine.core.client.CHECK_INTERVAL_S", 3600.0)
     return InprocClient(EngineArgs.of(model="builtin://tiny", block_size=BLOCK))
 
 
@@ -109,7 +110,7 @@ def test_a_core_in_process_is_checked_when_it_idles(
         client.step()
     assert "the KV cache is rebuilt" in caplog.text
     assert client.core.kv.usage == 0.0
-    client.core.scheduler.check = lambda: pytest.fail("twice within a second")  # type: ignore[method-assign]
+    client.core.scheduler.check = lambda: pytest.fail("again, so soon")  # type: ignore[method-assign]
     add(client.core, "b", [1] * 10)
     while client.has_work:
         client.step()
