@@ -21,8 +21,8 @@ from argosy_engine.protocol.fleet import FleetService
 from argosy_engine.protocol.openai import decode_request
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind, prompt_view
 from argosy_router.http.pool import ConnectionPool
+from argosy_router.prefixes.residency import Residency
 from argosy_router.replica import Member, Replica
-from argosy_router.residency import Residency
 from argosy_router.service import Service
 
 PROMPT_BYTES = 8192

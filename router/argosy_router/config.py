@@ -9,15 +9,15 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from argosy_router.access_log import AccessFormat
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits
 from argosy_router.http.tls import ClientTls, ServerTls
-from argosy_router.index_memory import DEFAULT_BYTES as INDEX_MEMORY
-from argosy_router.index_memory import MIN_BYTES as MIN_INDEX_MEMORY
+from argosy_router.prefixes.index_memory import DEFAULT_BYTES as INDEX_MEMORY
+from argosy_router.prefixes.index_memory import MIN_BYTES as MIN_INDEX_MEMORY
 from argosy_router.proxy.dispatcher import FIRST_BYTE_TIMEOUT_S, REQUEST_TIMEOUT_S
 from argosy_router.proxy.gate import AdmissionLimits
-from argosy_router.recorder import DEFAULT_MAX_BYTES as RECORD_MAX_BYTES
+from argosy_router.records.access_log import AccessFormat
+from argosy_router.records.recorder import DEFAULT_MAX_BYTES as RECORD_MAX_BYTES
 
 MAX_WAIT_S = 3600.0
 """What a service's own limits allow, too."""

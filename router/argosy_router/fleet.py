@@ -24,12 +24,12 @@ from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import FirstByteTimeout
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
-from argosy_router.index import SHARDS
-from argosy_router.index_memory import DEFAULT_BYTES, shares
+from argosy_router.links.telemetry import TelemetryClient
+from argosy_router.prefixes.index import SHARDS
+from argosy_router.prefixes.index_memory import DEFAULT_BYTES, shares
+from argosy_router.prefixes.residency import Residency
 from argosy_router.replica import Member, Replica
-from argosy_router.residency import Residency
 from argosy_router.service import Service
-from argosy_router.telemetry import TelemetryClient
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import get_args
 
 from argosy_engine.protocol.fleet import RoutingPolicy
-from argosy_router.access_log import AccessFormat
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.limits import ServerLimits
-from argosy_router.line_writer import LineHandler, LineWriter
 from argosy_router.proxy.gate import AdmissionLimits
+from argosy_router.records.access_log import AccessFormat
+from argosy_router.records.line_writer import LineHandler, LineWriter
 
 EXIT_USAGE = 2
 EXIT_ADDRESS = 3

@@ -15,7 +15,7 @@ from argosy_engine.protocol.telemetry import Hello
 from argosy_router.health import Health
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.load import LoadAccount
-from argosy_router.residency import Residency
+from argosy_router.prefixes.residency import Residency
 
 
 class Member(NamedTuple):

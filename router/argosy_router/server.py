@@ -14,7 +14,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from argosy_router.access_log import AccessLog
 from argosy_router.admin import AdminServer, admin_keys, build_admin
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.discovery.base import Discovery
@@ -27,19 +26,20 @@ from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server import ServerConnection, ServerState
 from argosy_router.http.tls import watch as watch_tls
 from argosy_router.keys import ApiKeys
-from argosy_router.line_writer import LineWriter
 from argosy_router.metrics import Metrics
 from argosy_router.overview import Overviews
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.gate import Gate
-from argosy_router.recorder import Recorder
+from argosy_router.records.access_log import AccessLog
+from argosy_router.records.line_writer import LineWriter
+from argosy_router.records.recorder import Recorder
+from argosy_router.records.usage_ledger import UsageLedger
 from argosy_router.series import Reading
-from argosy_router.usage_ledger import UsageLedger
 
 if TYPE_CHECKING:
-    from argosy_router.tracing import Tracer
+    from argosy_router.records.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ def _tracer(config: RouterConfig) -> Tracer | None:
     if not config.otlp_traces_endpoint:
         return None
     try:
-        from argosy_router.tracing import Tracer
+        from argosy_router.records.tracing import Tracer
     except ImportError:
         raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'argosy[otlp]'") from None
     return Tracer(config.otlp_traces_endpoint, socket.gethostname())

@@ -352,14 +352,14 @@ def test_chunks_are_announced_when_their_block_is_cached_and_when_it_is_lost() -
     run_all(scheduler)
     delta = scheduler.kv.residency.take_delta()
     assert delta is not None
-    # The first chunk ends inside the first block: there is nothing of it to hit.
-    assert [(end.hash, end.token_end) for end in delta.stored] == [(102, 8), (103, 8)]
+    # The first chunk ends inside the first block: a hit on it is worth nothing, but the chain of hashes begins with it.
+    assert [(end.hash, end.token_end) for end in delta.stored] == [(101, 0), (102, 8), (103, 8)]
     assert scheduler.kv.residency.take_delta() is None
     scheduler.add(request("b", list(range(40, 64)), max_tokens=1))
     run_all(scheduler)
     delta = scheduler.kv.residency.take_delta()
     assert delta is not None
-    assert sorted(delta.removed) == [102, 103]
+    assert sorted(delta.removed) == [102, 103], "a beginning is evicted last"
 
 
 def test_a_prefix_hit_announces_the_chunks_of_the_new_request() -> None:

@@ -12,7 +12,7 @@ from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
 from argosy_engine.protocol.openai import decode_request
 from argosy_engine.protocol.prompt_view import prompt_view
 from argosy_engine.protocol.telemetry import Frame
-from argosy_router.telemetry import TelemetryClient
+from argosy_router.links.telemetry import TelemetryClient
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, completion
 from .harness import Rig, rig, until

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from argosy_router import foreign
-from argosy_router.engine_metrics import PRIOR_PROMPT_TOKENS, EngineLoad, parse_load
-from argosy_router.index import PrefixIndex
+from argosy_router.links import foreign
+from argosy_router.links.engine_metrics import PRIOR_PROMPT_TOKENS, EngineLoad, parse_load
 from argosy_router.load import LoadAccount
-from argosy_router.residency import HISTORY_S, Residency
+from argosy_router.prefixes.index import PrefixIndex
+from argosy_router.prefixes.residency import HISTORY_S, Residency
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import chat, rig

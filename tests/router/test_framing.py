@@ -9,9 +9,9 @@ import socket
 
 import pytest
 
-from argosy_router.access_log import AccessLog
 from argosy_router.http.limits import ServerLimits
-from argosy_router.line_writer import LineWriter
+from argosy_router.records.access_log import AccessLog
+from argosy_router.records.line_writer import LineWriter
 
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import Rig, chat, raw, read_all, rig, until

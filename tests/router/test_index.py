@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from argosy_router.index import SCRUB_STEP, SHARDS, PrefixIndex
-from argosy_router.residency import GUESS_TTL_S, MAX_GUESS_TTL_S, Residency
+from argosy_router.prefixes.index import SCRUB_STEP, SHARDS, PrefixIndex
+from argosy_router.prefixes.residency import GUESS_TTL_S, MAX_GUESS_TTL_S, Residency
 
 REPLICAS = 4
 CHAINS = [[chain * 1000 + depth for depth in range(1, 8)] for chain in range(3)]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 
 from argosy_engine.protocol.fleet import FleetDocument
-from argosy_router.index import SHARDS, PrefixIndex
-from argosy_router.index_memory import MIN_BYTES, shares
-from argosy_router.residency import Residency
+from argosy_router.prefixes.index import SHARDS, PrefixIndex
+from argosy_router.prefixes.index_memory import MIN_BYTES, shares
+from argosy_router.prefixes.residency import Residency
 
 from .fake_engine import FakeEngine
 from .harness import rig, service

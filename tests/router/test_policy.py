@@ -146,6 +146,18 @@ def test_cold_prefixes_pass_over_a_favourite_that_was_sent_more_than_its_share()
     assert choose("cost", request(), fleet).position == first, "waiting counts first"
 
 
+def test_replicas_that_were_slow_once_get_their_share_of_cold_prefixes() -> None:
+    """Or their speed would never be measured again while the fleet is at rest."""
+    fleet = [Fake(0, prefill_tokens_per_s=3000.0), Fake(1), Fake(2, prefill_tokens_per_s=500.0)]
+    for key in range(60):
+        position = choose("cost", request(key=key), fleet).position
+        fleet[position].recent_work += 1000 / fleet[position].prefill_tokens_per_s
+    assert fleet[2].recent_work == 0.0, "six times slower"
+    assert fleet[0].recent_work > 0.5 * fleet[1].recent_work > 0.0
+    fleet[1].queued_tokens = 1000
+    assert all(choose("cost", request(key=key), fleet).position == 0 for key in range(20))
+
+
 def test_a_prefix_that_all_prompts_share_does_not_gather_them() -> None:
     """Chats begin with the same template: a twentieth of the prompt saved is no reason for all to share one cache."""
     fleet = [Fake(number) for number in range(4)]

@@ -11,7 +11,7 @@ from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
 from argosy_engine.protocol.openai import ChatCompletionRequest, decode_request
 from argosy_engine.protocol.prompt_view import prompt_view
 from argosy_router.config import ConfigError
-from argosy_router.recorder import Recorded, Recorder
+from argosy_router.records.recorder import Recorded, Recorder
 from argosy_router.replay.trace import oracle_tokens, read_trace
 
 from .fake_engine import Connection, FakeEngine, Received, completion
@@ -67,7 +67,7 @@ async def test_a_recording_is_bounded(tmp_path: Path) -> None:
 async def test_requests_are_dropped_while_the_disk_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy_router.recorder.MAX_WAITING_CHUNKS", 10)
+    monkeypatch.setattr("argosy_router.records.recorder.MAX_WAITING_CHUNKS", 10)
     recorder = Recorder(tmp_path / "trace.jsonl")
     for number in range(10):
         recorder.add(recorded(number))

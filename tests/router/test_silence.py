@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from argosy_engine.protocol.telemetry import Load
-from argosy_router import telemetry
+from argosy_router.links import telemetry
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import Rig, raw, rig

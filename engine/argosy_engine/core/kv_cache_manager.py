@@ -249,16 +249,18 @@ class KVCacheManager:
 
     def _tie_chunks(self, request: Request) -> None:
         """Ties the chunk ends that lie in registered blocks of the first group. Where an equal block of another
-        request is the registered one, the chunk is tied to that one: it is what a later hit would find."""
+        request is the registered one, the chunk is tied to that one: it is what a later hit would find. Chunks that end
+        within the first block are worth nothing, but routers follow the chain from its beginning: they come with it.
+        """
         ends = request.chunk_ends
         index = request.num_tied_chunks
         while index < len(ends):
             num_blocks = ends[index].token_end // self.block_size
-            if num_blocks > request.num_cached_blocks:
+            last = max(0, num_blocks - 1)
+            if last >= request.num_cached_blocks:
                 break
-            if num_blocks:
-                holder = self.pool.lookup(request.block_hashes[num_blocks - 1 : num_blocks])
-                if holder:
-                    self.residency.tie(ends[index].hash, num_blocks * self.block_size, holder[0])
+            holder = self.pool.lookup(request.block_hashes[last : last + 1])
+            if holder:
+                self.residency.tie(ends[index].hash, num_blocks * self.block_size, holder[0])
             index += 1
         request.num_tied_chunks = index

@@ -1,8 +1,8 @@
 """Which chunk hashes are resident in the prefix cache: the link between routing and KV blocks.
 
-A chunk is tied to the block that holds its last full block of tokens. It is announced as stored when its first
-block ties it and as removed when its last block is evicted. Only dictionaries keyed by block and hash: the step
-pays O(changes), and nothing here can make a request fail.
+A chunk is tied to the last block of tokens that it fills, or to the first one if it ends within that. It is announced
+as stored when its first block ties it and as removed when its last block is evicted. Only dictionaries keyed by block
+and hash: the step pays O(changes), and nothing here can make a request fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class ResidencyTracker:
         self._cleared = False
 
     def tie(self, chunk_hash: int, num_tokens: int, block_id: int) -> None:
-        """`num_tokens` prompt tokens, the last of them in `block_id`, are what a hit on this chunk is worth."""
+        """`num_tokens` prompt tokens, the last of them in `block_id`, are what a hit on this chunk is worth; zero for
+        the beginning of a chain that fills no block."""
         hashes = self._by_block.setdefault(block_id, [])
         if chunk_hash in hashes or len(hashes) >= MAX_CHUNKS_PER_BLOCK:
             return

@@ -16,7 +16,9 @@ The lowest T wins; candidates within `TIE_S` or `TIE_SHARE` of it are equal and 
 than `COLD_HIT` of the prompt (all chats begin with the same template), the draw is replaced by a rendezvous hash of the
 prompt's beginning among those within `COLD_SLACK` of the best: router replicas agree where a new prefix should live
 without talking, and a loaded replica is passed over. So is one that was sent more than `COLD_SHARE` of the mean lately:
-at rest, when nothing waits anywhere, a hash alone would give some replica more prefixes than its cache can hold.
+at rest, when nothing waits anywhere, a hash alone would give some replica more prefixes than its cache can hold. If
+that leaves nobody, slower ones within `COLD_STRETCH` take their share, so that a replica whose first steps were slow
+gets the chance to show better.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ COLD_HIT = 0.1
 """A tenth of the prompt saved is not worth having all prompts in one place."""
 COLD_SHARE = 1.25
 """The same bound on work sent in the last minute or so."""
+COLD_STRETCH = 4.0
+"""Speeds within it may be noise; a replica slower than that is for when others are busy."""
 
 
 def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
@@ -64,14 +68,27 @@ def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.R
     else:
         limit = best + max(TIE_S, (COLD_SLACK - 1.0) * best)
         close = [position for position, value in enumerate(costs) if value <= limit]
-        chosen = favourite(request.key, candidates, _with_room(candidates, close))
+        chosen = favourite(request.key, candidates, _with_room(candidates, close, costs, best))
     return decide(request, candidates, chosen, costs[chosen])
 
 
-def _with_room(candidates: Sequence[Candidate], close: list[int]) -> list[int]:
-    """Those of `close` that were not sent more than their share lately; all of them if there is none."""
+def _with_room(
+    candidates: Sequence[Candidate], close: list[int], costs: Sequence[float], best: float
+) -> list[int]:
+    """Those of `close` that were not sent more than their share lately; else whoever was not, waits less than the best
+    takes in all, and is not far slower; else all of `close`."""
     bound = COLD_SHARE * sum([candidate.recent_work for candidate in candidates]) / len(candidates)
-    return [position for position in close if candidates[position].recent_work <= bound] or close
+    return (
+        [position for position in close if candidates[position].recent_work <= bound]
+        or [
+            position
+            for position, candidate in enumerate(candidates)
+            if candidate.recent_work <= bound
+            and candidate.wait_s <= best
+            and costs[position] <= COLD_STRETCH * best
+        ]
+        or close
+    )
 
 
 def cost(request: RouteRequest, candidates: Sequence[Candidate]) -> list[float]:

@@ -38,7 +38,7 @@ from argosy_router.proxy.renaming import RenamingClient
 from argosy_router.service import Service
 
 if TYPE_CHECKING:
-    from argosy_router.tracing import Tracer
+    from argosy_router.records.tracing import Tracer
 
 _JSON = b"content-type: application/json\r\n"
 _MODELS = b"/v1/models"

@@ -35,7 +35,7 @@ from argosy_router.proxy.usage import asking_usage
 from argosy_router.service import Prompt, Service
 
 if TYPE_CHECKING:
-    from argosy_router.tracing import Trace
+    from argosy_router.records.tracing import Trace
 
 
 class UnsupportedMediaType(BadRequest):

@@ -18,10 +18,10 @@ from typing import cast
 from argosy_engine.protocol.fleet import FleetService
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.load import Charge
+from argosy_router.prefixes.residency import Residency
 from argosy_router.replay.engine import CacheChange, EngineModel, Job, SimulatedEngine
 from argosy_router.replay.trace import TraceRequest
 from argosy_router.replica import Member, Replica
-from argosy_router.residency import Residency
 from argosy_router.service import Prompt, Service
 
 HEARTBEAT_S = 1.0

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
-from argosy_router.index import PrefixIndex
+from argosy_router.prefixes.index import PrefixIndex
 
 GUESS_TTL_S = 10.0
 """A prompt's chunks are announced once they are computed: at least twice a bad time to first token. Too long sends

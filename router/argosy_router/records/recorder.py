@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from argosy_router.append_file import AppendFile, flush_until_cancelled
+from argosy_router.records.append_file import AppendFile, flush_until_cancelled
 from argosy_router.replay.trace import TraceRequest, encode_request
 
 log = logging.getLogger(__name__)

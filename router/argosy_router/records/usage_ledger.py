@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from argosy_router.append_file import AppendFile, flush_until_cancelled
+from argosy_router.records.append_file import AppendFile, flush_until_cancelled
 from argosy_router.series import Labels, Reading
 
 log = logging.getLogger(__name__)

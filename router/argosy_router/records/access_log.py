@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from argosy_router.line_writer import LineWriter
+from argosy_router.records.line_writer import LineWriter
 from argosy_router.series import Reading
 
 FLUSH_S = 0.2

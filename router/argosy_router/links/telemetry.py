@@ -37,12 +37,12 @@ from argosy_engine.protocol.telemetry import (
     unpack_u32,
     unpack_u64,
 )
-from argosy_router.foreign import ForeignPoller
 from argosy_router.health import SUSPECT_STEP_AGE_S
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.http.fetch import request_head
 from argosy_router.http.messages import Headers
+from argosy_router.links.foreign import ForeignPoller
 from argosy_router.replica import Replica
 
 log = logging.getLogger(__name__)

@@ -208,8 +208,8 @@ class PrefixIndex:
     def match(self, hashes: Sequence[int]) -> tuple[dict[int, int], int]:
         """Longest run of held chunks from the start, per slot.
 
-        Returns `{slot: prompt tokens of its run}`, shortest runs first (slots without the first chunk are absent), and
-        the number of chunks of the longest run.
+        Returns `{slot: prompt tokens of its run}`, shortest runs first (slots whose run is worth nothing are absent),
+        and the number of chunks of the longest run.
         """
         shards = self._shards
         alive = self._live
@@ -222,14 +222,16 @@ class PrefixIndex:
                 break
             held = alive & (following >> _TOKEN_BITS)
             if held != alive:
-                if length:
+                if (
+                    entry & _TOKEN_MASK
+                ):  # else nothing so far, or less than a block, as the role that chats begin with
                     _assign(runs, alive ^ held, entry & _TOKEN_MASK)
                 alive = held
                 if not held:
                     break
             entry = following
             length += 1
-        if length and alive:
+        if alive and entry & _TOKEN_MASK:
             _assign(runs, alive, entry & _TOKEN_MASK)
         return runs, length
 

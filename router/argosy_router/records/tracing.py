@@ -21,8 +21,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from argosy_router.access_log import AccessEntry
 from argosy_router.http.messages import Headers
+from argosy_router.records.access_log import AccessEntry
 
 _CONTEXT_HEADERS = frozenset((b"traceparent", b"tracestate"))
 _EXPORT_TIMEOUT_S = 5.0

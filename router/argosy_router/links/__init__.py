@@ -1,0 +1,1 @@
+"""What the router hears from replicas: telemetry of our engines, the metrics of others."""

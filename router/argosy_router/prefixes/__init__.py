@@ -1,0 +1,1 @@
+"""Which replica holds which beginnings of prompts."""

@@ -1,0 +1,1 @@
+"""What is written down of requests: access lines, usage, traces, recordings."""
