@@ -1,11 +1,12 @@
 """CPU per request of our router and of sglang-router, over the same engines, in alternation.
 
-    python bench/router/overhead.py [--runs 3] [--requests 3000] [--telemetry] [--sglang PYTHON] [-o FILE]
+    python bench/router/overhead.py [--runs 3] [--requests 3000] [--telemetry] [--floor] [--sglang PYTHON] [-o FILE]
 
 `--sglang` is the interpreter of an environment with `sglang-router` installed; without it only ours is measured. With
-`--telemetry` the engines announce what they hold to our router, which otherwise takes them for another make. Each
-run starts a router afresh, warms it up, and sends the same bodies; figures are the medians over the runs. Absolute
-figures depend on the machine and drift; the ratios are what counts.
+`--telemetry` the engines announce what they hold to our router, which otherwise takes them for another make. With
+`--floor` a proxy takes part that only copies bytes (splice.py). Each run starts a router afresh, warms it up, and sends
+the same bodies; figures are the medians over the runs. Absolute figures depend on the machine and drift; the ratios are
+what counts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ WORKLOADS = {
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 PREFIXES = 50
 STARTUP_S = 60.0
+FLOOR = "bytes copied"
+"""The proxy that looks at nothing."""
 LOAD_TIMEOUT_S = 120.0
 
 
@@ -50,6 +53,8 @@ class Result:
     """One run of one workload through one router."""
 
     cpu_us: float
+    kernel_us: float
+    """Of it, in the kernel."""
     p50_ms: float
     p99_ms: float
     requests_per_s: float
@@ -136,10 +141,10 @@ async def load(port: int, requests: list[bytes]) -> tuple[list[float], int, floa
     return latencies, counts["errors"], time.perf_counter() - started
 
 
-def cpu_seconds(root: int) -> float:
+def cpu_seconds(root: int) -> tuple[float, float]:
     """User and system time of a process and its descendants so far."""
     parents: dict[int, int] = {}
-    times: dict[int, int] = {}
+    times: dict[int, tuple[int, int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
@@ -147,7 +152,7 @@ def cpu_seconds(root: int) -> float:
             except OSError:
                 continue
             parents[int(entry)] = int(fields[1])
-            times[int(entry)] = int(fields[11]) + int(fields[12])
+            times[int(entry)] = int(fields[11]), int(fields[12])
     family = {root}
     grown = True
     while grown:
@@ -156,7 +161,9 @@ def cpu_seconds(root: int) -> float:
             if parent in family and process not in family:
                 family.add(process)
                 grown = True
-    return sum(times.get(process, 0) for process in family) / os.sysconf("SC_CLK_TCK")
+    ticks = os.sysconf("SC_CLK_TCK")
+    user, system = (sum(times.get(process, (0, 0))[mode] for process in family) / ticks for mode in (0, 1))
+    return user, system
 
 
 def free_ports(count: int) -> list[int]:
@@ -210,6 +217,8 @@ def command(router: str, sglang: str, port: int, engines: list[int]) -> list[str
             *("-m", "argosy_router.main", "--port", str(port), "--admin-port", "-1"),
             *replicas,
         ]
+    if router == FLOOR:
+        return [sys.executable, str(HERE / "splice.py"), str(port), *map(str, engines)]
     return [
         sglang,
         *("-m", "sglang_router.launch_router", "--port", str(port), "--policy", "cache_aware"),
@@ -228,11 +237,12 @@ def measure(router: str, sglang: str, requests: list[bytes], *, telemetry: bool)
             runner.run(load(port, requests[: len(requests) // 5]))
             before = cpu_seconds(child.pid)
             latencies, errors, seconds = runner.run(load(port, requests))
-        cpu = cpu_seconds(child.pid) - before
+        user, system = (now - then for now, then in zip(cpu_seconds(child.pid), before, strict=True))
     latencies.sort()
     count = len(requests)
     return Result(
-        cpu_us=cpu / count * 1e6,
+        cpu_us=(user + system) / count * 1e6,
+        kernel_us=system / count * 1e6,
         p50_ms=latencies[len(latencies) // 2] * 1e3,
         p99_ms=latencies[int(len(latencies) * 0.99)] * 1e3,
         requests_per_s=count / seconds,
@@ -257,10 +267,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--telemetry", action="store_true")
+    parser.add_argument("--floor", action="store_true")
     parser.add_argument("--sglang", default="", metavar="PYTHON")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
-    routers = ["argosy", "sglang-router"] if arguments.sglang else ["argosy"]
+    others = [FLOOR] * arguments.floor + ["sglang-router"] * bool(arguments.sglang)
+    routers = ["argosy", *others]
     table: dict[str, dict[str, Result]] = {}
     for workload, (words, stream) in WORKLOADS.items():
         requests = bodies(words, stream, arguments.requests // (4 if words > 10_000 or stream else 1))
@@ -273,13 +285,14 @@ def main() -> None:
         table[workload] = {router: median(runs) for router, runs in results.items()}
         for router, result in table[workload].items():
             print(
-                f"{workload:16} {router:14} CPU {result.cpu_us:7.1f} us/request  p50 {result.p50_ms:6.2f} ms  "
+                f"{workload:16} {router:14} CPU {result.cpu_us:6.1f} us/request, kernel {result.kernel_us:6.1f}  p50 {result.p50_ms:6.2f} ms  "
                 f"p99 {result.p99_ms:6.2f} ms  {result.requests_per_s:7.0f}/s  errors {result.errors:g}"
             )
-        if len(routers) == 2:
-            ours, theirs = (table[workload][router] for router in routers)
+        ours = table[workload]["argosy"]
+        for other in others:
+            theirs = table[workload][other]
             print(
-                f"{workload:16} ratio          CPU {ours.cpu_us / theirs.cpu_us:.2f}  "
+                f"{workload:16} of {other:14} CPU {ours.cpu_us / theirs.cpu_us:.2f}  "
                 f"p50 {ours.p50_ms / theirs.p50_ms:.2f}"
             )
     if arguments.output:
