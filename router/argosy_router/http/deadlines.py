@@ -108,7 +108,8 @@ class TimerWheel:
         self._buckets.clear()
 
     def _arm(self) -> None:
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        if self._buckets and self._timer is None:
+            self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -119,5 +120,4 @@ class TimerWheel:
             self._next += 1
             for deadline in self._buckets.pop(bucket, ()):
                 deadline.visit(bucket, now)
-        if self._buckets and self._timer is None:
-            self._arm()
+        self._arm()

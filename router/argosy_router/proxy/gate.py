@@ -83,9 +83,9 @@ class Gate:
         if account.is_limited:
             try:
                 exchange.reservation = account.reserve(exchange.call.expected_tokens, now)
-            except RateLimited as error:
+            except RateLimited as limited:
                 self._limited.add((account.name,))
-                exchange.refuse(error)
+                exchange.refuse(limited)
                 return
         lane = self._lanes.get(service) or self._add_lane(service, now)
         if lane.enter(now):
@@ -106,6 +106,13 @@ class Gate:
             self._silent[waiting] = now + self._limits.keep_alive_s
         if not self._deadline.is_set:
             self._deadline.set(TICK_S)
+
+    def has_room(self, service: Service, now: float) -> bool:
+        """Whether a service with requests under way takes one more at once, and nobody waits for it."""
+        try:
+            return not self._lanes[service].waiting and service.room(now) > 0
+        except Unavailable:
+            return False
 
     def ended(self, exchange: Exchange, now: float) -> None:
         """A request is over, sent or not."""

@@ -16,7 +16,6 @@ from array import array
 from typing import NamedTuple
 
 import msgspec
-from msgspec import Struct
 
 from argosy_engine.protocol.openai import (
     ChatCompletionRequest,
@@ -24,6 +23,7 @@ from argosy_engine.protocol.openai import (
     Resume,
     ResumedChoice,
 )
+from argosy_router.proxy.stream_event import decode_chunk
 from argosy_router.proxy.usage import num_events
 
 READ_BYTES = 32 * 1024
@@ -57,26 +57,6 @@ def resumable_shape(request: ChatCompletionRequest | CompletionRequest) -> Strea
         choices *= len(request.prompts())
     options = request.stream_options
     return StreamShape(choices, options is not None and options.include_usage)
-
-
-class _Choice(Struct):
-    index: int
-    token_ids: list[int]
-    """Present in every chunk of a stream that can be resumed."""
-    finish_reason: str | None = None
-
-
-class _Usage(Struct):
-    pass
-
-
-class _Chunk(Struct):
-    created: int
-    choices: list[_Choice]
-    usage: _Usage | None = None
-
-
-_decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class Transcript:
@@ -145,7 +125,7 @@ class Transcript:
         if data == b"[DONE]":
             self._is_done = True
             return
-        chunk = _decode(data)
+        chunk = decode_chunk(data)
         self._created = self._created or chunk.created
         self._has_usage = self._has_usage or (chunk.usage is not None and not chunk.choices)
         for choice in chunk.choices:
