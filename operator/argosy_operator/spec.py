@@ -253,6 +253,10 @@ class Router(Struct, frozen=True, kw_only=True, rename="camel"):
     `random` or `power-of-two`."""
     limits: RouterLimits = RouterLimits()
     """Bounds of its requests in each router."""
+    hedge_after: Annotated[float, Meta(ge=1, le=100)] | None = None
+    """Asks a second replica for a streamed answer that has not begun after this many times the time it was expected to
+    take, for at most one request in twenty, and takes the answer that begins first. By default the router's own
+    --hedge-after decides, which is not to."""
     canary: RouterCanary | None = None
     """Who answers a share of the requests that name this service's model; nobody if left out."""
 

@@ -16,6 +16,7 @@ from argosy_router.prefixes.index_memory import DEFAULT_BYTES as INDEX_MEMORY
 from argosy_router.prefixes.index_memory import MIN_BYTES as MIN_INDEX_MEMORY
 from argosy_router.proxy.dispatcher import FIRST_BYTE_TIMEOUT_S, REQUEST_TIMEOUT_S
 from argosy_router.proxy.gate import AdmissionLimits
+from argosy_router.proxy.hedging import MAX_FACTOR, MIN_FACTOR
 from argosy_router.records.access_log import AccessFormat
 from argosy_router.records.recorder import DEFAULT_MAX_BYTES as RECORD_MAX_BYTES
 
@@ -77,6 +78,8 @@ class RouterConfig:
     """How long after SIGTERM new connections are still accepted, while load balancers notice `/ready`."""
     first_byte_timeout_s: float = FIRST_BYTE_TIMEOUT_S
     request_timeout_s: float = REQUEST_TIMEOUT_S
+    hedge_after: float = 0.0
+    """Times the predicted time to first token, after which a stream is asked for at a second replica; zero: never."""
     access_log: bool = True
     access_log_format: AccessFormat = "text"
     usage_log: Path | None = None
@@ -115,6 +118,8 @@ class RouterConfig:
             raise ConfigError("--replica-ca-certs and --replica-insecure exclude each other")
         if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             raise ConfigError("--otlp-traces-endpoint must be an http:// or https:// URL")
+        if self.hedge_after and not MIN_FACTOR <= self.hedge_after <= MAX_FACTOR:
+            raise ConfigError(f"--hedge-after must be 0 or between {MIN_FACTOR:g} and {MAX_FACTOR:g}")
         if self.index_memory < MIN_INDEX_MEMORY:
             raise ConfigError(f"--index-memory must be at least {MIN_INDEX_MEMORY} bytes")
         if self.record_max_bytes <= 0:

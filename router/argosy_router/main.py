@@ -171,6 +171,14 @@ def build_parser() -> argparse.ArgumentParser:
     times.add_argument(
         "--first-byte-timeout", type=float, default=_DEFAULTS.first_byte_timeout_s, metavar="S"
     )
+    times.add_argument(
+        "--hedge-after",
+        type=float,
+        default=_DEFAULTS.hedge_after,
+        metavar="FACTOR",
+        help="ask a second replica for a stream that has not begun after FACTOR times the expected time, 1 to 100; "
+        "at most for one in twenty; 0 never (%(default)g)",
+    )
     times.add_argument("--shutdown-timeout", type=float, default=_DEFAULTS.shutdown_timeout_s, metavar="S")
     times.add_argument("--drain-settle", type=float, default=_DEFAULTS.drain_settle_s, metavar="S")
     logs = parser.add_argument_group("logs")
@@ -248,6 +256,7 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         drain_settle_s=arguments.drain_settle,
         first_byte_timeout_s=arguments.first_byte_timeout,
         request_timeout_s=arguments.request_timeout,
+        hedge_after=arguments.hedge_after,
         admission=AdmissionLimits(
             max_queued_requests=arguments.max_queued_requests,
             max_queued_bytes=arguments.max_queued_bytes,

@@ -101,6 +101,9 @@ class Metrics(Collector):
         self.retries = self._counter(
             "retries", "Attempts repeated before the first byte.", ("model", "reason")
         )
+        self.hedges = self._counter(
+            "hedges", "Second attempts beside an overdue one, by what became of them.", ("model", "outcome")
+        )
         self.failures = self._counter("upstream_failures", "Attempts that failed.", (*replica, "reason"))
         self.ejections = self._counter("ejections", "Ejections begun or renewed.", replica)
         self.migrations = self._counter(

@@ -32,6 +32,7 @@ from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.gate import Gate
+from argosy_router.proxy.hedging import Hedging
 from argosy_router.records.access_log import AccessLog
 from argosy_router.records.line_writer import LineWriter
 from argosy_router.records.recorder import Recorder
@@ -90,6 +91,7 @@ class Router:
             self.metrics,
             self._books,
             self._gate,
+            Hedging(self.fleet, self._wheel, config.hedge_after),
             first_byte_timeout_s=config.first_byte_timeout_s,
             request_timeout_s=config.request_timeout_s,
         )

@@ -261,6 +261,7 @@ SAME_REVISION: list[dict[str, Any]] = [
     {"rollout": {"progressDeadlineSeconds": 60}},
     {"router": {"policy": "least-load"}},
     {"router": {"limits": {"maxQueuedRequests": 5}}},
+    {"router": {"hedgeAfter": 2}},
     {"paused": True},
 ]
 OTHER_REVISION: list[dict[str, Any]] = [

@@ -174,6 +174,7 @@ def test_fleet_service() -> None:
                 "holdTimeoutSeconds": 4,
                 "requestTimeoutSeconds": 5,
             },
+            "hedgeAfter": 6,
         },
     )
     entry = fleet_service(service)
@@ -192,6 +193,8 @@ def test_fleet_service() -> None:
         request_timeout_s=5,
     )
     assert fleet_service(isvc(model={"source": "builtin://tiny"})).limits == ServiceLimits()
+    assert entry.hedge_after == 6
+    assert fleet_service(isvc(model={"source": "builtin://tiny"})).hedge_after == 0
     assert entry.canary is None
     assert fleet_service(isvc(router={"canary": {"service": "next", "weight": 7}})).canary == Canary(
         service="next", weight=7

@@ -92,7 +92,8 @@ class Books:
             metrics.canaried.add((call.canary_of.spec.model, call.service.spec.key))
         if exchange.first_event_s is not None:
             metrics.ttft.observe((model,), exchange.first_event_s)
-            if call.is_stream and exchange.attempts == 1 and exchange.status == 200:
+            is_first = record is not None and record.attempt == 1
+            if call.is_stream and is_first and exchange.status == 200:
                 self._calibrate(exchange, exchange.first_event_s - exchange.waited_s)
         if record is not None:
             record.status = exchange.status

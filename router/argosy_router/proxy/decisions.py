@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Literal
 
 from msgspec import Struct
 
 CAPACITY = 1000
 """A few hundred kilobytes; a minute of a busy service."""
+
+HedgeOutcome = Literal["won", "lost", "failed", "promoted", "abandoned"]
+"""It answered first; the first attempt did; it failed before; the first attempt failed, which made it the only one; the
+client left before."""
 
 
 class DecisionRecord(Struct):
@@ -34,6 +39,8 @@ class DecisionRecord(Struct):
     """What was known of the replica: `synced`, `stale` or `foreign`."""
     resumed_tokens: int = 0
     """Output of a replica that died; this attempt goes on behind it."""
+    hedge: Literal["", "racing"] | HedgeOutcome = ""
+    """What became of an attempt that was sent beside one that was overdue. Empty for all others."""
     status: int = 0
     """Zero until the request has ended."""
     cached_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""What exchanges need of the rest: the choice, the clock, the retry budget, and where events are counted.
+"""What exchanges need of the rest: the choice, the clock, the budgets, and where events are counted.
 
 Owns: policy of attempts (deadlines, budget), health verdicts.
 Must not know: the bytes of requests and answers.
@@ -9,21 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from argosy_engine.protocol import headers
 from argosy_engine.protocol.errors import ApiError
 from argosy_router.fleet import Fleet
 from argosy_router.health import CONSECUTIVE_FAILURES
+from argosy_router.http.deadlines import Deadline
 from argosy_router.http.errors import ConnectFailed, ConnectionLost, UpstreamError
 from argosy_router.http.messages import render_headers
 from argosy_router.http.server import Client
 from argosy_router.metrics import Metrics
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import Call
-from argosy_router.proxy.decisions import DecisionRecord
+from argosy_router.proxy.decisions import DecisionRecord, HedgeOutcome
 from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.gate import Gate
+from argosy_router.proxy.hedging import Hedging
 from argosy_router.proxy.retry import RetryBudget
 from argosy_router.proxy.usage import TokenUsage
 from argosy_router.proxy.verdict import CONSECUTIVE_ERRORS, Refused, is_fault
@@ -53,6 +55,7 @@ class Dispatcher:
         metrics: Metrics,
         books: Books,
         gate: Gate,
+        hedging: Hedging,
         *,
         first_byte_timeout_s: float = FIRST_BYTE_TIMEOUT_S,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
@@ -61,6 +64,7 @@ class Dispatcher:
         self._metrics = metrics
         self._books = books
         self._gate = gate
+        self._hedging = hedging
         self._first_byte_timeout_s = first_byte_timeout_s
         self._request_timeout_s = request_timeout_s
         self.now = time.monotonic
@@ -126,6 +130,27 @@ class Dispatcher:
 
     def may_retry(self) -> bool:
         return self._budget.spend(self.now())
+
+    # hedging
+
+    def watch(self, call: Call, choice: Choice, on_overdue: Callable[[], None]) -> Deadline | None:
+        """A stream was sent: has `on_overdue` called when its first token is, where such requests are hedged."""
+        return self._hedging.watch(call.service, choice.predicted_ttft_s, on_overdue)
+
+    def hedge(self, call: Call, tried: Sequence[Replica]) -> Choice | None:
+        """Who else is asked for an answer that is overdue; None if nobody can be who is well and has room."""
+        if not self._gate.has_room(call.service, self.now()):
+            return None
+        try:
+            choice = self.choose(call, tried)
+        except ApiError:
+            return None
+        return choice if choice.replica.health.is_well and self._hedging.spend(call.service) else None
+
+    def hedged(self, call: Call, record: DecisionRecord, outcome: HedgeOutcome) -> None:
+        """What became of the hedge that `record` is about."""
+        record.hedge = outcome
+        self._metrics.hedges.add((call.service.spec.model, outcome))
 
     # verdicts
 

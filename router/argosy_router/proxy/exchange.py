@@ -1,15 +1,18 @@
-"""One generation request from dispatch to its end: attempts, retries, forwarding.
+"""One generation request from dispatch to its end: attempts, retries, hedging, forwarding.
 
-Owns: the request's charge and its connection to a replica, and everything written to the client.
-Must not know: parsing, discovery, policies.
+Owns: which attempts are made, and everything written to the client.
+Must not know: parsing, discovery, policies, connections to replicas (`attempt`).
 Invariants: the client's answer begins once; until then a failed attempt may be repeated on another replica, after
-that only a stream goes on there, behind what the client has; the charge of each attempt is released exactly once; a
-client that leaves aborts the replica's work at once.
+that only a stream goes on there, behind what the client has; every attempt is ended; a client that leaves aborts the
+replicas' work at once.
 
     connecting -> waiting -> (unary)  buffering -> answered
          ^------- failed ---'  |
          |                     -> (stream) streaming -> answered
          `------ replica died --------------'        -> an error event, when nobody can go on
+
+While a stream's first attempt waits, and its answer is overdue, a second one may run beside it (`hedging`): the first
+of the two to say something is the request's attempt from then on, and so is the one that is left when the other fails.
 """
 
 from __future__ import annotations
@@ -26,17 +29,14 @@ from argosy_engine.protocol.errors import (
     Unavailable,
 )
 from argosy_router.admission.accounts import Reservation
-from argosy_router.http.client import ClientConnection
 from argosy_router.http.errors import ConnectFailed, ConnectionLost, FirstByteTimeout, UpstreamError
-from argosy_router.http.messages import Headers
 from argosy_router.http.server import Client
-from argosy_router.load import Charge
-from argosy_router.proxy import headers as header_rules
+from argosy_router.proxy.attempt import Attempt
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.migration import Transcript
 from argosy_router.proxy.relay import StreamRelay, UnaryRelay
-from argosy_router.proxy.verdict import Refused, refusal
+from argosy_router.proxy.verdict import Refused, is_fault, refusal
 from argosy_router.replica import Replica
 from argosy_router.service import Choice
 
@@ -65,29 +65,30 @@ class Exchange:
         self.attempts = 0
         self.migrations = 0
         """Those of the attempts that went on with a stream."""
-        self.choice: Choice | None = None
-        self.record: DecisionRecord | None = None
-        """Of the last attempt."""
         self.first_event_s: float | None = None
         self.waited_s = 0.0
         """Of it, time in the queue."""
         self.reservation: Reservation | None = None
         """What it took of its key's limits."""
+        self.is_client_paused = False
+        self._attempt: Attempt | None = None
+        """The last one."""
+        self._hedge: Attempt | None = None
+        """The one beside it, until one of the two answers or fails."""
         self._tried: list[Replica] = []
         """Since the client was last sent something."""
-        self._charge: Charge | None = None
-        self._connection: ClientConnection | None = None
         self._is_over = False
         self._is_started = False
-        self._is_client_paused = False
-        self._is_answering = False
-        """Whether this attempt's answer has reached the client."""
-        self._relay: UnaryRelay | StreamRelay = UnaryRelay()
-        self._upstream_status = 0
-        self._upstream_headers = b""
-        self._fingerprint = ""
-        """Of the replica's model, where it can resume the stream of another and be resumed; else empty."""
-        self._transcript: Transcript | None = None
+
+    @property
+    def choice(self) -> Choice | None:
+        """Of the last attempt."""
+        return self._attempt.choice if self._attempt is not None else None
+
+    @property
+    def record(self) -> DecisionRecord | None:
+        """Of the last attempt."""
+        return self._attempt.record if self._attempt is not None else None
 
     # attempts
 
@@ -97,7 +98,9 @@ class Exchange:
         Raises:
             Unavailable, TooManyRequests: none can take it; nothing has happened.
         """
-        self._attempt(self._dispatcher.choose(self.call, self._tried))
+        self._attempt = attempt = self._send_to(self._dispatcher.choose(self.call, self._tried))
+        if self.call.is_stream:
+            attempt.watch()
 
     def refuse(self, error: ApiError) -> None:
         """Ends a request that was not sent."""
@@ -107,62 +110,27 @@ class Exchange:
         """Gives the answer to `client` from now on."""
         self._client = client
 
-    def _attempt(self, choice: Choice) -> None:
+    def _send_to(self, choice: Choice, transcript: Transcript | None = None) -> Attempt:
         self.attempts += 1
-        self.choice = choice
         self._tried.append(choice.replica)
-        if not self._is_started:
-            self._transcript = None
-        said = self._transcript.num_tokens if self._transcript is not None else 0
-        self._charge = choice.replica.load.charge(choice.uncached_tokens + said)
-        self.record = self._dispatcher.dispatched(self.call, choice, self.attempts)
-        self.record.resumed_tokens = said
-        self._fingerprint = choice.replica.fingerprint if self.call.shape is not None else ""
-        self._is_answering = False
-        choice.replica.pool.acquire(self)
+        record = self._dispatcher.dispatched(self.call, choice, self.attempts)
+        attempt = Attempt(self, self._dispatcher, choice, record, transcript)
+        attempt.start()
+        return attempt
 
-    def on_connected(self, connection: ClientConnection) -> None:
-        choice = self.choice
-        assert choice is not None
-        if self._is_over:  # the client left while we connected
-            choice.replica.pool.release(connection)
-            return
-        self._connection = connection
-        body = self.call.body if self._transcript is None else self._transcript.continuing(self.call.body)
-        connection.send(
-            self,
-            self._dispatcher.request_head(
-                self.call, choice.replica, len(body), is_resumable=bool(self._fingerprint)
-            ),
-            self._dispatcher.first_byte_timeout_s(self.call, choice),
-            body=body,
-        )
-        if self._is_client_paused:
-            connection.pause_reading()
-
-    def on_connect_failed(self, error: ConnectFailed) -> None:
-        if not self._is_over:
-            self._on_attempt_failed(error)
-
-    def on_failed(self, error: UpstreamError) -> None:
-        self._connection = None
-        if not self._is_over:
-            self._on_attempt_failed(error)
-
-    def _on_attempt_failed(self, error: UpstreamError) -> None:
-        choice = self.choice
-        assert choice is not None
-        replica = choice.replica
-        if isinstance(error, ConnectionLost) and error.stale and self._may_reconnect(replica):
-            assert self.record is not None
-            self.attempts = self.record.attempt = self.attempts + 1
+    def on_attempt_failed(self, attempt: Attempt, error: UpstreamError) -> None:
+        """Its replica has given no answer, or not all of it."""
+        if isinstance(error, ConnectionLost) and error.stale and self._may_reconnect(attempt.replica):
+            self.attempts = attempt.record.attempt = self.attempts + 1
             self._dispatcher.retried(self.call, "stale")
-            replica.pool.acquire(self, fresh=True)
+            attempt.start(fresh=True)
             return
-        self._release(replica)
-        self._dispatcher.attempt_failed(self.call, replica, error)
-        if self._is_started:
-            self._continue(replica)
+        attempt.end()
+        self._dispatcher.attempt_failed(self.call, attempt.replica, error)
+        if self._hedge is not None:
+            self._leave_to_other(attempt, self._hedge)
+        elif self._is_started:
+            self._continue(attempt)
         else:
             self._retry(error)
 
@@ -176,32 +144,32 @@ class Exchange:
         following = self._another() if self.attempts < MAX_ATTEMPTS else None
         if following is not None and self._dispatcher.may_retry():
             self._dispatcher.retried(self.call, error.reason)
-            self._attempt(following)
+            self._attempt = self._send_to(following)
         else:
             self._give_up(error)
 
-    def _continue(self, replica: Replica) -> None:
+    def _continue(self, attempt: Attempt) -> None:
         """The replica died after the answer began: another one goes on with it, or the client hears of it."""
-        transcript = self._transcript
+        transcript = attempt.transcript
         if transcript is None or not transcript.read():
-            self._interrupt(replica, "refused")
+            self._interrupt(attempt, "refused")
         elif transcript.missing_end is not None:
             self._dispatcher.migrated(self.call, "completed")
             if transcript.missing_end:
                 self._client.send(transcript.missing_end)
             self._client.finish()
             self._end()
-        elif (successor := self._successor()) is not None:
+        elif (successor := self._successor(attempt.fingerprint)) is not None:
             self.migrations += 1
-            self._attempt(successor)
+            self._attempt = self._send_to(successor, transcript)
         else:
-            self._interrupt(replica, "failed")
+            self._interrupt(attempt, "failed")
 
-    def _successor(self) -> Choice | None:
+    def _successor(self, fingerprint: str) -> Choice | None:
         """Whoever may go on with the stream."""
         if self.migrations >= MAX_MIGRATIONS:
             return None
-        successor = self._another(self._fingerprint)
+        successor = self._another(fingerprint)
         if successor is None or (self.migrations and not self._dispatcher.may_retry()):
             return None
         return successor
@@ -225,98 +193,96 @@ class Exchange:
         else:
             self._answer_error(BadGateway(f"the replica of model {model!r} failed", retry_after_s=1.0))
 
-    def _release(self, replica: Replica) -> None:
-        charge, self._charge = self._charge, None
-        assert charge is not None, "one charge per attempt"
-        charge.release()
+    # hedging
+
+    def on_overdue(self) -> None:
+        """The first attempt should have answered by now: another replica is asked, too, if that costs nobody else."""
+        choice = None if self.is_client_paused else self._dispatcher.hedge(self.call, self._tried)
+        if choice is not None:
+            self._hedge = self._send_to(choice)
+            self._hedge.record.hedge = "racing"
+
+    def _win(self, winner: Attempt, hedge: Attempt) -> None:
+        """One of two attempts answers: the other is given up."""
+        first, self._attempt, self._hedge = self._attempt, winner, None
+        assert first is not None
+        if winner is hedge:
+            first.abandon()
+            self._dispatcher.hedged(self.call, hedge.record, "won")
+        else:
+            hedge.abandon()
+            self._dispatcher.hedged(self.call, hedge.record, "lost")
+
+    def _leave_to_other(self, attempt: Attempt, hedge: Attempt) -> None:
+        """One of two attempts has ended without an answer."""
+        self._hedge = None
+        if attempt is hedge:
+            self._dispatcher.hedged(self.call, hedge.record, "failed")
+        else:
+            self._attempt = hedge
+            self._dispatcher.hedged(self.call, hedge.record, "promoted")
 
     # the replica's answer
 
-    def on_response(self, status: int, headers: Headers) -> None:
-        content_type = next((value for name, value in headers if name == b"content-type"), b"")
-        is_stream = status == 200 and content_type.startswith(b"text/event-stream")
-        if self._is_started and not is_stream:
-            self._drop_connection()
-            self._on_attempt_failed(Refused(status))
-            return
-        self._upstream_status = status
-        self._upstream_headers = header_rules.returned(headers)
-        if is_stream and self._fingerprint and self._transcript is None:
-            assert self.call.shape is not None
-            self._transcript = Transcript(self.call.shape)
-        self._relay = (
-            StreamRelay(self._transcript, hides_usage=self.call.hides_usage) if is_stream else UnaryRelay()
-        )
-
-    def on_data(self, data: bytes) -> None:
-        relay = self._relay
-        ready = relay.feed(data)
-        if ready:
-            self._forward(ready)
-        if relay.failure is not None:
-            self._drop_connection()
-            self._on_attempt_failed(relay.failure)
-
-    def _forward(self, data: bytes) -> None:
-        if self._is_answering:
+    def forward(self, attempt: Attempt, data: bytes) -> None:
+        """The answer begins, or goes on, with `data`."""
+        if attempt.is_answering:
             self._client.send(data)
             return
-        self._is_answering = True
-        assert self.choice is not None
-        assert self._charge is not None
-        self._charge.first_token()
-        self._tried = [self.choice.replica]
+        if self._hedge is not None:
+            self._win(attempt, self._hedge)
+        attempt.answers()
+        self._tried = [attempt.replica]
         if self._is_started:
             self._dispatcher.migrated(self.call, "resumed")
             self._client.send(data)
             return
         self._is_started = True
-        self.status = self._upstream_status
+        self.status = attempt.status
         self.first_event_s = self._dispatcher.now() - self.started
-        self._client.start(self.status, self._upstream_headers + self._own_headers(), data)
+        self._client.start(self.status, attempt.headers + self._own_headers(), data)
 
-    def on_end(self) -> None:
-        self._connection = None
-        if self._is_over:
-            return
-        relay, choice = self._relay, self.choice
-        assert choice is not None
-        rest = relay.end()
-        status = self._upstream_status
-        if relay.failure is not None:
-            self._on_attempt_failed(relay.failure)
-        elif self._is_started:
+    def on_attempt_ended(self, attempt: Attempt, rest: bytes) -> None:
+        """The replica's response is complete; `rest` is still to be sent on."""
+        status, hedge = attempt.status, self._hedge
+        if self._is_started:
             if rest:
-                self._forward(rest)
-            self._settle(choice.replica)
+                self.forward(attempt, rest)
+            self._settle(attempt)
             self._client.finish()
             self._end()
-        elif (refused := refusal(status, self._upstream_headers)) is not None:
-            self._on_attempt_failed(refused)
+        elif (refused := refusal(status, attempt.headers)) is not None:
+            self.on_attempt_failed(attempt, refused)
+        elif hedge is not None and is_fault(status):
+            self._settle(attempt)
+            self._leave_to_other(attempt, hedge)
         else:
-            self._settle(choice.replica)
-            self._answer(status, self._upstream_headers, rest)
+            if hedge is not None:
+                self._win(attempt, hedge)
+            self._settle(attempt)
+            self._answer(status, attempt.headers, rest)
 
-    def _settle(self, replica: Replica) -> None:
-        """The client has, or is about to get, the replica's whole answer."""
-        self._release(replica)
-        self._dispatcher.answered(self.call, replica, self._upstream_status)
+    def _settle(self, attempt: Attempt) -> None:
+        """The replica gave a whole answer."""
+        attempt.end()
+        self._dispatcher.answered(self.call, attempt.replica, attempt.status)
 
     def _measure(self) -> None:
         """What the answer used, or the part of it that the client has."""
-        relay, choice, record = self._relay, self.choice, self.record
-        if choice is None or record is None or self.status != 200:
+        attempt = self._attempt
+        if attempt is None or self.status != 200:
             return
+        relay = attempt.relay
         usage = relay.usage
         if usage is not None:
-            self._dispatcher.measured(self.call, choice, record, usage)
+            self._dispatcher.measured(self.call, attempt.choice, attempt.record, usage)
         elif isinstance(relay, StreamRelay):
-            self._dispatcher.counted(record, relay.num_tokens)
+            self._dispatcher.counted(attempt.record, relay.num_tokens)
 
-    def _interrupt(self, replica: Replica, outcome: str) -> None:
+    def _interrupt(self, attempt: Attempt, outcome: str) -> None:
         """Nobody goes on with the answer: say so inside it, the status is gone."""
-        self._dispatcher.interrupted(self.call, replica)
-        if isinstance(self._relay, UnaryRelay):
+        self._dispatcher.interrupted(self.call, attempt.replica)
+        if isinstance(attempt.relay, UnaryRelay):
             self._client.abort()
         else:
             self._dispatcher.migrated(self.call, outcome)
@@ -325,35 +291,33 @@ class Exchange:
             self._client.finish()
         self._end()
 
-    def _drop_connection(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abort()
-
     # the client
 
     def on_client_lost(self) -> None:
         if self._is_over:
             return
-        self._drop_connection()
-        choice = self.choice
-        if choice is not None and self._charge is not None:
-            self._release(choice.replica)
-            choice.replica.health.abandoned()
+        if self._attempt is not None:
+            self._attempt.abandon()
+        hedge, self._hedge = self._hedge, None
+        if hedge is not None:
+            hedge.abandon()
+            self._dispatcher.hedged(self.call, hedge.record, "abandoned")
         if not self._is_started:
             self.status = 499
         self._dispatcher.client_lost(self.call)
         self._end()
 
     def on_client_paused(self) -> None:
-        self._is_client_paused = True
-        if self._connection is not None:
-            self._connection.pause_reading()
+        self.is_client_paused = True
+        for attempt in (self._attempt, self._hedge):
+            if attempt is not None:
+                attempt.pause()
 
     def on_client_resumed(self) -> None:
-        self._is_client_paused = False
-        if self._connection is not None:
-            self._connection.resume_reading()
+        self.is_client_paused = False
+        for attempt in (self._attempt, self._hedge):
+            if attempt is not None:
+                attempt.resume()
 
     # answers
 
@@ -364,16 +328,15 @@ class Exchange:
         return lines if self.reservation is None else lines + self.reservation.header_lines
 
     def _own_headers(self) -> bytes:
-        choice, record = self.choice, self.record
-        identity = self.identity
-        if choice is None or record is None:
+        attempt, identity = self._attempt, self.identity
+        if attempt is None:
             return identity
-        decision = choice.decision
+        decision = attempt.choice.decision
         return b"%b%bx-argosy-route: %b\r\nx-argosy-mode: %b\r\nx-argosy-predicted-tokens: %d\r\n" % (
             identity,
-            choice.replica.name_header,
+            attempt.replica.name_header,
             decision.reason.encode(),
-            record.mode.encode(),
+            attempt.record.mode.encode(),
             decision.predicted_tokens,
         )
 
@@ -388,7 +351,8 @@ class Exchange:
         self._answer(error.http_status, self._dispatcher.error_headers(error), error.body())
 
     def _end(self) -> None:
-        assert self._charge is None, "every attempt was settled"
+        assert self._attempt is None or self._attempt.is_over, "every attempt was ended"
+        assert self._hedge is None, "one attempt answers"
         assert not self._is_over, "a request ends once"
         self._is_over = True
         self._measure()

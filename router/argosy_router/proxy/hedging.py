@@ -1,0 +1,66 @@
+"""Hedging: what is overdue at one replica is asked for at another, too (Dean and Barroso, "The tail at scale").
+
+Owns: when a first token is overdue, and how many requests of a service may be hedged.
+Must not know: attempts, connections, how the other replica is chosen.
+Invariant: of the streams of a service at most `SHARE` are hedged, and one more; so a service that is slow because it is
+overloaded gets hardly more to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from argosy_router.fleet import Fleet
+from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.service import Service
+
+SHARE = 0.05
+"""What the paper's example of a deferred hedge costs: it waits for the 95th percentile."""
+MAX_CREDIT = 10.0
+"""Hedges in a row, after as many streams as earn them: a replica that hangs holds a handful of requests."""
+FLOOR_S = 0.1
+"""Below this a first token is not overdue, however short its prediction: that much is a moment's scheduling."""
+MIN_FACTOR, MAX_FACTOR = 1.0, 100.0
+"""Bounds of the multiple of the predicted time after which a first token is overdue. A prediction is an expectation: at
+1 about every second request is overdue, and the share binds."""
+
+
+class Hedging:
+    """Shared by all requests of one router."""
+
+    def __init__(self, fleet: Fleet, wheel: TimerWheel, factor: float) -> None:
+        """`factor` is that of services without one of their own; zero hedges none of their requests."""
+        self._fleet = fleet
+        self._wheel = wheel
+        self._factor = factor
+        self._credit: dict[Service, float] = {}
+        """Hedges that each service's streams have earned."""
+
+    def watch(
+        self, service: Service, predicted_ttft_s: float, on_overdue: Callable[[], None]
+    ) -> Deadline | None:
+        """A stream was sent: has `on_overdue` called when its first token is, unless the deadline is ended before. None
+        where the service's requests are not hedged."""
+        factor = service.spec.hedge_after or self._factor
+        if not factor:
+            return None
+        credit = self._credit.get(service)
+        if credit is None:
+            credit = self._add(service)
+        self._credit[service] = min(MAX_CREDIT, credit + SHARE)
+        deadline = Deadline(self._wheel, on_overdue)
+        deadline.set(max(FLOOR_S, factor * predicted_ttft_s))
+        return deadline
+
+    def spend(self, service: Service) -> bool:
+        """Takes one hedge; False when the service's share is used up."""
+        credit = self._credit.get(service, 0.0)
+        if credit < 1.0:
+            return False
+        self._credit[service] = credit - 1.0
+        return True
+
+    def _add(self, service: Service) -> float:
+        for gone in set(self._credit).difference(self._fleet.services.values()):
+            del self._credit[gone]
+        return 1.0
