@@ -367,6 +367,36 @@ async def test_whatever_two_attempts_do_each_client_gets_one_answer(monkeypatch:
         assert sum(outcomes(r).values()) == sum(record.hedge != "" for record in decisions(r)) > 0
 
 
+async def test_a_replica_that_was_on_trial_gets_another_one() -> None:
+    slow = Slow()
+    async with hedged(slow, answer_normally) as r:
+        health, now = r.replica(0).health, r.router.dispatcher.now()
+        health.failed(now - 3600.0, may_eject=True, refused=True)
+        r.router.fleet.changed()
+        assert is_whole(await r.chat(stream=True))
+        assert outcomes(r) == {"won": 1}
+        assert health.is_ejected
+        assert health.admits(now)
+
+
+async def test_a_client_that_cannot_keep_up_holds_both_back() -> None:
+    both = Slow(), Slow()
+    async with hedged(*both) as r:
+        task = await asking(r)
+        await r.until(lambda: sent(r) == 2)
+        (connection,) = (c for c in r.router.server.connections if c.exchange is not None)
+        assert connection.exchange is not None
+        connection.exchange.on_client_paused()
+        for slow in both:
+            slow.go_on.set()
+        assert is_whole(await r.chat("other", stream=True))
+        assert not task.done()
+        assert [r.replica(number).load.inflight for number in range(2)] == [1, 1]
+        connection.exchange.on_client_resumed()
+        assert is_whole(await task)
+        assert is_settled(r)
+
+
 # how often
 
 
@@ -386,7 +416,7 @@ async def test_credit_does_not_pile_up() -> None:
     slow = Slow()
     slow.go_on.set()
     async with hedged(slow, slow) as r:
-        credit = r.router.dispatcher._hedging._credit
+        credit = r.router.dispatcher.hedging._credit
         for number in range(3):
             await r.chat(str(number), stream=True)
         (earning,) = credit
@@ -459,6 +489,35 @@ async def test_a_service_without_room_is_not_hedged() -> None:
         assert outcomes(r) == {}
 
 
+async def test_engines_whose_batches_are_full_get_no_hedges() -> None:
+    slow = Slow()
+    engines = [FakeEngine(script=slow, hello={"max_num_seqs": 1}) for _ in range(2)]
+    async with rig(engines, policy="round-robin", hedge_after=1.0) as r:
+        tasks = [await asking(r), await asking(r)]
+        await overdue(r)
+        assert sent(r) == 2
+        slow.go_on.set()
+        assert all(map(is_whole, await asyncio.gather(*tasks)))
+
+
+async def test_who_waits_goes_before_a_hedge() -> None:
+    slow = Slow()
+    fields = {"limits": ServiceLimits(max_inflight_per_replica=1)}
+    async with hedged(slow, slow, fields=fields) as r:
+        tasks = [*await occupied(r), asyncio.create_task(r.chat("third"))]
+        await r.until(lambda: r.metric('queued_requests{model="tiny"}') == 1)
+        (served,) = r.router.fleet.services.values()
+        more = service(r.engines, limits=ServiceLimits(max_inflight_per_replica=4))
+        r.discovery.set(FleetDocument(services=(more,)))
+        now = r.router.dispatcher.now()
+        assert served.room(now) > 0
+        assert not r.router._gate.has_room(served, now)
+        await r.until(lambda: sent(r) == 3)
+        assert r.router._gate.has_room(served, now)
+        slow.go_on.set()
+        assert all(answer.status_code == 200 for answer in await asyncio.gather(*tasks))
+
+
 async def test_with_room_elsewhere_it_is() -> None:
     slow = Slow()
     fields = {"limits": ServiceLimits(max_inflight_per_replica=2)}
@@ -483,6 +542,20 @@ async def test_who_is_not_well_gets_no_hedge(state: str) -> None:
         r.router.fleet.changed()
         await overdue(r)
         assert sent(r) == 1
+        slow.go_on.set()
+        assert is_whole(await task)
+
+
+async def test_a_client_that_cannot_keep_up_gets_no_hedge() -> None:
+    slow = Slow()
+    async with hedged(slow, answer_normally) as r:
+        task = await asking(r)
+        (connection,) = (c for c in r.router.server.connections if c.exchange is not None)
+        assert connection.exchange is not None
+        connection.exchange.on_client_paused()
+        await overdue(r)
+        assert sent(r) == 1
+        connection.exchange.on_client_resumed()
         slow.go_on.set()
         assert is_whole(await task)
 

@@ -71,7 +71,8 @@ class Attempt:
 
     def watch(self) -> None:
         """Tells the exchange when the answer is overdue, where the service's requests are hedged."""
-        self._overdue = self._dispatcher.watch(self._call, self.choice, self._exchange.on_overdue)
+        service, expected_s = self._call.service, self.choice.predicted_ttft_s
+        self._overdue = self._dispatcher.hedging.watch(service, expected_s, self._exchange.on_overdue)
 
     def answers(self) -> None:
         """The client is about to get the first bytes of its answer."""

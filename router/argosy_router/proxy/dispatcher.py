@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from argosy_engine.protocol import headers
 from argosy_engine.protocol.errors import ApiError
 from argosy_router.fleet import Fleet
 from argosy_router.health import CONSECUTIVE_FAILURES
-from argosy_router.http.deadlines import Deadline
 from argosy_router.http.errors import ConnectFailed, ConnectionLost, UpstreamError
 from argosy_router.http.messages import render_headers
 from argosy_router.http.server import Client
@@ -64,7 +63,7 @@ class Dispatcher:
         self._metrics = metrics
         self._books = books
         self._gate = gate
-        self._hedging = hedging
+        self.hedging = hedging
         self._first_byte_timeout_s = first_byte_timeout_s
         self._request_timeout_s = request_timeout_s
         self.now = time.monotonic
@@ -133,10 +132,6 @@ class Dispatcher:
 
     # hedging
 
-    def watch(self, call: Call, choice: Choice, on_overdue: Callable[[], None]) -> Deadline | None:
-        """A stream was sent: has `on_overdue` called when its first token is, where such requests are hedged."""
-        return self._hedging.watch(call.service, choice.predicted_ttft_s, on_overdue)
-
     def hedge(self, call: Call, tried: Sequence[Replica]) -> Choice | None:
         """Who else is asked for an answer that is overdue; None if nobody can be who is well and has room."""
         if not self._gate.has_room(call.service, self.now()):
@@ -145,7 +140,7 @@ class Dispatcher:
             choice = self.choose(call, tried)
         except ApiError:
             return None
-        return choice if choice.replica.health.is_well and self._hedging.spend(call.service) else None
+        return choice if choice.replica.health.is_well and self.hedging.spend(call.service) else None
 
     def hedged(self, call: Call, record: DecisionRecord, outcome: HedgeOutcome) -> None:
         """What became of the hedge that `record` is about."""
