@@ -2,8 +2,8 @@
 
 Owns: when a first token is overdue, and how many requests of a service may be hedged.
 Must not know: attempts, connections, how the other replica is chosen.
-Invariant: of the streams of a service at most `SHARE` are hedged, and one more; so a service that is slow because it is
-overloaded gets hardly more to do.
+Invariant: of the streams of a service at most `SHARE` are hedged, and one more, `MAX_CREDIT` of them in a row; so a
+service that is slow because it is overloaded gets hardly more to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from argosy_router.service import Service
 SHARE = 0.05
 """What the paper's example of a deferred hedge costs: it waits for the 95th percentile."""
 MAX_CREDIT = 10.0
-"""Hedges in a row, after as many streams as earn them: a replica that hangs holds a handful of requests."""
+"""Earned and not spent: a replica that hangs holds a handful of requests."""
 FLOOR_S = 0.1
 """Below this a first token is not overdue, however short its prediction: that much is a moment's scheduling."""
 MIN_FACTOR, MAX_FACTOR = 1.0, 100.0
