@@ -1,12 +1,13 @@
 """CPU per request of our router and of sglang-router, over the same engines, in alternation.
 
-    python bench/router/overhead.py [--runs 3] [--requests 3000] [--telemetry] [--floor] [--sglang PYTHON] [-o FILE]
+    python bench/router/overhead.py [--runs 3] [--requests 3000] [--telemetry] [--compiled FOLDER] [--floor]
+        [--sglang PYTHON] [-o FILE]
 
 `--sglang` is the interpreter of an environment with `sglang-router` installed; without it only ours is measured. With
 `--telemetry` the engines announce what they hold to our router, which otherwise takes them for another make. With
-`--floor` a proxy takes part that only copies bytes (splice.py). Each run starts a router afresh, warms it up, and sends
-the same bodies; figures are the medians over the runs. Absolute figures depend on the machine and drift; the ratios are
-what counts.
+`--compiled` our router also runs as `python -m argosy_router.compile FOLDER` made it, with `--floor` a proxy takes part
+that only copies bytes (splice.py). Each run starts a router afresh, warms it up, and sends the same bodies; figures are
+the medians over the runs. Absolute figures depend on the machine and drift; the ratios are what counts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import httptools
@@ -43,6 +45,8 @@ WORKLOADS = {
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 PREFIXES = 50
 STARTUP_S = 60.0
+COMPILED = "compiled"
+"""Ours as machine code."""
 FLOOR = "bytes copied"
 """The proxy that looks at nothing."""
 LOAD_TIMEOUT_S = 120.0
@@ -175,9 +179,14 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+def process(*command: str, path: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """`path`: where Python looks for packages first."""
     child = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, **({"PYTHONPATH": path} if path else {})},
     )
     try:
         yield child
@@ -210,7 +219,7 @@ def wait_until_answering(port: int) -> None:
 
 def command(router: str, sglang: str, port: int, engines: list[int]) -> list[str]:
     urls = [f"http://127.0.0.1:{engine}" for engine in engines]
-    if router == "argosy":
+    if router in ("argosy", COMPILED):
         replicas = [part for url in urls for part in ("--replica", url)]
         return [
             sys.executable,
@@ -226,12 +235,16 @@ def command(router: str, sglang: str, port: int, engines: list[int]) -> list[str
     ]
 
 
-def measure(router: str, sglang: str, requests: list[bytes], *, telemetry: bool) -> Result:
+def measure(router: str, requests: list[bytes], arguments: argparse.Namespace) -> Result:
     *engines, port = free_ports(ENGINES + 1)
     mocks = [sys.executable, str(HERE / "mock_engine.py"), ",".join(map(str, engines))]
-    if telemetry:
+    if arguments.telemetry:
         mocks.append("--telemetry")
-    with process(*mocks), process(*command(router, sglang, port, engines)) as child:
+    path = arguments.compiled if router == COMPILED else ""
+    with (
+        process(*mocks),
+        process(*command(router, arguments.sglang, port, engines), path=path) as child,
+    ):
         wait_until_answering(port)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(load(port, requests[: len(requests) // 5]))
@@ -267,33 +280,32 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--telemetry", action="store_true")
+    parser.add_argument("--compiled", default="", metavar="FOLDER")
     parser.add_argument("--floor", action="store_true")
     parser.add_argument("--sglang", default="", metavar="PYTHON")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
+    ours = ["argosy"] + [COMPILED] * bool(arguments.compiled)
     others = [FLOOR] * arguments.floor + ["sglang-router"] * bool(arguments.sglang)
-    routers = ["argosy", *others]
+    routers = [*ours, *others]
     table: dict[str, dict[str, Result]] = {}
     for workload, (words, stream) in WORKLOADS.items():
         requests = bodies(words, stream, arguments.requests // (4 if words > 10_000 or stream else 1))
         results: dict[str, list[Result]] = {router: [] for router in routers}
         for _ in range(arguments.runs):
             for router in routers:
-                results[router].append(
-                    measure(router, arguments.sglang, requests, telemetry=arguments.telemetry)
-                )
+                results[router].append(measure(router, requests, arguments))
         table[workload] = {router: median(runs) for router, runs in results.items()}
         for router, result in table[workload].items():
             print(
                 f"{workload:16} {router:14} CPU {result.cpu_us:6.1f} us/request, kernel {result.kernel_us:6.1f}  p50 {result.p50_ms:6.2f} ms  "
                 f"p99 {result.p99_ms:6.2f} ms  {result.requests_per_s:7.0f}/s  errors {result.errors:g}"
             )
-        ours = table[workload]["argosy"]
-        for other in others:
-            theirs = table[workload][other]
+        for own, other in product(ours, others):
+            mine, theirs = table[workload][own], table[workload][other]
             print(
-                f"{workload:16} of {other:14} CPU {ours.cpu_us / theirs.cpu_us:.2f}  "
-                f"p50 {ours.p50_ms / theirs.p50_ms:.2f}"
+                f"{workload:16} {own} / {other}: CPU {mine.cpu_us / theirs.cpu_us:.2f}  "
+                f"p50 {mine.p50_ms / theirs.p50_ms:.2f}"
             )
     if arguments.output:
         arguments.output.write_text(

@@ -13,6 +13,7 @@ before the last report but one are in the reports: only a queue that stands stil
 
 from __future__ import annotations
 
+from argosy_router.policy.base import Candidate
 from argosy_router.policy.rates import PRIOR, PRIOR_MAX_NUM_SEQS, Rates
 from argosy_router.policy.waiting import waiting_s
 
@@ -22,8 +23,8 @@ MIN_LESSON_TOKENS = 256
 """Below this, time to first token says more about the network than about the replica."""
 
 
-class LoadAccount:
-    """Queued prompt tokens, requests and rates of one replica; satisfies `policy.Candidate`."""
+class LoadAccount(Candidate):
+    """Queued prompt tokens, requests and rates of one replica."""
 
     __slots__ = (
         "_assumed",
@@ -35,39 +36,20 @@ class LoadAccount:
         "_recent_tokens",
         "_request_change",
         "_token_change",
-        "decode_step_s",
-        "identity",
         "inflight",
         "inflight_tokens",
-        "kv_usage",
-        "max_num_seqs",
-        "prefill_tokens_per_s",
-        "queued_tokens",
-        "recent_work",
         "reported_requests",
         "reported_tokens",
-        "requests",
-        "wait_s",
     )
 
     def __init__(self, name: str = "") -> None:
-        self.identity = name.encode()
+        super().__init__(name, *PRIOR, PRIOR_MAX_NUM_SEQS)
         self.inflight = 0
         """Own requests without an end yet."""
         self.inflight_tokens = 0
         """Uncached prompt tokens of own requests without a first token yet."""
         self.reported_requests = 0
         self.reported_tokens = 0
-        self.queued_tokens = 0
-        """Prompt tokens still to be computed before a new request's own."""
-        self.requests = 0
-        """Requests running or waiting."""
-        self.kv_usage = 0.0
-        self.max_num_seqs = PRIOR_MAX_NUM_SEQS
-        self.prefill_tokens_per_s, self.decode_step_s = PRIOR
-        self.recent_work = 0.0
-        """Kept by `Service`, on whose clock it fades."""
-        self.wait_s = 0.0
         self._measured = _UNMEASURED
         self._assumed = PRIOR
         self._has_report = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -86,6 +88,41 @@ async def test_every_end_settles_the_account(script: Any, stream: bool) -> None:
         )
         assert len(answers) == 6
         await r.until(lambda: is_settled(r))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+async def test_what_a_request_held_goes_with_it(script: Any, stream: bool) -> None:
+    """A body may have many megabytes: it must not wait for the garbage collector."""
+    async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
+        await r.chat("once, for what stays", stream=stream)
+        with collector_off() as garbage:
+            await asyncio.gather(
+                *(r.chat(f"question {number}", stream=stream) for number in range(3)), return_exceptions=True
+            )
+            await r.until(lambda: is_settled(r))
+            gc.collect()
+            left = {type(thing).__name__ for thing in garbage if type(thing).__module__ in HOLDERS}
+            assert not left
+
+
+HOLDERS = {
+    f"argosy_router.proxy.{module}" for module in ("attempt", "call", "exchange", "migration", "relay")
+}
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[list[Any]]:
+    """No collection of its own accord; the list shows what one finds."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 async def test_a_deadline_settles_the_account() -> None:

@@ -31,44 +31,40 @@ class RouteRequest(NamedTuple):
     """Names the session the client declared; zero for none."""
 
 
-class Candidate(Protocol):
-    """A replica that may be chosen. Every figure is known: what is not measured has been assumed (`rates`)."""
+class Candidate:
+    """A replica that may be chosen, as far as a policy looks at it. Whoever derives from it keeps the figures up to
+    date; every figure is known, and what is not measured has been assumed (`rates`)."""
 
-    @property
-    def identity(self) -> bytes:
+    __slots__ = (
+        "decode_step_s",
+        "identity",
+        "kv_usage",
+        "max_num_seqs",
+        "prefill_tokens_per_s",
+        "queued_tokens",
+        "recent_work",
+        "requests",
+        "wait_s",
+    )
+
+    def __init__(
+        self, name: str, prefill_tokens_per_s: float, decode_step_s: float, max_num_seqs: int
+    ) -> None:
+        self.identity = name.encode()
         """Its name, the same at every router."""
-        ...
-
-    @property
-    def queued_tokens(self) -> int:
-        """Uncached prompt tokens ahead of a new request."""
-        ...
-
-    @property
-    def requests(self) -> int:
+        self.queued_tokens = 0
+        """Uncached prompt tokens still to be computed before a new request's own."""
+        self.requests = 0
         """Requests running or waiting."""
-        ...
-
-    @property
-    def kv_usage(self) -> float:
+        self.kv_usage = 0.0
         """Share of the KV cache taken by running requests, 0..1."""
-        ...
-
-    @property
-    def prefill_tokens_per_s(self) -> float: ...
-    @property
-    def decode_step_s(self) -> float: ...
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def recent_work(self) -> float:
+        self.prefill_tokens_per_s = prefill_tokens_per_s
+        self.decode_step_s = decode_step_s
+        self.max_num_seqs = max_num_seqs
+        self.recent_work = 0.0
         """Seconds of prefill it was sent lately, on a scale that all candidates share: only relations count."""
-        ...
-
-    @property
-    def wait_s(self) -> float:
-        """`waiting.waiting_s` of it, kept up to date where the figures change rather than where they are read."""
-        ...
+        self.wait_s = 0.0
+        """`waiting.waiting_s` of it, brought up to date where the figures change rather than where they are read."""
 
 
 class Decision(NamedTuple):

@@ -5,7 +5,7 @@ Owns: the ranking. Must not know: load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import xxhash
 
@@ -15,10 +15,11 @@ _MASK = (1 << 64) - 1
 _xxh3 = xxhash.xxh3_64_intdigest
 
 
-def favourite(key: int, candidates: Sequence[Candidate], positions: Iterable[int]) -> int:
+def favourite(key: int, candidates: Sequence[Candidate], positions: Sequence[int]) -> int:
     """The position, out of `positions`, whose candidate the key ranks first."""
     seed = key & _MASK
-    return max(positions, key=lambda position: _xxh3(candidates[position].identity, seed))
+    ranks = [_xxh3(candidates[position].identity, seed) for position in positions]
+    return positions[ranks.index(max(ranks))]
 
 
 def weights(key: int, candidates: Sequence[Candidate]) -> list[int]:

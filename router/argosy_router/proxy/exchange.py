@@ -357,3 +357,4 @@ class Exchange:
         self._is_over = True
         self._measure()
         self._dispatcher.finished(self)
+        self._attempt = None  # it knows us: without a circle both, and the body, go at once
