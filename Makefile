@@ -15,7 +15,7 @@ INSTALLED_DEV := .venv/.installed-dev-$(HASH)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev up down test lint e2e bench bench-engine clean
+.PHONY: help install install-dev up down test test-compiled lint e2e bench bench-engine clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,11 @@ down: ## stop the local fleet
 
 test: $(INSTALLED_DEV) ## run every test that needs no root
 	$(BIN)/python -P -m pytest tests
+
+test-compiled: $(INSTALLED_DEV) ## compile the router into build/compiled, and run its tests on that
+	rm -rf build/compiled
+	$(BIN)/python -m argosy_router.compile build/compiled
+	PYTHONPATH=build/compiled $(BIN)/python -P -m pytest tests/router
 
 lint: $(INSTALLED_DEV) ## style, types, import contracts
 	$(BIN)/ruff check .

@@ -77,7 +77,7 @@ def stack(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Stack]:
         name: cluster.build_image(context / f"{name}.Dockerfile", context, name, arguments)
         for name, arguments in (
             ("engine", {"INSTALL_TORCH": "0", "BUILD_KERNELS": "0"}),
-            ("router", {}),
+            ("router", {"COMPILE": "0"}),
             ("operator", {}),
         )
     }

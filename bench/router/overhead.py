@@ -298,8 +298,9 @@ def main() -> None:
         table[workload] = {router: median(runs) for router, runs in results.items()}
         for router, result in table[workload].items():
             print(
-                f"{workload:16} {router:14} CPU {result.cpu_us:6.1f} us/request, kernel {result.kernel_us:6.1f}  p50 {result.p50_ms:6.2f} ms  "
-                f"p99 {result.p99_ms:6.2f} ms  {result.requests_per_s:7.0f}/s  errors {result.errors:g}"
+                f"{workload:16} {router:14} CPU {result.cpu_us:6.1f} us/request, kernel {result.kernel_us:6.1f}  "
+                f"p50 {result.p50_ms:6.2f} ms  p99 {result.p99_ms:6.2f} ms  "
+                f"{result.requests_per_s:7.0f}/s  errors {result.errors:g}"
             )
         for own, other in product(ours, others):
             mine, theirs = table[workload][own], table[workload][other]

@@ -43,7 +43,7 @@ class LoadAccount(Candidate):
     )
 
     def __init__(self, name: str = "") -> None:
-        super().__init__(name, *PRIOR, PRIOR_MAX_NUM_SEQS)
+        super().__init__(name, PRIOR.prefill_tokens_per_s, PRIOR.decode_step_s, PRIOR_MAX_NUM_SEQS)
         self.inflight = 0
         """Own requests without an end yet."""
         self.inflight_tokens = 0

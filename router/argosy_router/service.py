@@ -20,6 +20,7 @@ from argosy_engine.protocol.prompt_view import Segment, SegmentKind
 from argosy_router.health import may_eject, panics
 from argosy_router.load import LoadAccount
 from argosy_router.policy import POLICIES, Decision, RouteRequest
+from argosy_router.policy.base import Candidate
 from argosy_router.policy.rates import assumed
 from argosy_router.prefixes.index import PrefixIndex
 from argosy_router.replica import Replica
@@ -74,7 +75,7 @@ class Candidates(NamedTuple):
     """Replicas a request may be sent to, in the order of their names, as policies want them."""
 
     replicas: Sequence[Replica]
-    loads: Sequence[LoadAccount]
+    loads: list[Candidate]
     positions: dict[int, int]
     """slot -> position"""
     slot_changes: int
@@ -188,7 +189,7 @@ class Service:
         """
         candidates = self._healthy(now, tried, adapter)
         limit = self.spec.limits.max_inflight_per_replica
-        if limit and any(load.inflight >= limit for load in candidates.loads):
+        if limit and any(replica.load.inflight >= limit for replica in candidates.replicas):
             below = [replica for replica in candidates.replicas if replica.load.inflight < limit]
             if not below:
                 raise TooManyRequests(
@@ -206,7 +207,8 @@ class Service:
         limit = self.spec.limits.max_inflight_per_replica
         candidates = self._healthy(now)
         room = 0
-        for replica, load in zip(candidates.replicas, candidates.loads, strict=True):
+        for replica in candidates.replicas:
+            load = replica.load
             if limit:
                 room += max(0, limit - load.inflight)
             elif replica.hello is None:

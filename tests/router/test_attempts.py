@@ -229,13 +229,15 @@ async def test_a_connection_that_comes_after_its_client_left_is_kept_for_others(
 ) -> None:
     async with rig([FakeEngine()]) as r:
         pool = r.replica(0).pool
-        connect, go_on = pool._open, asyncio.Event()
+        loop = asyncio.get_running_loop()
+        connect, go_on = loop.create_connection, asyncio.Event()
 
-        async def connect_late(on_idle: Any) -> Any:
-            await go_on.wait()
-            return await connect(on_idle)
+        async def connect_late(factory: Any, host: str, port: int, **options: Any) -> Any:
+            if port == pool.port:
+                await go_on.wait()
+            return await connect(factory, host, port, **options)
 
-        monkeypatch.setattr(pool, "_open", connect_late)
+        monkeypatch.setattr(loop, "create_connection", connect_late)
         async with raw(r.router) as (_, writer):
             writer.write(request_bytes())
             await r.until(lambda: r.replica(0).load.inflight == 1)

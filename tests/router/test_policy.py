@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 
 from argosy_router.policy import POLICIES, Decision, RouteRequest
+from argosy_router.policy.base import Candidate
 from argosy_router.policy.bounded import bound
 from argosy_router.policy.cost import COLD_SLACK, cost
 from argosy_router.policy.rates import PRIOR, Rates, assumed
@@ -16,29 +16,28 @@ from argosy_router.policy.rendezvous import favourite, weights
 from argosy_router.policy.waiting import waiting_s
 
 
-@dataclass
-class Fake:
+def candidate(
+    number: int,
+    queued_tokens: int = 0,
+    requests: int = 0,
+    kv_usage: float = 0.0,
+    prefill_tokens_per_s: float = 1000.0,
+    decode_step_s: float = 0.01,
+    recent_work: float = 0.0,
+) -> Candidate:
     """A candidate by its figures."""
-
-    number: int
-    queued_tokens: int = 0
-    requests: int = 0
-    kv_usage: float = 0.0
-    prefill_tokens_per_s: float = 1000.0
-    decode_step_s: float = 0.01
-    max_num_seqs: int = 64
-    recent_work: float = 0.0
-
-    @property
-    def identity(self) -> bytes:
-        return b"r%d" % self.number
-
-    @property
-    def wait_s(self) -> float:
-        return waiting_s(self)
+    made = Candidate(f"r{number}", prefill_tokens_per_s, decode_step_s, 64)
+    made.queued_tokens = queued_tokens
+    made.requests = requests
+    made.kv_usage = kv_usage
+    made.recent_work = recent_work
+    made.wait_s = waiting_s(made)
+    return made
 
 
-def choose(policy: str, request: RouteRequest, fleet: list[Fake], seed: int = 0) -> Decision:
+def choose(policy: str, request: RouteRequest, fleet: list[Candidate], seed: int = 0) -> Decision:
+    for one in fleet:
+        one.wait_s = waiting_s(one)  # its figures may have changed
     return POLICIES[policy].choose(request, fleet, random.Random(seed))
 
 
@@ -53,32 +52,47 @@ def request(
 
 
 COST_TABLE = {
-    "the holder of the prefix wins": ([Fake(0), Fake(1)], {1: 900}, 1, "cached"),
-    "the longer prefix wins": ([Fake(0), Fake(1)], {0: 400, 1: 900}, 1, "cached"),
+    "the holder of the prefix wins": ([candidate(0), candidate(1)], {1: 900}, 1, "cached"),
+    "the longer prefix wins": ([candidate(0), candidate(1)], {0: 400, 1: 900}, 1, "cached"),
     "a busy holder loses when waiting costs more than computing": (
-        [Fake(0), Fake(1, queued_tokens=2000)],
+        [candidate(0), candidate(1, queued_tokens=2000)],
         {1: 900},
         0,
         "load",
     ),
-    "a little queue does not move a prefix": ([Fake(0), Fake(1, queued_tokens=500)], {1: 900}, 1, "cached"),
-    "stickiness decides a draw": ([Fake(0), Fake(1, queued_tokens=900)], {1: 900}, 1, "cached"),
+    "a little queue does not move a prefix": (
+        [candidate(0), candidate(1, queued_tokens=500)],
+        {1: 900},
+        1,
+        "cached",
+    ),
+    "stickiness decides a draw": ([candidate(0), candidate(1, queued_tokens=900)], {1: 900}, 1, "cached"),
     "a fast replica makes up for a missing prefix": (
-        [Fake(0, prefill_tokens_per_s=100_000.0), Fake(1)],
+        [candidate(0, prefill_tokens_per_s=100_000.0), candidate(1)],
         {1: 500},
         0,
         "load",
     ),
-    "decode slots taken count": ([Fake(0, requests=64), Fake(1, requests=1)], {0: 100, 1: 100}, 1, "cached"),
-    "KV pressure counts": ([Fake(0, kv_usage=0.97), Fake(1, kv_usage=0.2)], {0: 100, 1: 100}, 1, "cached"),
+    "decode slots taken count": (
+        [candidate(0, requests=64), candidate(1, requests=1)],
+        {0: 100, 1: 100},
+        1,
+        "cached",
+    ),
+    "KV pressure counts": (
+        [candidate(0, kv_usage=0.97), candidate(1, kv_usage=0.2)],
+        {0: 100, 1: 100},
+        1,
+        "cached",
+    ),
     "a full KV cache is finite": (
-        [Fake(0, kv_usage=1.0), Fake(1, queued_tokens=1000)],
+        [candidate(0, kv_usage=1.0), candidate(1, queued_tokens=1000)],
         {0: 20, 1: 20},
         1,
         "cached",
     ),
-    "hits below a block are no hits": ([Fake(0, queued_tokens=5000), Fake(1)], {0: 5}, 1, "load"),
-    "one candidate": ([Fake(3)], {0: 7}, 0, "only"),
+    "hits below a block are no hits": ([candidate(0, queued_tokens=5000), candidate(1)], {0: 5}, 1, "load"),
+    "one candidate": ([candidate(3)], {0: 7}, 0, "only"),
 }
 
 
@@ -92,7 +106,7 @@ def test_cost(name: str) -> None:
 
 
 def test_cost_is_seconds() -> None:
-    (seconds,) = cost(request(tokens=1000), [Fake(0, queued_tokens=3000)])
+    (seconds,) = cost(request(tokens=1000), [candidate(0, queued_tokens=3000)])
     assert seconds == pytest.approx(4.0)
 
 
@@ -103,7 +117,7 @@ def test_unmeasured_replicas_get_the_fleet_median_then_the_prior() -> None:
 
 
 def test_equal_holders_share() -> None:
-    fleet = [Fake(number) for number in range(4)]
+    fleet = [candidate(number) for number in range(4)]
     hits = dict.fromkeys(range(4), 900)
     rng = random.Random(0)
     counts = Counter(POLICIES["cost"].choose(request(hits=hits), fleet, rng).position for _ in range(400))
@@ -113,19 +127,19 @@ def test_equal_holders_share() -> None:
 @pytest.mark.parametrize("policy", ["cost", "prefix-hash"])
 def test_cold_prefixes_spread_and_routers_agree(policy: str) -> None:
     """llm-d#1290, #1892: routers that share nothing must not scatter a prefix over their favourites."""
-    fleet = [Fake(number) for number in range(4)]
+    fleet = [candidate(number) for number in range(4)]
     shuffled = [fleet[2], fleet[0], fleet[3], fleet[1]]
-    counts: Counter[int] = Counter()
+    counts: Counter[bytes] = Counter()
     for key in range(400):
         asked = request(key=key * 0x9E3779B97F4A7C15)
         ours = fleet[choose(policy, asked, fleet, 1).position]
         assert shuffled[choose(policy, asked, shuffled, 2).position] is ours
-        counts[ours.number] += 1
+        counts[ours.identity] += 1
     assert min(counts.values()) > 60
 
 
 def test_cold_prefixes_pass_over_a_loaded_favourite() -> None:
-    fleet = [Fake(number) for number in range(4)]
+    fleet = [candidate(number) for number in range(4)]
     first, second = sorted(range(4), key=weights(1, fleet).__getitem__, reverse=True)[:2]
     fleet[first].queued_tokens = int(1000 * (COLD_SLACK - 1)) + 10
     assert choose("cost", request(), fleet).position == second
@@ -134,7 +148,7 @@ def test_cold_prefixes_pass_over_a_loaded_favourite() -> None:
 
 
 def test_cold_prefixes_pass_over_a_favourite_that_was_sent_more_than_its_share() -> None:
-    fleet = [Fake(number, recent_work=4.0) for number in range(4)]
+    fleet = [candidate(number, recent_work=4.0) for number in range(4)]
     first, second = sorted(range(4), key=weights(1, fleet).__getitem__, reverse=True)[:2]
     fleet[first].recent_work = 6.0
     assert choose("cost", request(), fleet).position == second
@@ -148,7 +162,11 @@ def test_cold_prefixes_pass_over_a_favourite_that_was_sent_more_than_its_share()
 
 def test_replicas_that_were_slow_once_get_their_share_of_cold_prefixes() -> None:
     """Or their speed would never be measured again while the fleet is at rest."""
-    fleet = [Fake(0, prefill_tokens_per_s=3000.0), Fake(1), Fake(2, prefill_tokens_per_s=500.0)]
+    fleet = [
+        candidate(0, prefill_tokens_per_s=3000.0),
+        candidate(1),
+        candidate(2, prefill_tokens_per_s=500.0),
+    ]
     for key in range(60):
         position = choose("cost", request(key=key), fleet).position
         fleet[position].recent_work += 1000 / fleet[position].prefill_tokens_per_s
@@ -160,7 +178,7 @@ def test_replicas_that_were_slow_once_get_their_share_of_cold_prefixes() -> None
 
 def test_a_prefix_that_all_prompts_share_does_not_gather_them() -> None:
     """Chats begin with the same template: a twentieth of the prompt saved is no reason for all to share one cache."""
-    fleet = [Fake(number) for number in range(4)]
+    fleet = [candidate(number) for number in range(4)]
     chosen = {choose("cost", request(hits={0: 50}, key=key), fleet).position for key in range(40)}
     assert chosen == {0, 1, 2, 3}
     chosen = {choose("cost", request(hits={0: 200}, key=key), fleet).position for key in range(40)}
@@ -168,7 +186,7 @@ def test_a_prefix_that_all_prompts_share_does_not_gather_them() -> None:
 
 
 def test_a_departed_replica_moves_only_its_own_keys() -> None:
-    fleet = [Fake(number) for number in range(5)]
+    fleet = [candidate(number) for number in range(5)]
     for key in range(200):
         home = fleet[favourite(key, fleet, range(5))]
         rest = fleet[:4]
@@ -178,7 +196,7 @@ def test_a_departed_replica_moves_only_its_own_keys() -> None:
 
 def test_a_hot_prefix_gets_a_second_home_when_its_holder_saturates() -> None:
     """production-stack#990, GIE#2823: a prefix that never leaves its first replica makes a hotspot."""
-    fleet = [Fake(number) for number in range(3)]
+    fleet = [candidate(number) for number in range(3)]
     hits = {0: 900}
     homes = set()
     for _ in range(40):
@@ -194,7 +212,7 @@ def test_a_hot_prefix_gets_a_second_home_when_its_holder_saturates() -> None:
 
 def test_affinity_does_not_pile_onto_a_slow_replica() -> None:
     """sglang#14305: the more a slow worker queues, the less its cache is worth."""
-    slow, *others = fleet = [Fake(0, prefill_tokens_per_s=100.0), Fake(1), Fake(2)]
+    slow, *others = fleet = [candidate(0, prefill_tokens_per_s=100.0), candidate(1), candidate(2)]
     hits = {0: 900}
     for number in range(30):
         decision = choose("cost", request(hits=hits), fleet, number)
@@ -207,14 +225,14 @@ def test_affinity_does_not_pile_onto_a_slow_replica() -> None:
 
 def test_low_concurrency_does_not_go_to_one_replica() -> None:
     """sglang#32983: an idle fleet with unrelated prompts is used as a whole."""
-    fleet = [Fake(number) for number in range(4)]
+    fleet = [candidate(number) for number in range(4)]
     chosen = {choose("cost", request(key=key * 0x9E3779B97F4A7C15), fleet).position for key in range(50)}
     assert chosen == {0, 1, 2, 3}
 
 
 def test_the_bound_of_hashing_is_meaningful_at_low_load() -> None:
     """kubeai#519: with many replicas and few requests a bound below one request scatters every key."""
-    fleet = [Fake(number) for number in range(200)]
+    fleet = [candidate(number) for number in range(200)]
     home = choose("prefix-hash", request(), fleet).position
     fleet[home].requests = 2
     assert bound(fleet) >= 2
@@ -224,7 +242,7 @@ def test_the_bound_of_hashing_is_meaningful_at_low_load() -> None:
 
 
 def test_sessions_stay_and_move_when_their_replica_has_more_than_its_share() -> None:
-    fleet = [Fake(number, requests=4) for number in range(4)]
+    fleet = [candidate(number, requests=4) for number in range(4)]
     homes = {session: choose("session", request(session=session), fleet) for session in range(1, 60)}
     assert {decision.reason for decision in homes.values()} == {"session"}
     assert {decision.position for decision in homes.values()} == {0, 1, 2, 3}
@@ -238,25 +256,25 @@ def test_sessions_stay_and_move_when_their_replica_has_more_than_its_share() -> 
 
 
 def test_without_a_session_prefixes_decide() -> None:
-    fleet = [Fake(0), Fake(1)]
+    fleet = [candidate(0), candidate(1)]
     assert choose("session", request(hits={1: 900}), fleet) == choose("cost", request(hits={1: 900}), fleet)
 
 
 def test_least_load_ignores_prefixes_and_shares_ties() -> None:
-    fleet = [Fake(0, queued_tokens=10), Fake(1, requests=3), Fake(2), Fake(3)]
+    fleet = [candidate(0, queued_tokens=10), candidate(1, requests=3), candidate(2), candidate(3)]
     decisions = [choose("least-load", request(hits={0: 900}), fleet, seed) for seed in range(50)]
     assert {decision.position for decision in decisions} == {2, 3}
     assert {decision.reason for decision in decisions} == {"load"}
 
 
 def test_round_robin_takes_turns() -> None:
-    fleet = [Fake(0), Fake(1), Fake(2)]
+    fleet = [candidate(0), candidate(1), candidate(2)]
     turns = [choose("round-robin", request(sequence=number), fleet) for number in range(6)]
     assert [turn.position for turn in turns] == [0, 1, 2] * 2
 
 
 def test_random_is_uniform() -> None:
-    fleet = [Fake(number) for number in range(4)]
+    fleet = [candidate(number) for number in range(4)]
     rng = random.Random(0)
     counts = Counter(POLICIES["random"].choose(request(), fleet, rng).position for _ in range(800))
     assert sorted(counts) == [0, 1, 2, 3]
@@ -264,7 +282,7 @@ def test_random_is_uniform() -> None:
 
 
 def test_power_of_two_takes_the_better_of_two_different_ones() -> None:
-    fleet = [Fake(0, queued_tokens=9000), Fake(1, queued_tokens=100), Fake(2)]
+    fleet = [candidate(0, queued_tokens=9000), candidate(1, queued_tokens=100), candidate(2)]
     rng = random.Random(0)
     counts = Counter(POLICIES["power-of-two"].choose(request(), fleet, rng).position for _ in range(300))
     assert counts[0] == 0, "the worst never wins a pair"
@@ -274,7 +292,7 @@ def test_power_of_two_takes_the_better_of_two_different_ones() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_is_pure_chooses_a_candidate_and_explains_itself(policy: str) -> None:
     for count in (1, 2, 5):
-        fleet = [Fake(n, queued_tokens=n * 10, requests=n, kv_usage=0.1 * n) for n in range(count)]
+        fleet = [candidate(n, queued_tokens=n * 10, requests=n, kv_usage=0.1 * n) for n in range(count)]
         asked = request(hits={0: 500}, session=7, sequence=3)
         decision = choose(policy, asked, fleet, 5)
         assert decision == choose(policy, asked, fleet, 5)
@@ -285,7 +303,7 @@ def test_every_policy_is_pure_chooses_a_candidate_and_explains_itself(policy: st
 
 @pytest.mark.parametrize("policy", ["cost", "least-load", "power-of-two"])
 def test_terms_add_up_to_the_cost(policy: str) -> None:
-    fleet = [Fake(n, queued_tokens=n * 700, requests=n, kv_usage=0.3 * n) for n in range(3)]
+    fleet = [candidate(n, queued_tokens=n * 700, requests=n, kv_usage=0.3 * n) for n in range(3)]
     asked = request(hits={1: 400, 2: 2000})
     decision = choose(policy, asked, fleet, 1)
     rows = POLICIES[policy].terms(asked, fleet)

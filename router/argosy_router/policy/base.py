@@ -6,7 +6,7 @@ Owns: the vocabulary shared by all policies. Must not know: any one policy.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
 Reason = Literal["cached", "predicted", "load", "session", "only"]
@@ -78,15 +78,13 @@ class Decision(NamedTuple):
 
 
 class Choose(Protocol):
-    def __call__(
-        self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
-    ) -> Decision:
+    def __call__(self, request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
         """Candidates are at least one, in the order of their names."""
         ...
 
 
 class Terms(Protocol):
-    def __call__(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+    def __call__(self, request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
         """For each candidate, the named figures the choice rests on."""
         ...
 
@@ -99,7 +97,7 @@ class Policy(NamedTuple):
 
 
 def decide(
-    request: RouteRequest, candidates: Sequence[Candidate], position: int, cost_s: float = 0.0
+    request: RouteRequest, candidates: list[Candidate], position: int, cost_s: float = 0.0
 ) -> Decision:
     """The decision for a position, with the reason that follows from the predicted hit."""
     hit = request.hits.get(position, 0)

@@ -11,8 +11,6 @@ Owns: the choice by key. Must not know: what a key stands for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from argosy_router.policy.base import Candidate
 from argosy_router.policy.rendezvous import favourite
 
@@ -20,13 +18,13 @@ LOAD_FACTOR = 1.25
 """The paper's example: a quarter above the mean costs little balance and keeps most keys at home."""
 
 
-def bound(candidates: Sequence[Candidate]) -> float:
+def bound(candidates: list[Candidate]) -> float:
     """Requests above which a replica takes no further keys."""
     total = sum([candidate.requests for candidate in candidates])
     return max(1.0, LOAD_FACTOR * total / len(candidates)) + 1.0
 
 
-def place(key: int, candidates: Sequence[Candidate]) -> int:
+def place(key: int, candidates: list[Candidate]) -> int:
     """The position where the key lives now."""
     limit = bound(candidates)
     return favourite(
@@ -36,7 +34,7 @@ def place(key: int, candidates: Sequence[Candidate]) -> int:
     )
 
 
-def terms(candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+def terms(candidates: list[Candidate]) -> list[dict[str, float]]:
     """Requests against the bound."""
     limit = bound(candidates)
     return [{"requests": float(candidate.requests), "bound": limit} for candidate in candidates]

@@ -24,7 +24,6 @@ gets the chance to show better.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from argosy_router.policy.base import MIN_HIT_TOKENS, Candidate, Decision, RouteRequest, decide
 from argosy_router.policy.rendezvous import favourite
@@ -50,7 +49,7 @@ COLD_STRETCH = 4.0
 """Speeds within it may be noise; a replica slower than that is for when others are busy."""
 
 
-def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
     """The candidate with the lowest T."""
     if len(candidates) == 1:
         return decide(request, candidates, 0)
@@ -72,9 +71,7 @@ def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.R
     return decide(request, candidates, chosen, costs[chosen])
 
 
-def _with_room(
-    candidates: Sequence[Candidate], close: list[int], costs: Sequence[float], best: float
-) -> list[int]:
+def _with_room(candidates: list[Candidate], close: list[int], costs: list[float], best: float) -> list[int]:
     """Those of `close` that were not sent more than their share lately; else whoever was not, waits less than the best
     takes in all, and is not far slower; else all of `close`."""
     bound = COLD_SHARE * sum([candidate.recent_work for candidate in candidates]) / len(candidates)
@@ -91,21 +88,21 @@ def _with_room(
     )
 
 
-def cost(request: RouteRequest, candidates: Sequence[Candidate]) -> list[float]:
+def cost(request: RouteRequest, candidates: list[Candidate]) -> list[float]:
     """T of every candidate, in seconds."""
     costs = _without_hits(request, candidates)
     _deduct_hits(costs, request, candidates, costs.index(min(costs)))
     return costs
 
 
-def _without_hits(request: RouteRequest, candidates: Sequence[Candidate]) -> list[float]:
+def _without_hits(request: RouteRequest, candidates: list[Candidate]) -> list[float]:
     """T of every candidate if nobody held a prefix."""
     prompt = request.prompt_tokens
     return [candidate.wait_s + prompt / candidate.prefill_tokens_per_s for candidate in candidates]
 
 
 def _deduct_hits(
-    costs: list[float], request: RouteRequest, candidates: Sequence[Candidate], elsewhere: int
+    costs: list[float], request: RouteRequest, candidates: list[Candidate], elsewhere: int
 ) -> None:
     prompt = request.prompt_tokens
     bonus_s = stickiness_s(request, candidates[elsewhere])
@@ -119,7 +116,7 @@ def stickiness_s(request: RouteRequest, elsewhere: Candidate) -> float:
     return min(MAX_STICKINESS, STICKINESS + crowding) / elsewhere.prefill_tokens_per_s
 
 
-def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
     """The summands of T."""
     prompt = request.prompt_tokens
     costs = _without_hits(request, candidates)

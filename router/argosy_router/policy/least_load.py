@@ -8,12 +8,11 @@ The lowest T wins, ties are drawn. It is the baseline the cost policy must never
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
-def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
     """The candidate with the lowest T."""
     costs = [
         candidate.queued_tokens / candidate.prefill_tokens_per_s
@@ -25,7 +24,7 @@ def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.R
     return decide(request, candidates, close[int(rng.random() * len(close))], best)
 
 
-def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
     """The summands of T."""
     return [
         {

@@ -7,13 +7,12 @@ figures do not all pick the same replica. Blind to caches.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 from argosy_router.policy.waiting import waiting_terms
 
 
-def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
     """The better of two."""
     count = len(candidates)
     if count == 1:
@@ -24,6 +23,6 @@ def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.R
     return decide(request, candidates, chosen, candidates[chosen].wait_s)
 
 
-def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
     """The summands of the wait."""
     return [waiting_terms(candidate) for candidate in candidates]

@@ -7,17 +7,16 @@ are, which the cost policy does.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from argosy_router.policy import bounded
 from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
-def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
     """The replica on which the prompt's beginning lives."""
     return decide(request, candidates, bounded.place(request.key, candidates))
 
 
-def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
     """Requests against the bound."""
     return bounded.terms(candidates)

@@ -15,14 +15,14 @@ _MASK = (1 << 64) - 1
 _xxh3 = xxhash.xxh3_64_intdigest
 
 
-def favourite(key: int, candidates: Sequence[Candidate], positions: Sequence[int]) -> int:
+def favourite(key: int, candidates: list[Candidate], positions: Sequence[int]) -> int:
     """The position, out of `positions`, whose candidate the key ranks first."""
     seed = key & _MASK
     ranks = [_xxh3(candidates[position].identity, seed) for position in positions]
     return positions[ranks.index(max(ranks))]
 
 
-def weights(key: int, candidates: Sequence[Candidate]) -> list[int]:
+def weights(key: int, candidates: list[Candidate]) -> list[int]:
     """Each candidate's rank for the key: the highest wins."""
     seed = key & _MASK
     return [_xxh3(candidate.identity, seed) for candidate in candidates]

@@ -6,17 +6,16 @@ w = sequence mod n
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
-def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
     """The next candidate in turn."""
     return decide(request, candidates, request.sequence % len(candidates))
 
 
-def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
     """Turns until each is next."""
     count = len(candidates)
     return [{"turns_until": float((position - request.sequence) % count)} for position in range(count)]

@@ -7,13 +7,12 @@ body. A request without one is placed by the cost policy.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from argosy_router.policy import bounded, cost
 from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
-def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
     """The replica on which the session lives."""
     if not request.session:
         return cost.choose(request, candidates, rng)
@@ -21,6 +20,6 @@ def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.R
     return decision if decision.reason == "only" else decision._replace(reason="session")
 
 
-def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
     """Requests against the bound; the cost policy's terms without a session."""
     return bounded.terms(candidates) if request.session else cost.terms(request, candidates)

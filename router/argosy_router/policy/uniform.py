@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
-def choose(request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
     """Any candidate."""
     return decide(request, candidates, int(rng.random() * len(candidates)))
 
 
-def terms(request: RouteRequest, candidates: Sequence[Candidate]) -> list[dict[str, float]]:
+def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
     """The chance of each."""
     return [{"chance": 1.0 / len(candidates)} for _ in candidates]
