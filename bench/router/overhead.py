@@ -1,13 +1,14 @@
 """CPU per request of our router and of sglang-router, over the same engines, in alternation.
 
-    python bench/router/overhead.py [--runs 3] [--requests 3000] [--telemetry] [--compiled FOLDER] [--floor]
-        [--sglang PYTHON] [-o FILE]
+    python bench/router/overhead.py [--runs 3] [--requests 3000] [--connections 16] [--telemetry]
+        [--compiled FOLDER] [--floor] [--sglang PYTHON] [-o FILE]
 
 `--sglang` is the interpreter of an environment with `sglang-router` installed; without it only ours is measured. With
 `--telemetry` the engines announce what they hold to our router, which otherwise takes them for another make. With
-`--compiled` our router also runs as `python -m argosy_router.compile FOLDER` made it, with `--floor` a proxy takes part
-that only copies bytes (splice.py). Each run starts a router afresh, warms it up, and sends the same bodies; figures are
-the medians over the runs. Absolute figures depend on the machine and drift; the ratios are what counts.
+`--compiled` our router also runs as `python -m argosy_router.compile FOLDER` made it. With `--floor` a proxy takes part
+that only copies bytes (splice.py), and the engines are asked directly, which is what latency adds to. Each run starts a
+router afresh, warms it up, and sends the same bodies; figures are the medians over the runs. Absolute figures depend on
+the machine and drift; the ratios are what counts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -35,7 +36,6 @@ import uvloop
 
 HERE = Path(__file__).resolve().parent
 ENGINES = 4
-CONCURRENCY = 16
 WORKLOADS = {
     "20 words": (20, False),
     "1000 words": (1000, False),
@@ -47,6 +47,7 @@ PREFIXES = 50
 STARTUP_S = 60.0
 COMPILED = "compiled"
 """Ours as machine code."""
+DIRECT = "no router"
 FLOOR = "bytes copied"
 """The proxy that looks at nothing."""
 LOAD_TIMEOUT_S = 120.0
@@ -129,7 +130,7 @@ class Client(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def load(port: int, requests: list[bytes]) -> tuple[list[float], int, float]:
+async def load(port: int, requests: list[bytes], connections: int) -> tuple[list[float], int, float]:
     """Latencies, errors and seconds."""
     loop = asyncio.get_running_loop()
     work = iter(requests)
@@ -138,7 +139,7 @@ async def load(port: int, requests: list[bytes]) -> tuple[list[float], int, floa
     started = time.perf_counter()
     clients = [
         (await loop.create_connection(lambda: Client(work, latencies, counts), "127.0.0.1", port))[1]
-        for _ in range(CONCURRENCY)
+        for _ in range(connections)
     ]
     async with asyncio.timeout(LOAD_TIMEOUT_S):
         await asyncio.gather(*(client.done for client in clients))
@@ -240,16 +241,18 @@ def measure(router: str, requests: list[bytes], arguments: argparse.Namespace) -
     mocks = [sys.executable, str(HERE / "mock_engine.py"), ",".join(map(str, engines))]
     if arguments.telemetry:
         mocks.append("--telemetry")
-    path = arguments.compiled if router == COMPILED else ""
-    with (
-        process(*mocks),
-        process(*command(router, arguments.sglang, port, engines), path=path) as child,
-    ):
+    with ExitStack() as stack:
+        child = stack.enter_context(process(*mocks))
+        if router == DIRECT:
+            port = engines[0]
+        else:
+            path = arguments.compiled if router == COMPILED else ""
+            child = stack.enter_context(process(*command(router, arguments.sglang, port, engines), path=path))
         wait_until_answering(port)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(load(port, requests[: len(requests) // 5]))
+            runner.run(load(port, requests[: len(requests) // 5], arguments.connections))
             before = cpu_seconds(child.pid)
-            latencies, errors, seconds = runner.run(load(port, requests))
+            latencies, errors, seconds = runner.run(load(port, requests, arguments.connections))
         user, system = (now - then for now, then in zip(cpu_seconds(child.pid), before, strict=True))
     latencies.sort()
     count = len(requests)
@@ -279,6 +282,7 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--telemetry", action="store_true")
     parser.add_argument("--compiled", default="", metavar="FOLDER")
     parser.add_argument("--floor", action="store_true")
@@ -286,7 +290,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     ours = ["argosy"] + [COMPILED] * bool(arguments.compiled)
-    others = [FLOOR] * arguments.floor + ["sglang-router"] * bool(arguments.sglang)
+    others = [DIRECT, FLOOR] * arguments.floor + ["sglang-router"] * bool(arguments.sglang)
     routers = [*ours, *others]
     table: dict[str, dict[str, Result]] = {}
     for workload, (words, stream) in WORKLOADS.items():
