@@ -32,17 +32,21 @@ def test_prefill_and_decode_are_told_apart() -> None:
 
 def test_a_step_waits_for_the_one_before() -> None:
     timing = StepTiming()
-    timing.ended(step(100), 0.0, 1.0)
-    timing.ended(step(100), 0.1, 2.0)
-    assert timing.prefill_tokens_per_s == pytest.approx(100.0)
+    timing.ended(step(1000), 0.0, 1.0)
+    timing.ended(step(1000), 0.1, 2.0)
+    assert timing.prefill_tokens_per_s == pytest.approx(1000.0)
 
 
-def test_a_few_tokens_behind_a_cached_prefix_say_little() -> None:
+def test_short_prompts_and_the_ends_of_cached_ones_tell_no_rate() -> None:
     timing = StepTiming()
-    timing.ended(step(2000), 0.0, 1.0)
-    timing.ended(step(4), 1.0, 1.02)
-    assert timing.prefill_tokens_per_s == pytest.approx(2000.0, rel=0.05)
-    for second in range(2, 40):
+    for number in range(20):
+        timing.ended(step(20), number, number + 0.02)
+    assert timing.prefill_tokens_per_s == 0.0, "not the 1000/s that such steps make"
+    timing.ended(step(2000), 100.0, 101.0)
+    for number in range(200):
+        timing.ended(step(20), 200.0 + number, 200.02 + number)
+    assert timing.prefill_tokens_per_s == pytest.approx(2000.0)
+    for second in range(500, 540):
         timing.ended(step(500), second, second + 1.0)
     assert timing.prefill_tokens_per_s == pytest.approx(500.0, rel=0.01), "it follows a change"
 

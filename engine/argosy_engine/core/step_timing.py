@@ -11,6 +11,9 @@ from argosy_engine.worker.step import SchedulerOutput
 
 _KEPT = 0.8
 """Share of the past after each step."""
+_MIN_PREFILL_TOKENS = 256
+"""Below this a step's fixed cost is most of it. A replica that has only seen short prompts, or the ends of cached ones,
+would look ten times slower than it is, and be passed over for that."""
 _PREFILL_TOKENS_PER_REQUEST = 4
 """From here on a step is mostly prefill; less, but more than one, is a mixture that tells neither rate."""
 
@@ -25,7 +28,7 @@ class StepTiming:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Zero until measured. Long steps count for more: a few tokens behind a cached prefix tell little."""
+        """Zero until measured. Long steps count for more."""
         return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
 
     def ended(self, step: SchedulerOutput, launched_s: float, ended_s: float) -> None:
@@ -38,6 +41,6 @@ class StepTiming:
         if tokens == requests:
             known = self.decode_step_s or seconds
             self.decode_step_s = _KEPT * known + (1.0 - _KEPT) * seconds
-        elif tokens >= _PREFILL_TOKENS_PER_REQUEST * requests:
+        elif tokens >= max(_MIN_PREFILL_TOKENS, _PREFILL_TOKENS_PER_REQUEST * requests):
             self._prefill_tokens = _KEPT * self._prefill_tokens + tokens
             self._prefill_s = _KEPT * self._prefill_s + seconds
