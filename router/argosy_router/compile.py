@@ -71,8 +71,9 @@ def compile_into(output: Path) -> None:
     try:
         from mypyc.build import mypycify
         from setuptools import Distribution
+        from setuptools.errors import CompileError
     except ImportError as error:
-        raise SystemExit(f"{error.name} is missing: pip install 'mypy>=1.13' setuptools") from None
+        raise SystemExit(f"{error.name} is missing: pip install 'argosy[compile]'") from None
     package = output / SOURCE.name
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     os.chdir(output)  # both tools write beside what they read
@@ -85,9 +86,13 @@ def compile_into(output: Path) -> None:
     command = distribution.get_command_obj("build_ext")
     command.inplace = True
     command.ensure_finalized()
-    command.run()
-    for left in ("build", ".mypy_cache", "mypy.ini"):
-        shutil.rmtree(left) if Path(left).is_dir() else Path(left).unlink(missing_ok=True)
+    try:
+        command.run()
+    except CompileError as error:
+        raise SystemExit(f"{error}: install a C compiler and Python's headers, or set CC") from None
+    shutil.rmtree("build")
+    shutil.rmtree(".mypy_cache", ignore_errors=True)
+    Path("mypy.ini").unlink()
 
 
 def main() -> None:
