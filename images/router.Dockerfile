@@ -1,6 +1,6 @@
 # The router's image. The build context is a folder that holds the wheel and nothing else:
 #   pip wheel --no-deps --wheel-dir dist . && docker build -f images/router.Dockerfile -t argosy-router dist
-# COMPILE=0 leaves out the machine code of its hot modules, for a base without apt: the router then takes twice the CPU.
+# COMPILE=0 leaves out the machine code of its hot modules, for a base without apt: a short request then takes twice the CPU.
 ARG BASE=docker.io/library/python:3.13-slim
 
 FROM ${BASE} AS compiled

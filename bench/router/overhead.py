@@ -48,6 +48,7 @@ STARTUP_S = 60.0
 COMPILED = "compiled"
 """Ours as machine code."""
 DIRECT = "no router"
+"""An engine, asked directly."""
 FLOOR = "bytes copied"
 """The proxy that looks at nothing."""
 LOAD_TIMEOUT_S = 120.0
