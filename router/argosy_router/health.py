@@ -2,8 +2,9 @@
 
 Owns: one replica's health, the rule how many may be ejected, and the rule when ejections are ignored.
 Must not know: requests, telemetry, how a replica is chosen.
-Invariant: failures eject at most half of a service's routable replicas and never the last; when replicas leave so that
-more than half of the rest are ejected, ejections are ignored (panic); a success ends an ejection.
+Invariants: failures eject at most half of a service's routable replicas and never the last; when replicas leave so that
+more than half of the rest are ejected, ejections are ignored (panic); a success ends an ejection. A replica that says
+that it is full rests, which is its own word and no failure: it neither ejects nor counts towards an ejection.
 
 healthy --failures--> ejected --back-off over--> half-open (one probe request) --success--> healthy
                          ^------------------------------- failure ---------------------'
@@ -31,7 +32,15 @@ long prefill step."""
 class Health:
     """Health of one replica. Times are a monotonic clock's, passed in."""
 
-    __slots__ = ("_ejected_until", "_ejections", "_failures", "_is_probing", "is_suspect")
+    __slots__ = (
+        "_ejected_until",
+        "_ejections",
+        "_failures",
+        "_is_probing",
+        "_rests_until_room",
+        "is_suspect",
+        "rests_until",
+    )
 
     def __init__(self) -> None:
         self._failures = 0
@@ -40,6 +49,9 @@ class Health:
         self._is_probing = False
         self.is_suspect = False
         """Used only when nothing better is there."""
+        self.rests_until = 0.0
+        """Used only when nobody else is there, until then: the replica asked for it. In the past: it does not rest."""
+        self._rests_until_room = False
 
     @property
     def is_ejected(self) -> bool:
@@ -54,6 +66,25 @@ class Health:
         if self._ejected_until is None:
             return "suspect" if self.is_suspect else "well"
         return "half-open" if now >= self._ejected_until else "ejected"
+
+    def rest(self, now: float, seconds: float, *, until_room: bool) -> bool:
+        """The replica says that it is full, and wants to be asked again in so many seconds; with `until_room` also as
+        soon as its telemetry tells of room, which it does not yet. Returns whether it did not rest before."""
+        was_resting = self.is_resting(now)
+        self.rests_until = max(self.rests_until, now + seconds)
+        self._rests_until_room = until_room
+        return not was_resting
+
+    def found_room(self) -> bool:
+        """Its telemetry tells of room. Returns whether this may have ended a rest."""
+        if not self._rests_until_room:
+            return False
+        self.rests_until = 0.0
+        self._rests_until_room = False
+        return True
+
+    def is_resting(self, now: float) -> bool:
+        return now < self.rests_until
 
     def admits(self, now: float) -> bool:
         """Whether a request may be sent: healthy, or half-open with no probe under way."""

@@ -69,6 +69,11 @@ class LoadAccount(Candidate):
         """What the replica, or its answers, told about its speed."""
         return self._measured
 
+    @property
+    def has_seat(self) -> bool:
+        """Whether one more request would run at once, as far as is known."""
+        return self.requests < self.max_num_seqs
+
     def charge(self, tokens: int) -> Charge:
         """Accounts for a request about to be sent."""
         self.inflight += 1

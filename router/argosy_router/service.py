@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
-from argosy_engine.protocol.chunks import chain_seed, chunk_hashes, chunk_offsets
+from argosy_engine.protocol.chunks import chain_seed
 from argosy_engine.protocol.errors import TooManyRequests, Unavailable
 from argosy_engine.protocol.fleet import FleetService
 from argosy_engine.protocol.openai import GenerationRequest
@@ -23,6 +23,7 @@ from argosy_router.policy import POLICIES, Decision, RouteRequest
 from argosy_router.policy.base import Candidate
 from argosy_router.policy.rates import assumed
 from argosy_router.prefixes.index import PrefixIndex
+from argosy_router.prefixes.native import chunk_hashes, chunk_offsets
 from argosy_router.replica import Replica
 
 PRIOR_BYTES_PER_TOKEN = 4.0
@@ -96,6 +97,8 @@ class Service:
         self._recent_since = 0.0
         """When work sent weighed one; later work weighs more, so that older work fades."""
         self._candidates: Candidates | None = None
+        self._candidates_until = 0.0
+        """When the first of those that are left out may be a candidate again."""
         self._unsalted_seed = chain_seed(spec.model)
 
     def prompt(
@@ -154,6 +157,8 @@ class Service:
         replica = candidates.replicas[decision.position]
         if decision.reason == "cached" and not self.is_announced(replica, prompt.hashes, length):
             decision = decision._replace(reason="predicted")
+        if replica.health.is_resting(now):
+            decision = decision._replace(reason="busy")
         load = replica.load
         uncached = max(1, request.prompt_tokens - decision.predicted_tokens)
         ahead = load.queued_tokens + uncached
@@ -219,13 +224,21 @@ class Service:
 
     def _healthy(self, now: float, tried: Collection[Replica] = (), adapter: str = "") -> Candidates:
         candidates = self._candidates
-        if candidates is None or tried or adapter or candidates.slot_changes != self.index.slot_changes:
+        if (
+            candidates is None
+            or tried
+            or adapter
+            or now >= self._candidates_until
+            or candidates.slot_changes != self.index.slot_changes
+        ):
             candidates = self._with_slots(self._admitted(now, tried, adapter))
             if adapter:
                 return candidates
             # An ejected replica comes back by the clock: until then nothing is remembered.
             is_lasting = not tried and not any(r.health.is_ejected for r in self.replicas.values())
             self._candidates = candidates if is_lasting else None
+            ends = [r.health.rests_until for r in self.replicas.values() if r.health.is_resting(now)]
+            self._candidates_until = min(ends, default=inf)
         return candidates
 
     def invalidate(self) -> None:
@@ -245,7 +258,8 @@ class Service:
         if not self.is_in_panic:
             admitted = [replica for replica in usable if replica.health.admits(now)]
         healthy = [replica for replica in admitted if not replica.health.is_suspect]
-        return sorted(healthy or admitted or usable, key=lambda replica: replica.name)
+        rested = [replica for replica in healthy if not replica.health.is_resting(now)]
+        return sorted(rested or healthy or admitted or usable, key=lambda replica: replica.name)
 
     def _with_slots(self, replicas: list[Replica]) -> Candidates:
         return Candidates(

@@ -529,7 +529,7 @@ async def test_with_room_elsewhere_it_is() -> None:
         assert is_settled(r)
 
 
-@pytest.mark.parametrize("state", ["suspect", "ejected"])
+@pytest.mark.parametrize("state", ["suspect", "ejected", "resting"])
 async def test_who_is_not_well_gets_no_hedge(state: str) -> None:
     slow = Slow()
     async with hedged(slow, answer_normally) as r:
@@ -537,6 +537,8 @@ async def test_who_is_not_well_gets_no_hedge(state: str) -> None:
         health = r.replica(1).health
         if state == "suspect":
             health.is_suspect = True
+        elif state == "resting":
+            health.rest(r.router.dispatcher.now(), 60.0, until_room=False)
         else:
             health.failed(r.router.dispatcher.now() + 3600.0, may_eject=True, refused=True)
         r.router.fleet.changed()

@@ -149,10 +149,11 @@ def rows(registry: Registry) -> list[Row]:
                 ),
                 Panel("Retries", "ops", [(e.rate("retries", "reason"), "{{reason}}")]),
                 Panel(
-                    "Ejections and cut streams",
+                    "Ejections, rests and cut streams",
                     "ops",
                     [
                         (e.rate("ejections", "replica"), "{{replica}} ejected"),
+                        (e.rate("rests", "replica"), "{{replica}} rested"),
                         (e.rate("interrupted_streams", "replica"), "{{replica}} cut"),
                     ],
                 ),

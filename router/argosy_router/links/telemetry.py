@@ -199,6 +199,8 @@ class TelemetryClient:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
         )
+        if replica.load.has_seat and replica.health.found_room():
+            self._on_change()
         self._set_suspect(load.core_step_age_s > SUSPECT_STEP_AGE_S)
 
     def _synced(self) -> None:

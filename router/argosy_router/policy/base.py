@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
-Reason = Literal["cached", "predicted", "load", "session", "only"]
+Reason = Literal["cached", "predicted", "load", "session", "only", "busy"]
 """Value of the response header `x-argosy-route`."""
 
 MIN_HIT_TOKENS = 16

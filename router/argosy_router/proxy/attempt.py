@@ -142,7 +142,7 @@ class Attempt:
         self.headers = header_rules.returned(headers)
         if self._is_resuming:
             if not is_stream:
-                self._exchange.on_attempt_failed(self, Refused(status))
+                self._exchange.on_attempt_failed(self, Refused(status, self.headers))
         elif is_stream:
             shape = self._call.shape
             if self.fingerprint and shape is not None:

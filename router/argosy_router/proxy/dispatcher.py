@@ -140,7 +140,9 @@ class Dispatcher:
             choice = self.choose(call, tried)
         except ApiError:
             return None
-        return choice if choice.replica.health.is_well and self.hedging.spend(call.service) else None
+        health = choice.replica.health
+        is_fit = health.is_well and not health.is_resting(self.now())
+        return choice if is_fit and self.hedging.spend(call.service) else None
 
     def hedged(self, call: Call, record: DecisionRecord, outcome: HedgeOutcome) -> None:
         """What became of the hedge that `record` is about."""
@@ -155,6 +157,8 @@ class Dispatcher:
     def attempt_failed(self, call: Call, replica: Replica, error: UpstreamError) -> None:
         self._metrics.failures.add((call.service.spec.model, replica.name, error.reason))
         log.info("replica %s failed a request: %s (%s)", replica.name, error.reason, error)
+        if isinstance(error, Refused) and error.is_busy:
+            self._rest(call, replica, error.retry_after_s)
         if _is_no_fault(error):
             replica.health.abandoned()
             return
@@ -176,6 +180,11 @@ class Dispatcher:
         if replica.health.failed(self.now(), refused=refused, after=after, may_eject=may_eject):
             self._metrics.ejections.add((call.service.spec.model, replica.name))
             self._fleet.changed()
+
+    def _rest(self, call: Call, replica: Replica, seconds: float) -> None:
+        if replica.health.rest(self.now(), seconds, until_room=not replica.load.has_seat):
+            self._metrics.rests.add((call.service.spec.model, replica.name))
+            call.service.invalidate()
 
     def interrupted(self, call: Call, replica: Replica) -> None:
         self._metrics.interrupted.add((call.service.spec.model, replica.name))

@@ -4,7 +4,7 @@ Owns: that table. Must not know: retries, how ejection works.
 
 | status | the request | the replica |
 |---|---|---|
-| 429, 503 | goes elsewhere | is full, or leaving: not at fault |
+| 429, 503 | goes elsewhere | is full, or leaving: not at fault, but rests as long as it says |
 | 401, 403 | goes elsewhere | refuses the router's own key |
 | 502, 504 | goes elsewhere | is not reached by what stands before it |
 | 500, and all above 504 | is answered | may have been upset by this one request; in a row they are the replica's |

@@ -1,0 +1,146 @@
+"""A replica that says that it is full rests: others come first until it has room, and nothing else happens to it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from argosy_engine.protocol.telemetry import Load
+from argosy_router.health import CONSECUTIVE_FAILURES, Health
+
+from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally
+from .harness import Rig, chat, rig
+
+RETRY_AFTER_S = 50.0
+SEATS = 64
+"""`max_num_seqs` of a fake engine's hello."""
+FULL = Load(core_step_age_s=0.0, num_running=SEATS, num_waiting=2)
+FREE = Load(core_step_age_s=0.0, num_running=SEATS - 1)
+
+
+def busy(status: int = 429, headers: str = f"retry-after: {RETRY_AFTER_S:.0f}\r\n") -> Script:
+    async def script(connection: Connection, _: Received) -> None:
+        connection.answer(status, b'{"error":{"message":"full"}}', headers)
+
+    return script
+
+
+def let_pass(r: Rig, seconds: float) -> None:
+    """The dispatcher's clock, by which replicas are chosen, goes ahead."""
+    r.router.dispatcher.now = lambda: time.monotonic() + seconds
+
+
+async def ask(r: Rig, count: int) -> list[tuple[str, str]]:
+    """Replica and reason of so many answers."""
+    answers = [await r.chat(str(number)) for number in range(count)]
+    return [(answer.headers["x-argosy-replica"], answer.headers["x-argosy-route"]) for answer in answers]
+
+
+async def told(r: Rig, load: Load) -> None:
+    """The first replica's telemetry says so, and the router has heard it."""
+    heard_at = r.replica(0).heard_at
+    r.engines[0].announce(load)
+    await r.until(lambda: r.replica(0).heard_at != heard_at)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_it_is_left_alone_as_long_as_it_asked_for(status: int) -> None:
+    engines = [FakeEngine(script=busy(status)), FakeEngine(), FakeEngine()]
+    async with rig(engines, policy="round-robin") as r:
+        assert {name for name, _ in await ask(r, 12)} == {"r1", "r2"}
+        assert len(engines[0].requests) == 1
+        engines[0].script = answer_normally
+        let_pass(r, RETRY_AFTER_S - 1.0)
+        assert {name for name, _ in await ask(r, 6)} == {"r1", "r2"}
+        let_pass(r, RETRY_AFTER_S + 1.0)
+        assert {name for name, _ in await ask(r, 6)} == {"r0", "r1", "r2"}
+        assert r.metric('rests_total{model="tiny",replica="r0"}') == 1
+
+
+async def test_its_word_is_no_failure() -> None:
+    async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
+        for number in range(2 * CONSECUTIVE_FAILURES):
+            let_pass(r, number * (RETRY_AFTER_S + 1.0))
+            await ask(r, 3)
+        assert len(r.engines[0].requests) == r.metric("rests_total") == 2 * CONSECUTIVE_FAILURES
+        assert r.replica(0).state == "synced"
+        assert r.replica(0).report().routable
+        assert r.metric("ejections_total") == 0
+        health = r.replica(0).health
+        assert not health.failed(0.0, may_eject=True), "the count of failures has not begun"
+
+
+async def test_where_all_rest_all_are_asked_and_the_decision_says_so() -> None:
+    engines = [FakeEngine(script=busy()), FakeEngine(script=busy())]
+    async with rig(engines, policy="round-robin", admin_port=0) as r:
+        assert (await r.chat()).status_code == 429
+        for engine in engines:
+            engine.script = answer_normally
+        answers = await ask(r, 4)
+        assert {name for name, _ in answers} == {"r0", "r1"}
+        assert {reason for _, reason in answers} == {"busy"}
+        newest = (await r.http.get(r.router.admin_url + "/decisions")).json()[0]
+        assert newest["reason"] == "busy"
+        assert all(r.metric(f'rests_total{{model="tiny",replica="{name}"}}') == 1 for name in ("r0", "r1"))
+
+
+async def test_a_suspect_comes_behind_one_that_rests() -> None:
+    async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
+        await ask(r, 2)
+        r.engines[0].script = answer_normally
+        r.replica(1).health.is_suspect = True
+        r.router.fleet.changed()
+        assert await ask(r, 2) == [("r0", "busy")] * 2
+
+
+async def test_the_explanation_tells_how_long() -> None:
+    async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin", admin_port=0) as r:
+        await ask(r, 2)
+        explained = (await r.http.post(r.router.admin_url + "/explain", json=chat())).json()
+        assert (explained["replica"], explained["reason"]) == ("r1", "only")
+        (left_out,) = explained["excluded"]
+        assert left_out["replica"] == "r0"
+        assert "full" in left_out["reason"]
+        seconds = float(left_out["reason"].split()[-2])
+        assert 0.0 < seconds <= RETRY_AFTER_S
+
+
+async def test_telemetry_ends_a_rest_once_there_is_room() -> None:
+    async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
+        await told(r, FULL)
+        await ask(r, 2)
+        r.engines[0].script = answer_normally
+        await told(r, FULL)
+        assert {name for name, _ in await ask(r, 4)} == {"r1"}
+        await told(r, FREE)
+        assert {name for name, _ in await ask(r, 4)} == {"r0", "r1"}
+
+
+async def test_telemetry_that_told_of_room_before_is_no_reason_to_ask_again() -> None:
+    """An engine that sleeps, or a limit in front of it: its figures do not show why it refused."""
+    async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
+        await told(r, FREE)
+        await ask(r, 2)
+        await told(r, FREE)
+        await ask(r, 4)
+        assert len(r.engines[0].requests) == 1
+
+
+async def test_no_room_is_seen_where_a_replica_rests() -> None:
+    async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
+        (service,) = r.router.fleet.services.values()
+        before = service.room(time.monotonic())
+        await ask(r, 2)
+        assert service.room(time.monotonic()) == before // 2
+
+
+def test_the_latest_end_counts() -> None:
+    health = Health()
+    assert health.rest(10.0, 5.0, until_room=False)
+    assert not health.rest(11.0, 1.0, until_room=True), "it rested already"
+    assert health.is_resting(14.9)
+    assert not health.is_resting(15.0)
+    assert health.found_room()
+    assert not health.is_resting(11.0)
+    assert not health.found_room()
