@@ -41,7 +41,7 @@ def fleet_service(
         endpoints=endpoints,
         policy=service.spec.router.policy,
         limits=_limits(service.spec.router.limits),
-        hedge_after=service.spec.router.hedge_after or 0.0,
+        hedge_after=service.spec.router.hedge_after,
         canary=None if canary is None else Canary(service=canary.service, weight=canary.weight),
         internal_key=internal_key,
     )

@@ -53,6 +53,9 @@ _source_rules = rules_of(
         message="must not contain '..' as a path segment",
     ),
 )
+_hedge_rules = rules_of(
+    Rule(rule="double(self) == 0.0 || double(self) >= 1.0", message="must be 0 (never) or between 1 and 100")
+)
 ModelSource = Annotated[str, Meta(min_length=1, max_length=1024, extra_json_schema=_source_rules)]
 
 
@@ -253,10 +256,10 @@ class Router(Struct, frozen=True, kw_only=True, rename="camel"):
     `random` or `power-of-two`."""
     limits: RouterLimits = RouterLimits()
     """Bounds of its requests in each router."""
-    hedge_after: Annotated[float, Meta(ge=1, le=100)] | None = None
-    """Asks a second replica for a streamed answer that has not begun after this many times the time it was expected to
-    take, for at most one request in twenty, and takes the answer that begins first. By default the router's own
-    --hedge-after decides, which is not to."""
+    hedge_after: Annotated[float, Meta(ge=0, le=100, extra_json_schema=_hedge_rules)] | None = None
+    """Asks a second replica for a streamed answer that has not begun after this many times (1 to 100) the time it was
+    expected to take, for at most one request in twenty, and takes the answer that begins first; 0 never does. If left
+    out, the router's own --hedge-after decides, which is not to unless it is set."""
     canary: RouterCanary | None = None
     """Who answers a share of the requests that name this service's model; nobody if left out."""
 

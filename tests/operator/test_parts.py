@@ -194,7 +194,8 @@ def test_fleet_service() -> None:
     )
     assert fleet_service(isvc(model={"source": "builtin://tiny"})).limits == ServiceLimits()
     assert entry.hedge_after == 6
-    assert fleet_service(isvc(model={"source": "builtin://tiny"})).hedge_after == 0
+    assert fleet_service(isvc(model={"source": "builtin://tiny"})).hedge_after is None, "the router decides"
+    assert fleet_service(isvc(router={"hedgeAfter": 0})).hedge_after == 0.0, "which it must not"
     assert entry.canary is None
     assert fleet_service(isvc(router={"canary": {"service": "next", "weight": 7}})).canary == Canary(
         service="next", weight=7

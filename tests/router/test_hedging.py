@@ -602,6 +602,16 @@ async def test_a_service_s_own_factor_wins() -> None:
         assert is_whole(await task)
 
 
+async def test_a_service_can_do_without() -> None:
+    slow = Slow()
+    async with hedged(slow, answer_normally, fields={"hedge_after": 0.0}) as r:
+        task = await asking(r)
+        await overdue(r)
+        assert sent(r) == 1
+        slow.go_on.set()
+        assert is_whole(await task)
+
+
 @pytest.mark.parametrize("factor", ["0", "1", "1.5", "100"])
 def test_factors_that_are_taken(factor: str) -> None:
     flags = ["--replica", "http://a:1", "--hedge-after", factor]

@@ -77,6 +77,9 @@ placement:
     "unavailable only": manifest(f"{TINY}\nrollout: {{maxUnavailable: 2}}"),
     "rollout": manifest(f"{TINY}\nrollout: {{maxSurge: 1, maxUnavailable: 0, drainSeconds: 0}}"),
     "policy": manifest(f"{TINY}\nrouter: {{policy: least-load}}"),
+    "hedging from a factor on": manifest(f"{TINY}\nrouter: {{hedgeAfter: 1.5}}"),
+    "hedging by a whole factor": manifest(f"{TINY}\nrouter: {{hedgeAfter: 1}}"),
+    "no hedging": manifest(f"{TINY}\nrouter: {{hedgeAfter: 0}}"),
     "canary": manifest(f"{TINY}\nrouter: {{canary: {{service: tiny-next, weight: 10}}}}"),
     "canary that rests": manifest(f"{TINY}\nrouter: {{canary: {{service: tiny-next, weight: 0}}}}"),
     "paused": manifest(f"{TINY}\npaused: true"),
@@ -177,6 +180,10 @@ BAD: dict[str, tuple[str, str]] = {
     "rollout that cannot move": (
         manifest(f"{TINY}\nrollout: {{maxSurge: 0, maxUnavailable: 0}}"),
         "maxSurge and maxUnavailable must not both be 0",
+    ),
+    "hedging before the expected time": (
+        manifest(f"{TINY}\nrouter: {{hedgeAfter: 0.5}}"),
+        "must be 0 (never) or between 1 and 100",
     ),
     "unknown policy": (
         manifest(f"{TINY}\nrouter: {{policy: fastest}}"),

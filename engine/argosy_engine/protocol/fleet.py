@@ -75,9 +75,9 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     endpoints: tuple[Endpoint, ...] = ()
     policy: RoutingPolicy = "cost"
     limits: ServiceLimits = ServiceLimits()
-    hedge_after: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Times the predicted time to first token, after which a stream is asked for at a second replica. Zero means: the
-    router's own default."""
+    hedge_after: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """Times the predicted time to first token, after which a stream is asked for at a second replica. Zero means never,
+    None the router's own default."""
     canary: Canary | None = None
     internal_key: str = ""
     """Bearer key of the engines where the document itself is private (local fleet). In a cluster it is empty and

@@ -149,6 +149,12 @@ def rows(registry: Registry) -> list[Row]:
                 ),
                 Panel("Retries", "ops", [(e.rate("retries", "reason"), "{{reason}}")]),
                 Panel(
+                    "Hedges",
+                    "ops",
+                    [(e.rate("hedges", "outcome"), "{{outcome}}")],
+                    "Second attempts beside an overdue one. Mostly lost ones say that --hedge-after is too low.",
+                ),
+                Panel(
                     "Ejections, rests and cut streams",
                     "ops",
                     [

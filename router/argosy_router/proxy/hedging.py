@@ -41,7 +41,9 @@ class Hedging:
     ) -> Deadline | None:
         """A stream was sent: has `on_overdue` called when its first token is, unless the deadline is ended before. None
         where the service's requests are not hedged."""
-        factor = service.spec.hedge_after or self._factor
+        factor = service.spec.hedge_after
+        if factor is None:
+            factor = self._factor
         if not factor:
             return None
         credit = self._credit.get(service)
