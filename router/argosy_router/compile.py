@@ -1,10 +1,10 @@
-"""Machine code for the modules that every request passes: half the CPU per request.
+"""Machine code for what every request passes: half the CPU per request.
 
     python -m argosy_router.compile OUTPUT
 
 OUTPUT gets a copy of this package with extension modules beside the sources they were made of; Python prefers them.
 Put in front on PYTHONPATH, or copied over the installed package, it is the same router, faster. It needs mypy,
-setuptools and a C compiler, for some minutes; without it the router runs from its sources as it is.
+setuptools, a C compiler and xxhash's header, for some minutes; without it the router runs from its sources as it is.
 
 mypyc makes annotations binding: where an interpreted router carries a value of another type along, a compiled one
 raises TypeError. The router's tests run on both.
@@ -46,6 +46,8 @@ INTERPRETED = {
     "waiting": "its base class is open to others",
 }
 """Modules of those rooms that stay as they are, and why."""
+IN_C = ("prefixes/_hashing", "prefixes/_table")
+"""Modules whose source is C. `prefixes.native` has what stands in for them."""
 MYPY = """\
 [mypy]
 ignore_missing_imports = true
@@ -70,7 +72,7 @@ def compile_into(output: Path) -> None:
     """
     try:
         from mypyc.build import mypycify
-        from setuptools import Distribution
+        from setuptools import Distribution, Extension
         from setuptools.errors import CompileError
     except ImportError as error:
         raise SystemExit(f"{error.name} is missing: pip install 'argosy[compile]'") from None
@@ -82,6 +84,9 @@ def compile_into(output: Path) -> None:
     gc.disable()  # as mypy's own command does: its trees are millions of objects, and stay
     extensions = mypycify(["--config-file=mypy.ini", *map(str, modules(package))], opt_level="2")
     gc.freeze()
+    for name in IN_C:
+        path = f"{SOURCE.name}/{name}"
+        extensions.append(Extension(path.replace("/", "."), [f"{path}.c"], extra_compile_args=["-O2"]))
     distribution = Distribution({"name": SOURCE.name, "ext_modules": extensions})
     command = distribution.get_command_obj("build_ext")
     command.inplace = True
@@ -89,7 +94,9 @@ def compile_into(output: Path) -> None:
     try:
         command.run()
     except CompileError as error:
-        raise SystemExit(f"{error}: install a C compiler and Python's headers, or set CC") from None
+        raise SystemExit(
+            f"{error}: install a C compiler and the headers of Python and xxhash (libxxhash-dev), or set CC"
+        ) from None
     shutil.rmtree("build")
     shutil.rmtree(".mypy_cache", ignore_errors=True)
     Path("mypy.ini").unlink()

@@ -6,8 +6,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from argosy_router.prefixes.index import SCRUB_STEP, SHARDS, PrefixIndex
+from argosy_router.prefixes.index import SHARDS, PrefixIndex
 from argosy_router.prefixes.residency import GUESS_TTL_S, MAX_GUESS_TTL_S, Residency
+from argosy_router.prefixes.table import SCRUB_STEP, ChunkTable
 
 REPLICAS = 4
 CHAINS = [[chain * 1000 + depth for depth in range(1, 8)] for chain in range(3)]
@@ -174,16 +175,27 @@ def test_a_departed_replica_is_invisible_at_once_and_its_slot_rests() -> None:
 
 
 def test_large_shards_are_scrubbed_in_steps() -> None:
+    dicts = ChunkTable(SHARDS)
+    dicts.resize(2 * SCRUB_STEP)
+    dicts.set_live(0, True)
+    one_shard = range(0, 2 * SCRUB_STEP * SHARDS, SHARDS)
+    dicts.add(0, one_shard, [1] * len(one_shard))
+    assert not dicts.scrub(0, [0])
+    assert len(dicts) == SCRUB_STEP
+    assert dicts.scrub(0, [0])
+    assert len(dicts) == 0
+
+
+def test_whoever_leaves_while_another_is_scrubbed_is_scrubbed_too() -> None:
     index = PrefixIndex()
     gone, late = index.acquire_slot(), index.acquire_slot()
-    one_shard = range(0, 2 * SCRUB_STEP * SHARDS, SHARDS)
-    index.add(gone, one_shard, [1] * len(one_shard))
+    index.add(gone, range(3 * SCRUB_STEP * SHARDS // 2), [1] * (3 * SCRUB_STEP * SHARDS // 2))
     index.retire_slot(gone)
     before = len(index)
     while len(index) == before:
         index.scrub()
-    assert before - len(index) == SCRUB_STEP
-    index.add(late, [0, 1], [1, 1])
+    assert len(index) > 0
+    index.add(late, [0, 1, SHARDS - 1], [1, 1, 1])
     index.retire_slot(late)
     while index.scrub():
         pass

@@ -1,0 +1,6 @@
+from collections.abc import Iterable, Sequence
+
+from argosy_engine.protocol.prompt_view import Segment
+
+def chunk_hashes(segments: Sequence[Segment], seed: int) -> list[int]: ...
+def chunk_offsets(sizes: Iterable[int]) -> list[int]: ...

@@ -1,0 +1,216 @@
+"""The entries of a prefix index: chunk hash -> the slots that hold it, and prompt tokens up to that chunk.
+
+Owns: the entries, their order of use, the cap per shard. Must not know: what a slot stands for, guesses, time.
+Invariants: a shard never exceeds its capacity, and the entries that were announced or asked for longest ago leave
+first; an entry without a slot does not exist.
+
+There are two of it, and `prefixes.native` has the one in use: this one, of dicts, and that of `_table.c`, in
+flat memory, where it was built (`argosy_router.compile`). A test holds them against each other.
+
+Here each entry is one Python int, `slots << 32 | tokens` (tokens are a function of the prompt and the model, hence
+stored once). Entries live in many dicts by the hash's low bits, so that no dict's growth stops the loop for long; nor
+does scrubbing, which goes by `SCRUB_STEP` entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from sys import getsizeof
+
+SCRUB_STEP = 512
+"""Entries scrubbed in one go: some 0.2 ms, most of it waiting for memory."""
+_KEY_BYTES = 48
+"""A 64-bit int as CPython allocates it."""
+_TOKEN_BITS = 32
+_TOKEN_MASK = (1 << _TOKEN_BITS) - 1
+
+
+class ChunkTable:
+    """
+    Args:
+        shards: how many, a power of two. A chunk's shard is its low bits.
+    """
+
+    def __init__(self, shards: int) -> None:
+        self._shards: list[dict[int, int]] = [{} for _ in range(shards)]
+        self._low_bits = shards - 1
+        self._slots = 0
+        self._live = 0
+        """Bits of the slots in use."""
+        self._unscrubbed: list[int] = []
+        """Chunks of the shard that is being scrubbed. Those that come meanwhile cannot mention a slot that is gone."""
+        self.resize(1)
+
+    def resize(self, shard_capacity: int) -> None:
+        """Changes the cap; surplus entries leave as new ones come, or by `trim`."""
+        self._capacity = shard_capacity
+        self._dict_bytes = _dict_bytes(max(3, (3 * shard_capacity - 1).bit_length()))
+
+    def shard_capacity(self, limit: int, beside: int) -> int:
+        """How many entries of a shard, with `beside` bytes elsewhere for each, never take more than `limit` bytes, with
+        the slots there are now. A dict that grows takes the power of two from three times its entries on, so full
+        shards differ."""
+        each = self._entry_bytes + beside
+        sizes = range(3, max(4, limit.bit_length()))
+        return max(min((1 << size) // 3, (limit - _dict_bytes(size)) // each) for size in sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Memory it takes now."""
+        return len(self) * self._entry_bytes + sum(map(getsizeof, self._shards))
+
+    @property
+    def _entry_bytes(self) -> int:
+        """Key and value, which has a bit for each slot, as the allocator rounds them."""
+        return _KEY_BYTES + (getsizeof(1 << (self._slots + _TOKEN_BITS)) + 15 & ~15)
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether there is something to trim."""
+        entries, size = self._capacity, self._dict_bytes
+        return any(len(shard) > entries or getsizeof(shard) > size for shard in self._shards)
+
+    def trim(self, number: int) -> None:
+        """Makes one shard fit a capacity that has shrunk."""
+        shard = self._shards[number]
+        if len(shard) > self._capacity:
+            self._evict(shard)
+        if getsizeof(shard) > self._dict_bytes:
+            self._shards[number] = dict(iter(shard.items()))  # dicts do not shrink by themselves
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards))
+
+    def set_live(self, slot: int, is_live: bool) -> None:
+        """Whether `match` looks at the slot. It must have been live before anything is added to it."""
+        self._slots = max(self._slots, slot + 1)
+        self._live = self._live | 1 << slot if is_live else self._live & ~(1 << slot)
+
+    def scrub(self, number: int, slots: Iterable[int]) -> bool:
+        """Erases these slots, live no longer, from the next entries of a shard; True when none is left in it."""
+        shard = self._shards[number]
+        if not self._unscrubbed:
+            self._unscrubbed = list(shard)
+        chunks = self._unscrubbed[-SCRUB_STEP:]
+        del self._unscrubbed[-SCRUB_STEP:]
+        keep = ~sum(1 << (slot + _TOKEN_BITS) for slot in slots)
+        for chunk in chunks:
+            entry = shard.get(chunk, 0)
+            kept = entry & keep
+            if kept != entry:
+                if kept >> _TOKEN_BITS:
+                    shard[chunk] = kept
+                else:
+                    del shard[chunk]
+        return not self._unscrubbed
+
+    def add(self, slot: int, hashes: Iterable[int], tokens: Iterable[int]) -> None:
+        """`slot` holds these chunks; `tokens[i]` are the prompt tokens up to and including chunk i."""
+        bit = 1 << (slot + _TOKEN_BITS)
+        shards, low_bits = self._shards, self._low_bits
+        for chunk, count in zip(hashes, tokens, strict=True):
+            shard = shards[chunk & low_bits]
+            entry = shard.get(chunk)
+            if entry is not None:
+                shard[chunk] = (entry & ~_TOKEN_MASK) | bit | (count & _TOKEN_MASK)
+            else:
+                if len(shard) >= self._capacity:
+                    self._evict(shard)
+                shard[chunk] = bit | (count & _TOKEN_MASK)
+
+    def guess(self, slot: int, hashes: Sequence[int], tokens: Callable[[], Sequence[int]]) -> list[int]:
+        """`slot` is expected to hold all of these chunks, and they count as just used.
+
+        `tokens` is asked for estimates if some chunk is new. Returns the chunks the slot did not have before.
+        """
+        bit = 1 << (slot + _TOKEN_BITS)
+        shards, low_bits = self._shards, self._low_bits
+        added = []
+        estimates: Sequence[int] = ()
+        for position, chunk in enumerate(hashes):
+            shard = shards[chunk & low_bits]
+            entry = shard.pop(chunk, None)  # it goes to the end: the oldest leave first
+            if entry is None:
+                estimates = estimates or tokens()
+                if len(shard) >= self._capacity:
+                    self._evict(shard)
+                shard[chunk] = bit | (estimates[position] & _TOKEN_MASK)
+                added.append(chunk)
+                continue
+            if not entry & bit:
+                added.append(chunk)
+            shard[chunk] = entry | bit
+        return added
+
+    def remove(self, slot: int, hashes: Iterable[int]) -> None:
+        """`slot` no longer holds these chunks."""
+        bit = 1 << (slot + _TOKEN_BITS)
+        shards, low_bits = self._shards, self._low_bits
+        for chunk in hashes:
+            shard = shards[chunk & low_bits]
+            entry = shard.get(chunk)
+            if entry is not None and entry & bit:
+                entry ^= bit
+                if entry >> _TOKEN_BITS:
+                    shard[chunk] = entry
+                else:
+                    del shard[chunk]
+
+    def holds(self, slot: int, chunk: int) -> bool:
+        return bool(self._shards[chunk & self._low_bits].get(chunk, 0) >> (slot + _TOKEN_BITS) & 1)
+
+    def match(self, hashes: Sequence[int]) -> tuple[dict[int, int], int]:
+        """Longest run of held chunks from the start, per live slot.
+
+        Returns `{slot: prompt tokens of its run}`, shortest runs first (slots whose run is worth nothing are absent),
+        and the number of chunks of the longest run.
+        """
+        shards, low_bits = self._shards, self._low_bits
+        alive = self._live
+        runs: dict[int, int] = {}
+        tokens = 0
+        length = 0
+        for chunk in hashes:
+            entry = shards[chunk & low_bits].get(chunk)
+            if entry is None:
+                break
+            held = alive & (entry >> _TOKEN_BITS)
+            # A run worth less than a token is none: the role that chats begin with is less than a block.
+            if held != alive and tokens:
+                _assign(runs, alive ^ held, tokens)
+            alive = held
+            if not held:
+                break
+            tokens = entry & _TOKEN_MASK
+            length += 1
+        if alive and tokens:
+            _assign(runs, alive, tokens)
+        return runs, length
+
+    def _evict(self, shard: dict[int, int]) -> None:
+        """Makes room: the 1/64 of the shard that was unused longest goes."""
+        surplus = len(shard) - self._capacity + 1 + (self._capacity >> 6)
+        for chunk in [chunk for chunk, _ in zip(shard, range(surplus), strict=False)]:
+            del shard[chunk]
+
+
+def _dict_bytes(size: int) -> int:
+    """Bytes of a dict with `1 << size` places: an index per place, and room for entries in two thirds of them."""
+    width = 1 if size < 8 else 2 if size < 16 else 4
+    return 160 + (width << size) + 24 * ((2 << size) // 3)
+
+
+_FEW = 16
+
+
+def _assign(runs: dict[int, int], slots: int, tokens: int) -> None:
+    """`runs[slot] = tokens` for every slot."""
+    if slots.bit_count() > _FEW:  # long integers: one pass over the digits instead of arithmetic per bit
+        runs.update(
+            dict.fromkeys([slot for slot, digit in enumerate(f"{slots:b}"[::-1]) if digit == "1"], tokens)
+        )
+        return
+    while slots:
+        low = slots & -slots
+        runs[low.bit_length() - 1] = tokens
+        slots ^= low

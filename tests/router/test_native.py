@@ -1,0 +1,218 @@
+"""What is written in C does what its Python does: hashing and the index's table, over random inputs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from setuptools import Distribution, Extension
+from setuptools.errors import CompileError
+
+from argosy_engine.protocol import chunks
+from argosy_engine.protocol.prompt_view import Segment, SegmentKind
+from argosy_router.compile import IN_C, SOURCE
+from argosy_router.prefixes import table
+
+SHARDS = 4
+SLOTS = 150
+"""Rows of three words."""
+
+
+@pytest.fixture(scope="session")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
+    """Builds the modules and imports them by their last name. Without a compiler there are none, and no tests."""
+    folder = tmp_path_factory.mktemp("native")
+    extensions = [Extension(Path(name).name, [str(SOURCE / f"{name}.c")]) for name in IN_C]
+    command = Distribution({"name": "native", "ext_modules": extensions}).get_command_obj("build_ext")
+    command.build_lib, command.build_temp = str(folder), str(folder / "objects")
+    command.ensure_finalized()
+    try:
+        command.run()
+    except CompileError as failure:
+        pytest.skip(f"needs a C compiler, Python's headers and libxxhash-dev: {failure}")
+
+    def load(name: str) -> ModuleType:
+        path = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+segments = st.lists(
+    st.builds(
+        Segment,
+        st.sampled_from(SegmentKind),
+        st.one_of(
+            st.binary(max_size=600),
+            st.builds(lambda size: bytes(range(256)) * size, st.integers(0, 1200)),  # up to 300 KB
+        ),
+    ),
+    max_size=6,
+)
+
+
+def test_hashes_and_offsets(native: Callable[[str], ModuleType]) -> None:
+    hashing = native("_hashing")
+
+    @settings(deadline=None)
+    @given(segments, st.integers(0, 2**64 - 1))
+    def agree(prompt: list[Segment], seed: int) -> None:
+        assert hashing.chunk_hashes(prompt, seed) == chunks.chunk_hashes(prompt, seed)
+        sizes = [len(data) for _, data in prompt]
+        assert hashing.chunk_offsets(sizes) == chunks.chunk_offsets(sizes)
+
+    agree()
+
+
+@pytest.mark.parametrize("prompt", [[b"text"], [(0, "text")], [(0,)], [(None, b"")], 7])
+def test_what_is_no_prompt_is_a_type_error(native: Callable[[str], ModuleType], prompt: Any) -> None:
+    with pytest.raises(TypeError):
+        native("_hashing").chunk_hashes(prompt, 0)
+
+
+def test_sizes_are_not_negative(native: Callable[[str], ModuleType]) -> None:
+    with pytest.raises(ValueError, match="negative"):
+        native("_hashing").chunk_offsets([256, -1])
+
+
+chunk = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1))
+chain = st.lists(chunk, min_size=1, max_size=12, unique=True)
+slot = st.integers(0, SLOTS - 1)
+
+
+class Tables(RuleBasedStateMachine):
+    """The same done to both tables."""
+
+    make_native: Callable[[int], Any]
+
+    @initialize()
+    def make(self) -> None:
+        self.tables = [table.ChunkTable(SHARDS), self.make_native(SHARDS)]
+        self.live: set[int] = set()
+        for each in self.tables:
+            each.resize(10_000)
+
+    def set_live(self, number: int) -> None:
+        self.live.add(number)
+        for each in self.tables:
+            each.set_live(number, True)
+
+    @rule(number=slot, hashes=chain, tokens=st.integers(0, 2**32 - 1))
+    def add(self, number: int, hashes: list[int], tokens: int) -> None:
+        self.set_live(number)
+        for each in self.tables:
+            each.add(number, hashes, [tokens] * len(hashes))
+
+    @rule(number=slot, hashes=chain)
+    def guess(self, number: int, hashes: list[int]) -> None:
+        self.set_live(number)
+        added = [each.guess(number, hashes, lambda: range(1, 1 + len(hashes))) for each in self.tables]
+        assert added[0] == added[1]
+
+    @rule(number=slot, hashes=chain)
+    def remove(self, number: int, hashes: list[int]) -> None:
+        for each in self.tables:
+            each.remove(number, hashes)
+
+    @rule(numbers=st.sets(slot, min_size=1, max_size=40))
+    def leave(self, numbers: set[int]) -> None:
+        self.live -= numbers
+        for each in self.tables:
+            for number in numbers:
+                each.set_live(number, False)
+            for shard in range(SHARDS):
+                while not each.scrub(shard, numbers):
+                    pass
+
+    @rule(hashes=chain, number=slot)
+    def look(self, hashes: list[int], number: int) -> None:
+        first, second = (each.match(hashes) for each in self.tables)
+        assert first == second
+        assert list(first[0].values()) == list(second[0].values())
+        for found in (*hashes, hashes[0] ^ 1):
+            assert self.tables[0].holds(number, found) == self.tables[1].holds(number, found)
+
+    @invariant()
+    def as_many(self) -> None:
+        assert len(self.tables[0]) == len(self.tables[1])
+
+
+def test_tables(native: Callable[[str], ModuleType]) -> None:
+    class Both(Tables):
+        make_native = staticmethod(native("_table").ChunkTable)
+
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Both, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
+
+
+def test_what_was_unused_longest_leaves_first(native: Callable[[str], ModuleType]) -> None:
+    made = native("_table").ChunkTable(1)
+    made.resize(100)
+    made.set_live(0, True)
+    made.add(0, range(100), [1] * 100)
+    made.guess(0, range(10), lambda: ())  # used again
+    made.add(0, [100], [1])
+    gone = {chunk for chunk in range(101) if not made.holds(0, chunk)}
+    assert gone
+    assert gone == set(range(10, 10 + len(gone)))
+    assert len(made) == 101 - len(gone) <= 100
+
+
+def test_memory_is_what_it_says(native: Callable[[str], ModuleType]) -> None:
+    made = native("_table").ChunkTable(SHARDS)
+    made.set_live(SLOTS, True)
+    for limit in (2_000, 100_000):
+        capacity = made.shard_capacity(limit, 0)
+        made.resize(capacity)
+        made.add(SLOTS, range(3 * SHARDS * capacity), range(3 * SHARDS * capacity))
+        for number in range(SHARDS):
+            made.trim(number)
+        assert not made.is_overfull
+        assert 0.9 * limit < made.bytes / SHARDS <= limit
+    made.resize(capacity // 10)
+    assert made.is_overfull
+    for number in range(SHARDS):
+        made.trim(number)
+    assert not made.is_overfull
+    assert 0 < len(made) <= SHARDS * (capacity // 10)
+    assert made.bytes / SHARDS < limit / 5
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda made: made.add(70, [1], [1]), IndexError),
+        (lambda made: made.add(0, [1, 2], [1]), ValueError),
+        (lambda made: made.add(0, ["a"], [1]), TypeError),
+        (lambda made: made.add(0, 5, [1]), TypeError),
+        (lambda made: made.guess(0, [1, 2], lambda: [1]), IndexError),
+        (lambda made: made.guess(0, [1], lambda: 1 / 0), ZeroDivisionError),
+        (lambda made: made.match([None]), TypeError),
+        (lambda made: made.resize(0), ValueError),
+        (lambda made: type(made)(3), ValueError),
+    ],
+)
+def test_misuse_is_an_exception(
+    native: Callable[[str], ModuleType], call: Callable[[Any], object], error: type[Exception]
+) -> None:
+    made = native("_table").ChunkTable(SHARDS)
+    made.resize(10)
+    made.set_live(0, True)
+    with pytest.raises(error):
+        call(made)
+    made.add(0, [3], [30])
+    assert made.match([3]) == ({0: 30}, 1)
