@@ -133,6 +133,8 @@ class RouterConfig:
         admission = self.admission
         if admission.max_queued_requests < 0 or admission.max_queued_bytes < 0:
             raise ConfigError("--max-queued-requests and --max-queued-bytes must not be negative")
+        if self.server.max_connections < 1:
+            raise ConfigError("--max-connections must be positive")
         if self.server.max_inflight_bytes < self.server.max_body_bytes:
             raise ConfigError(
                 f"--max-inflight-bytes must be at least {self.server.max_body_bytes}, one body's limit"

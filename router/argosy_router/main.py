@@ -19,6 +19,7 @@ from typing import get_args
 from argosy_engine.protocol.fleet import RoutingPolicy
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.limits import ServerLimits
+from argosy_router.http.seats import SPARE_DESCRIPTORS, default_connections, open_files_limit
 from argosy_router.proxy.gate import AdmissionLimits
 from argosy_router.records.access_log import AccessFormat
 from argosy_router.records.line_writer import LineHandler, LineWriter
@@ -84,6 +85,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     replicas.add_argument(
         "--replica-key", help="bearer key of the engines given by --replica or --replica-dns"
+    )
+    listen.add_argument(
+        "--max-connections",
+        type=int,
+        metavar="N",
+        help="client connections at a time; beyond it idle ones are closed, then new ones refused "
+        "(half of the files the process may open, 16384 at most)",
     )
     access = parser.add_argument_group("access")
     access.add_argument(
@@ -263,7 +271,10 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
             queue_timeout_s=arguments.queue_timeout,
             hold_timeout_s=arguments.hold_timeout,
         ),
-        server=ServerLimits(max_inflight_bytes=arguments.max_inflight_bytes),
+        server=ServerLimits(
+            max_inflight_bytes=arguments.max_inflight_bytes,
+            max_connections=_max_connections(arguments.max_connections),
+        ),
         access_log=not arguments.no_access_log,
         access_log_format=arguments.access_log_format,
         usage_log=arguments.usage_log,
@@ -273,6 +284,20 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
     )
     config.check()
     return config
+
+
+def _max_connections(asked: int | None) -> int:
+    """Raises ConfigError: the process may not open so many files."""
+    available = open_files_limit()
+    if asked is None:
+        return default_connections(available)
+    needed = 2 * asked + SPARE_DESCRIPTORS
+    if needed > available:
+        raise ConfigError(
+            f"--max-connections {asked} needs {needed} open files and this process may have {available}: "
+            "ask for fewer, or raise the limit (ulimit -n)"
+        )
+    return asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -285,6 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         handlers=[LineHandler(stderr)],
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    _raise_file_limit()
     try:
         config = config_of(arguments, dict(os.environ))
         return _run(config, stderr)
@@ -302,8 +328,6 @@ def _run(config: RouterConfig, stderr: LineWriter) -> int:
     import uvloop
 
     from argosy_router.server import Router
-
-    _raise_file_limit()
 
     async def serve() -> None:
         await Router(config, stderr=stderr).run()

@@ -109,6 +109,13 @@ class Router:
         self.server = ServerState(self.application, config.server, self._wheel)
         self.metrics.add(
             _gauge("client_connections", "Open client connections.", lambda: len(self.server.connections)),
+            Reading(
+                "counter",
+                "refused_connections",
+                "Client connections beyond --max-connections.",
+                (),
+                lambda: [((), self.server.seats.refused)],
+            ),
             _gauge(
                 "inflight_body_bytes",
                 "Bodies of requests on their way in or without a whole answer.",

@@ -129,6 +129,14 @@ def alerts(registry: Registry) -> list[Alert]:
             "The router lacks CPU: raise its requests, or add replicas of it.",
         ),
         Alert(
+            "ArgosyConnectionsRefused",
+            f"{e.rate('refused_connections', 'instance', has_model=False)} > 0",
+            "5m",
+            "warning",
+            "{{ $labels.instance }} has as many clients as it may and refuses new ones.",
+            "Add routers, or raise --max-connections, and the limit of open files with it.",
+        ),
+        Alert(
             "ArgosyUsageNotWritten",
             f"sum by (instance) (increase({registry.counter('usage_write_failures')}[5m])) > 0",
             "0m",

@@ -181,7 +181,13 @@ def rows(registry: Registry) -> list[Row]:
                 Panel(
                     "Client connections",
                     "short",
-                    [(e.gauge("client_connections", "instance", has_model=False), "{{instance}}")],
+                    [
+                        (e.gauge("client_connections", "instance", has_model=False), "{{instance}}"),
+                        (
+                            e.rate("refused_connections", "instance", has_model=False),
+                            "{{instance}} refused per second",
+                        ),
+                    ],
                 ),
                 Panel(
                     "Versions", "short", [(e.gauge("build_info", "version", has_model=False), "{{version}}")]

@@ -29,6 +29,10 @@ class ServerLimits:
     body_timeout_s: float = 30.0
     """Within each such period a client must deliver `min_body_rate` bytes per second."""
     min_body_rate: int = 1024
+    max_connections: int = 4096
+    """Of all clients together; see `seats`."""
+    surplus_timeout_s: float = 1.0
+    """How long a connection too many has to begin its request, which is then refused."""
     keep_alive_s: float = 75.0
     write_stall_s: float = 60.0
     """How long a client may leave the write buffer full before it is cut off."""

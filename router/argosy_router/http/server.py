@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol, cast
 
-from argosy_engine.protocol.errors import ApiError, RequestTimeout
+from argosy_engine.protocol.errors import ApiError, RequestTimeout, Unavailable
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.limits import BodyRoom, ServerLimits
 from argosy_router.http.messages import Request, status_line
 from argosy_router.http.request_reader import Phase, RequestReader
+from argosy_router.http.seats import Seats
 
 
 class Exchange(Protocol):
@@ -77,6 +78,7 @@ class ServerState:
         self.limits = limits
         self.wheel = wheel
         self.room = BodyRoom(limits.max_inflight_bytes)
+        self.seats = Seats(limits.max_connections)
         self.connections: set[ServerConnection] = set()
         self.is_draining = False
         """Whether answers tell clients to take their next request elsewhere."""
@@ -126,6 +128,8 @@ class ServerConnection(asyncio.Protocol):
         """Whether what arrives is dropped: the client has sent too much ahead."""
         self._is_closing = False
         self._is_chunked = False
+        self._is_seated = True
+        """Whether it is one of those that may be there."""
 
     # asyncio.Protocol
 
@@ -135,6 +139,9 @@ class ServerConnection(asyncio.Protocol):
         self._state.connections.add(self)
         self._awaited = Phase.IDLE
         self._deadline.set(self._limits.header_timeout_s)
+        self._is_seated = self._state.seats.take()
+        if not self._is_seated:
+            self._turn_away()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closing = True
@@ -142,6 +149,7 @@ class ServerConnection(asyncio.Protocol):
         self._stall.end()
         self._leave()
         self.reader.close()
+        self._state.seats.leave(self, is_seated=self._is_seated)
         self._state.left(self)
 
     def eof_received(self) -> None:
@@ -175,6 +183,30 @@ class ServerConnection(asyncio.Protocol):
         if self.exchange is not None:
             self.exchange.on_client_resumed()
 
+    # a connection too many, and one that makes room
+
+    def _turn_away(self) -> None:
+        """Refuses its request as soon as that is known: an answer to nothing would confuse clients."""
+        if self._state.seats.is_crowded:
+            self._transport.abort()
+            return
+        self.reader = RequestReader(self._limits, self._state.room, self._on_surplus_head)
+        self._deadline.set(self._limits.surplus_timeout_s)
+
+    def _on_surplus_head(self, request: Request) -> bool:
+        """Probes and metrics get their answer all the same."""
+        request.keep_alive = False
+        if self._application.on_head(request):
+            raise Unavailable("the router has as many connections as it may", retry_after_s=1.0)
+        return False
+
+    def give_way(self) -> bool:
+        """Closes an idle connection, unless its client does not have all of the last answer. Returns whether it did."""
+        if self._is_closing or self._transport.get_write_buffer_size():
+            return False
+        self._close()
+        return True
+
     # turns
 
     def _turn(self) -> None:
@@ -188,6 +220,7 @@ class ServerConnection(asyncio.Protocol):
                 if reader.ready:
                     self._deadline.clear()
                     self._awaited = None
+                    self._state.seats.idle.pop(self, None)
                     self.request = request = reader.ready.pop(0)
                     self._application.on_request(self, request)
                 elif reader.failure is not None:
@@ -208,15 +241,18 @@ class ServerConnection(asyncio.Protocol):
         if phase is self._awaited:
             return
         self._awaited = phase
+        if phase is Phase.IDLE:
+            self._deadline.set(limits.keep_alive_s)
+            self._state.seats.idle[self] = None
+            return
+        self._state.seats.idle.pop(self, None)
         if phase is Phase.HEAD:
             self._deadline.set(limits.header_timeout_s)
-        elif phase is Phase.BODY:
+        else:
             self._body_mark = 0
             self._deadline.set(limits.body_timeout_s)
             if self.reader.wants_continue:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        else:
-            self._deadline.set(limits.keep_alive_s)
 
     def _on_deadline(self) -> None:
         if self._is_closing:

@@ -1,0 +1,231 @@
+"""The bound of client connections: who gives way, what those beyond it hear, and that nobody else pays for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from argosy_router.config import ConfigError
+from argosy_router.http import seats
+from argosy_router.http.limits import ServerLimits
+from argosy_router.http.seats import MAX_DEFAULT, MIN_DEFAULT, SPARE_DESCRIPTORS, Seats, default_connections
+from argosy_router.http.server import ServerConnection
+from argosy_router.main import build_parser, config_of
+
+from .fake_engine import Connection, FakeEngine, Received, completion
+from .harness import DEADLINE_S, Rig, raw, read_all, rig
+from .test_life import request_bytes
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Gate:
+    """Engines answer when it opens."""
+
+    def __init__(self) -> None:
+        self.opens = asyncio.Event()
+
+    async def __call__(self, connection: Connection, _: Received) -> None:
+        await self.opens.wait()
+        connection.answer(200, completion())
+
+
+@contextlib.asynccontextmanager
+async def seated(count: int, **limits: Any) -> AsyncIterator[tuple[Rig, Gate]]:
+    """A router with so many seats."""
+    gate = Gate()
+    async with rig([FakeEngine(script=gate)], server=ServerLimits(max_connections=count, **limits)) as r:
+        yield r, gate
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """The next response with a length."""
+    async with asyncio.timeout(DEADLINE_S):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        status, *lines = head.rstrip().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        return int(status.split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    return await read_all(reader) == b""
+
+
+async def ask(r: Rig, streams: Streams) -> None:
+    """Sends a chat; returns when the engine has it."""
+    before = len(r.engines[0].requests)
+    streams[1].write(request_bytes())
+    await r.until(lambda: len(r.engines[0].requests) > before)
+
+
+async def keep(streams: Streams) -> None:
+    """Has the connection answered once, and idle from then on."""
+    streams[1].write(HEALTH)
+    assert (await answer(streams[0]))[0] == 200
+
+
+async def test_one_too_many_is_told_and_costs_the_others_nothing() -> None:
+    async with seated(2) as (r, gate), raw(r.router) as a, raw(r.router) as b:
+        await ask(r, a)
+        await ask(r, b)
+        async with raw(r.router) as (reader, writer):
+            writer.write(request_bytes())
+            status, headers, body = await answer(reader)
+            assert (status, headers["connection"], headers["retry-after"]) == (503, "close", "1")
+            assert headers["x-should-retry"] == "true"
+            assert headers["x-request-id"]
+            assert json.loads(body)["error"]["type"] == "service_unavailable"
+            assert await is_closed(reader)
+        assert len(r.engines[0].requests) == 2
+        gate.opens.set()
+        for reader, _ in (a, b):
+            assert (await answer(reader))[0] == 200
+        assert r.metric("refused_connections_total") == 1
+        assert r.metric('requests_total{code="503",model=""}') == 1
+
+
+async def test_a_seat_is_free_again_once_its_client_has_left() -> None:
+    async with seated(1) as (r, gate):
+        gate.opens.set()
+        for _ in range(5):
+            async with raw(r.router) as (reader, writer):
+                writer.write(request_bytes())
+                assert (await answer(reader))[0] == 200
+            await r.until(lambda: not r.router.server.connections)
+        assert r.metric("refused_connections_total") == 0
+
+
+async def test_who_has_idled_longest_gives_way() -> None:
+    async with seated(3) as (r, gate), raw(r.router) as a, raw(r.router) as b, raw(r.router) as c:
+        await keep(a)
+        await keep(b)
+        await ask(r, c)
+        await keep(a)  # b idles longer now
+        async with raw(r.router) as d:
+            await keep(d)
+            assert await is_closed(b[0])
+            await keep(a)
+            await ask(r, a)
+            async with raw(r.router) as e:
+                await ask(r, e)
+                assert await is_closed(d[0])
+                gate.opens.set()
+                for reader, _ in (a, c, e):
+                    assert (await answer(reader))[0] == 200
+        assert r.metric("refused_connections_total") == 0
+
+
+async def test_who_has_not_spoken_yet_does_not_give_way() -> None:
+    async with seated(1) as (r, gate), raw(r.router) as (reader, writer):
+        gate.opens.set()
+        await r.until(lambda: bool(r.router.server.connections))
+        async with raw(r.router) as (other, _):
+            assert await is_closed(other)
+        writer.write(request_bytes())
+        assert (await answer(reader))[0] == 200
+
+
+async def test_a_request_under_way_does_not_give_way() -> None:
+    async with seated(1) as (r, gate), raw(r.router) as (reader, writer):
+        await keep((reader, writer))
+        data = request_bytes()
+        writer.write(data[:20])
+        (connection,) = r.router.server.connections
+        await r.until(lambda: connection.is_busy)
+        async with raw(r.router) as (other, asking):
+            asking.write(data)
+            assert (await answer(other))[0] == 503
+        gate.opens.set()
+        writer.write(data[20:])
+        assert (await answer(reader))[0] == 200
+
+
+async def test_probes_are_answered_without_a_seat() -> None:
+    async with seated(1) as (r, _), raw(r.router) as busy:
+        await ask(r, busy)
+        async with raw(r.router) as (reader, writer):
+            writer.write(HEALTH)
+            status, headers, _ = await answer(reader)
+            assert (status, headers["connection"]) == (200, "close")
+            assert await is_closed(reader)
+
+
+async def test_no_key_no_seat() -> None:
+    limits = ServerLimits(max_connections=1)
+    async with rig([FakeEngine(script=Gate())], server=limits, api_keys=("k",)) as r:
+        key = b"\r\nauthorization: Bearer k\r\n"
+        async with raw(r.router) as (_, holding), raw(r.router) as (reader, writer):
+            holding.write(request_bytes().replace(b"\r\n", key, 1))
+            await r.until(lambda: bool(r.engines[0].requests))
+            writer.write(request_bytes())
+            assert (await answer(reader))[0] == 401
+
+
+async def test_without_a_seat_nobody_may_be_silent() -> None:
+    async with seated(1, surplus_timeout_s=0.01) as (r, _), raw(r.router) as busy:
+        await ask(r, busy)
+        async with raw(r.router) as (reader, _):
+            assert await is_closed(reader)
+        assert r.metric("refused_connections_total") == 1
+
+
+async def test_a_crowd_at_the_door_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "MAX_SURPLUS", 1)
+    async with seated(1) as (r, gate), raw(r.router) as busy:
+        await ask(r, busy)
+        async with raw(r.router) as (first, writer), raw(r.router) as (second, _):
+            assert await is_closed(second), "within its time to speak"
+            writer.write(request_bytes())
+            assert (await answer(first))[0] == 503
+        gate.opens.set()
+        assert (await answer(busy[0]))[0] == 200
+        await r.until(lambda: len(r.router.server.connections) == 1)
+        assert r.metric("refused_connections_total") == 2
+
+
+class Kept:
+    """A connection as seats know it."""
+
+    def __init__(self, *, has_its_answer: bool = True) -> None:
+        self._has_its_answer = has_its_answer
+
+    def give_way(self) -> bool:
+        return self._has_its_answer
+
+
+def test_who_still_reads_does_not_give_way() -> None:
+    places = Seats(2)
+    slow, quick = (cast("ServerConnection", Kept(has_its_answer=value)) for value in (False, True))
+    for connection in (slow, quick):
+        assert places.take()
+        places.idle[connection] = None
+    assert places.take(), "for the quick one"
+    assert not places.idle, "the slow one is looked at again after its next request"
+    assert not places.take()
+    places.leave(quick, is_seated=True)
+    assert not places.take(), "its seat is taken already"
+    places.leave(slow, is_seated=True)
+    assert places.take()
+
+
+@pytest.mark.parametrize(
+    ("open_files", "connections"),
+    [(64, MIN_DEFAULT), (1024, (1024 - SPARE_DESCRIPTORS) // 2), (1 << 20, MAX_DEFAULT)],
+)
+def test_the_default_leaves_room_for_the_replicas_connections(open_files: int, connections: int) -> None:
+    assert default_connections(open_files) == connections
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "1000000000"])
+def test_bounds_that_cannot_be_kept_are_refused(asked: str) -> None:
+    flags = ["--replica", "http://a:1", f"--max-connections={asked}"]
+    with pytest.raises(ConfigError, match="--max-connections"):
+        config_of(build_parser().parse_args(flags), {})
+    flags[-1] = "--max-connections=5"
+    assert config_of(build_parser().parse_args(flags), {}).server.max_connections == 5
