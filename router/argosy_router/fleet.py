@@ -157,8 +157,8 @@ class Fleet:
     # life
 
     async def maintain(self) -> None:
-        """Until cancelled: expires guesses, renews assumed rates, scrubs departed replicas out of the indexes, and
-        shares memory among these, a slice per turn."""
+        """Until cancelled: expires guesses, has assumed rates follow the measured ones, scrubs departed replicas out of
+        the indexes, and shares memory among these, a slice per turn."""
         round_number = 0
         while True:
             await asyncio.sleep(MAINTENANCE_S)
@@ -226,6 +226,7 @@ class Fleet:
         for name, member in wanted.items():
             if name not in service.replicas:
                 self._add_replica(service, member)
+        service.assume_rates()
 
     def _add_replica(self, service: Service, member: Member) -> None:
         try:
@@ -233,7 +234,7 @@ class Fleet:
         except ValueError as error:
             log.error("replica %s of %s is left out: %s", member.name, service.spec.key, error)
             return
-        replica = Replica(service.spec.key, member, pool, Residency(service.index))
+        replica = Replica(service.spec.key, member, pool, Residency(service.index), service.assume_rates)
         service.replicas[member.name] = replica
         client = TelemetryClient(
             replica,

@@ -13,6 +13,8 @@ before the last report but one are in the reports: only a queue that stands stil
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from argosy_router.policy.base import Candidate
 from argosy_router.policy.rates import PRIOR, PRIOR_MAX_NUM_SEQS, Rates
 from argosy_router.policy.waiting import waiting_s
@@ -32,6 +34,7 @@ class LoadAccount(Candidate):
         "_has_report",
         "_is_measuring",
         "_measured",
+        "_on_measured",
         "_open_tokens",
         "_recent_tokens",
         "_request_change",
@@ -42,7 +45,8 @@ class LoadAccount(Candidate):
         "reported_tokens",
     )
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", on_measured: Callable[[], None] | None = None) -> None:
+        """`on_measured` is called when a rate becomes known: what its peers are taken for may rest on it."""
         super().__init__(name, PRIOR.prefill_tokens_per_s, PRIOR.decode_step_s, PRIOR_MAX_NUM_SEQS)
         self.inflight = 0
         """Own requests without an end yet."""
@@ -51,6 +55,7 @@ class LoadAccount(Candidate):
         self.reported_requests = 0
         self.reported_tokens = 0
         self._measured = _UNMEASURED
+        self._on_measured = on_measured
         self._assumed = PRIOR
         self._has_report = False
         self._is_measuring = False
@@ -105,11 +110,10 @@ class LoadAccount(Candidate):
         self._recent_tokens = 0
         self._token_change = 0
         self._request_change = 0
-        self._measured = Rates(
-            prefill_tokens_per_s or self._measured.prefill_tokens_per_s,
-            decode_step_s or self._measured.decode_step_s,
+        known = self._measured
+        self._measure(
+            Rates(prefill_tokens_per_s or known.prefill_tokens_per_s, decode_step_s or known.decode_step_s)
         )
-        self._apply_rates()
 
     def forget(self) -> None:
         """The replica's figures are void (stream lost, restarted): only our own account counts. Rates stay: the
@@ -131,8 +135,16 @@ class LoadAccount(Candidate):
             return
         rate = tokens / seconds
         known = self._measured.prefill_tokens_per_s or rate
-        self._measured = self._measured._replace(prefill_tokens_per_s=known + _LEARNING_RATE * (rate - known))
+        self._measure(self._measured._replace(prefill_tokens_per_s=known + _LEARNING_RATE * (rate - known)))
+
+    def _measure(self, rates: Rates) -> None:
+        before, self._measured = self._measured, rates
         self._apply_rates()
+        is_news = (rates.prefill_tokens_per_s and not before.prefill_tokens_per_s) or (
+            rates.decode_step_s and not before.decode_step_s
+        )
+        if is_news and self._on_measured is not None:
+            self._on_measured()
 
     def _apply_rates(self) -> None:
         self.prefill_tokens_per_s = self._measured.prefill_tokens_per_s or self._assumed.prefill_tokens_per_s

@@ -8,6 +8,7 @@ Invariant: `is_routable` is the one place that says whether a replica may get re
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from argosy_engine.protocol.report import ReplicaReport, ReplicaState
@@ -34,7 +35,15 @@ class Member(NamedTuple):
 class Replica:
     """One member of a service."""
 
-    def __init__(self, service: str, member: Member, pool: ConnectionPool, residency: Residency) -> None:
+    def __init__(
+        self,
+        service: str,
+        member: Member,
+        pool: ConnectionPool,
+        residency: Residency,
+        on_measured: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_measured` is `LoadAccount`'s."""
         self.service = service
         self.name = member.name
         self.uid = member.uid
@@ -44,7 +53,7 @@ class Replica:
             service.encode("latin-1", "replace"),
         )
         self.pool = pool
-        self.load = LoadAccount(member.name)
+        self.load = LoadAccount(member.name, on_measured)
         self.health = Health()
         self.residency = residency
         self.adapters = frozenset(member.adapters)

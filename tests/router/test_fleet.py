@@ -10,6 +10,10 @@ import pytest
 from argosy_engine.protocol.fleet import Endpoint, FleetDocument, ServiceLimits
 from argosy_engine.protocol.keys import internal_key
 from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_engine.protocol.telemetry import Load
+from argosy_router import fleet
+from argosy_router.load import MIN_LESSON_TOKENS, LoadAccount
+from argosy_router.policy.rates import PRIOR
 from argosy_router.proxy.gate import AdmissionLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
@@ -139,3 +143,37 @@ async def test_admin_routes_need_the_admin_key(path: str, status: int) -> None:
         assert (await r.http.get(url)).status_code == status
         wrong = internal_key(FLEET_KEY, "uid-1")
         assert (await r.http.get(url, headers={"authorization": f"Bearer {wrong}"})).status_code == status
+
+
+# rates
+
+
+async def test_who_tells_its_rates_tells_them_for_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "MAINTENANCE_S", 3600.0)
+    async with rig([FakeEngine(), FakeEngine()]) as r, FakeEngine() as third:
+        other = r.replica(1).load
+        assert other.prefill_tokens_per_s == PRIOR.prefill_tokens_per_s
+        r.engines[0].announce(Load(core_step_age_s=0.0, prefill_tokens_per_s=500.0))
+        await r.until(lambda: r.replica(0).load.prefill_tokens_per_s == 500.0)
+        assert (other.prefill_tokens_per_s, other.decode_step_s) == (500.0, PRIOR.decode_step_s)
+        r.engines[0].announce(Load(core_step_age_s=0.0, prefill_tokens_per_s=500.0, decode_step_s=0.5))
+        await r.until(lambda: r.replica(0).load.decode_step_s == 0.5)
+        assert other.decode_step_s == 0.5
+        r.discovery.set(FleetDocument(services=(service([*r.engines, third]),)))
+        newcomer = r.replica(2).load
+        assert (newcomer.prefill_tokens_per_s, newcomer.decode_step_s) == (500.0, 0.5), "from the start"
+
+
+def test_a_frame_that_tells_no_new_rate_costs_nobody_anything() -> None:
+    events: list[str] = []
+    load = LoadAccount("r", lambda: events.append("measured"))
+    load.report(requests=1, tokens=10)
+    assert not events
+    load.learn(MIN_LESSON_TOKENS, 1.0)
+    assert len(events) == 1, "answers tell, too"
+    for rate in (100.0, 200.0, 0.0):
+        load.report(requests=1, tokens=10, prefill_tokens_per_s=rate)
+    assert len(events) == 1
+    load.report(requests=1, tokens=10, decode_step_s=0.1)
+    load.report(requests=1, tokens=10, prefill_tokens_per_s=300.0, decode_step_s=0.2)
+    assert len(events) == 2
