@@ -72,7 +72,7 @@ def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Expla
     rng.setstate(fleet.rng.getstate())
     tokens = service.estimate_tokens(prompt)
     try:
-        candidates = service.candidates(now, adapter=prompt.adapter)
+        candidates = service.candidates(now, name=prompt.name)
         choice = service.choose(prompt, now, rng, policy=policy, is_trial=True)
     except ApiError as error:
         return Explanation(
@@ -143,8 +143,8 @@ def _excluded(
 
 
 def _why_not(service: Service, prompt: Prompt, replica: Replica, now: float) -> str:
-    if not replica.serves(prompt.adapter):
-        return f"it does not have the adapter {prompt.adapter!r}"
+    if not replica.serves(prompt.name):
+        return f"it does not have {prompt.name!r}"
     if replica.is_draining or replica.has_announced_drain:
         return "it is draining"
     if not replica.is_routable:

@@ -222,10 +222,13 @@ class Fleet:
                 self._remove_replica(service, replica)
             else:
                 replica.is_draining = member.is_draining
-                replica.adapters = frozenset(member.adapters)
+                replica.names = frozenset((*member.adapters, *member.aliases))
         for name, member in wanted.items():
             if name not in service.replicas:
                 self._add_replica(service, member)
+        service.partial_aliases = frozenset(
+            alias for alias in service.spec.aliases if any(alias not in member.aliases for member in members)
+        )
         service.assume_rates()
 
     def _add_replica(self, service: Service, member: Member) -> None:

@@ -30,6 +30,8 @@ class Member(NamedTuple):
     """What the replica is called where `url` has only its address: the name on its certificate."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters it serves besides its model."""
+    aliases: tuple[str, ...] = ()
+    """Further names of its model that it knows."""
 
 
 class Replica:
@@ -56,7 +58,8 @@ class Replica:
         self.load = LoadAccount(member.name, on_measured)
         self.health = Health()
         self.residency = residency
-        self.adapters = frozenset(member.adapters)
+        self.names = frozenset((*member.adapters, *member.aliases))
+        """What it serves by other names than its model's own."""
         self.is_draining = member.is_draining
         """Discovery says so (pod being deleted, local fleet rolling)."""
         self.has_announced_drain = False
@@ -80,9 +83,9 @@ class Replica:
             return self.is_answering
         return self.link != "connecting"
 
-    def serves(self, adapter: str) -> bool:
-        """Whether it can answer as this adapter; the empty one is the model itself."""
-        return not adapter or adapter in self.adapters
+    def serves(self, name: str) -> bool:
+        """Whether it can answer as this adapter or alias; the empty one is the model itself."""
+        return not name or name in self.names
 
     @property
     def is_available(self) -> bool:

@@ -57,8 +57,8 @@ class Prompt(NamedTuple):
     """Sizes of the segments `hashes` were made of; what was in them is kept in the request's body alone."""
     chunk_tokens: Sequence[int] = ()
     """Prompt tokens up to each chunk, where they are known rather than estimated from `segment_bytes`."""
-    adapter: str = ""
-    """LoRA adapter that must answer; its cache is its own. Empty for the model itself."""
+    name: str = ""
+    """Adapter or alias that not all replicas may have: one that has it must answer. Empty for the model itself."""
 
 
 class Choice(NamedTuple):
@@ -92,6 +92,8 @@ class Service:
         """Bearer key of its engines; empty for none."""
         self.index = PrefixIndex(index_capacity)
         self.replicas: dict[str, Replica] = {}
+        self.partial_aliases: frozenset[str] = frozenset()
+        """Those of the aliases that some replica does not have."""
         self.bytes_per_token = PRIOR_BYTES_PER_TOKEN
         self.sequence = 0
         self._recent_since = 0.0
@@ -107,8 +109,14 @@ class Service:
         prompts: Sequence[Sequence[Segment]],
         session: int = 0,
         adapter: str = "",
+        alias: str = "",
     ) -> Prompt:
-        """Hashes and size of a request's prompts. A batch is routed by its longest prompt."""
+        """Hashes and size of a request's prompts. A batch is routed by its longest prompt.
+
+        Args:
+            adapter: that must answer; its cache is its own.
+            alias: that a replica must have to answer.
+        """
         seed = self._unsalted_seed
         if adapter or request.cache_salt:
             seed = chain_seed(self.spec.model, adapter, cache_salt=request.cache_salt or "")
@@ -125,7 +133,9 @@ class Service:
                 else:
                     text += len(data)
         key = hashes[min(_KEY_CHUNKS, len(hashes)) - 1] if hashes else 0
-        return Prompt(hashes, key, text, ids, session, [len(data) for _, data in longest], adapter=adapter)
+        return Prompt(
+            hashes, key, text, ids, session, [len(data) for _, data in longest], name=adapter or alias
+        )
 
     # the choice
 
@@ -149,7 +159,7 @@ class Service:
             Unavailable: no replica is routable.
             TooManyRequests: all of them are at the service's in-flight limit.
         """
-        candidates = (self._healthy if is_admitted else self.candidates)(now, tried, prompt.adapter)
+        candidates = (self._healthy if is_admitted else self.candidates)(now, tried, prompt.name)
         request, length = self.route_request(prompt, candidates)
         if not tried and not is_trial:
             self.sequence += 1
@@ -185,14 +195,14 @@ class Service:
             length -= 1
         return length > 0 and not residency.is_guess(hashes[length - 1])
 
-    def candidates(self, now: float, tried: Collection[Replica] = (), adapter: str = "") -> Candidates:
+    def candidates(self, now: float, tried: Collection[Replica] = (), name: str = "") -> Candidates:
         """Replicas a request may be sent to now, best health class only, and below the in-flight limit.
 
         Raises:
             Unavailable: no replica is routable.
             TooManyRequests: all of them are at the service's in-flight limit.
         """
-        candidates = self._healthy(now, tried, adapter)
+        candidates = self._healthy(now, tried, name)
         limit = self.spec.limits.max_inflight_per_replica
         if limit and any(replica.load.inflight >= limit for replica in candidates.replicas):
             below = [replica for replica in candidates.replicas if replica.load.inflight < limit]
@@ -222,17 +232,17 @@ class Service:
                 room += int(SEATS_PER_SEQ * load.max_num_seqs) - load.requests
         return room
 
-    def _healthy(self, now: float, tried: Collection[Replica] = (), adapter: str = "") -> Candidates:
+    def _healthy(self, now: float, tried: Collection[Replica] = (), name: str = "") -> Candidates:
         candidates = self._candidates
         if (
             candidates is None
             or tried
-            or adapter
+            or name
             or now >= self._candidates_until
             or candidates.slot_changes != self.index.slot_changes
         ):
-            candidates = self._with_slots(self._admitted(now, tried, adapter))
-            if adapter:
+            candidates = self._with_slots(self._admitted(now, tried, name))
+            if name:
                 return candidates
             # An ejected replica comes back by the clock: until then nothing is remembered.
             is_lasting = not tried and not any(r.health.is_ejected for r in self.replicas.values())
@@ -245,15 +255,16 @@ class Service:
         """Some replica came, went, or changed its state: who is a candidate must be asked anew."""
         self._candidates = None
 
-    def _admitted(self, now: float, tried: Collection[Replica], adapter: str) -> list[Replica]:
+    def _admitted(self, now: float, tried: Collection[Replica], name: str) -> list[Replica]:
         usable = [
             replica
             for replica in self.replicas.values()
-            if replica.is_routable and replica not in tried and replica.serves(adapter)
+            if replica.is_routable and replica not in tried and replica.serves(name)
         ]
         if not usable:
-            name = f"{self.spec.model}:{adapter}" if adapter else self.spec.model
-            raise Unavailable(f"no replica of model {name!r} is ready", retry_after_s=1.0)
+            model = self.spec.model
+            asked = name if name in self.partial_aliases else f"{model}:{name}" if name else model
+            raise Unavailable(f"no replica of model {asked!r} is ready", retry_after_s=1.0)
         admitted = usable
         if not self.is_in_panic:
             admitted = [replica for replica in usable if replica.health.admits(now)]

@@ -27,7 +27,14 @@ def snapshot_of(document: FleetDocument, data: bytes) -> FleetSnapshot:
     """Snapshot of a document that lists its replicas itself; `data` is the document as read."""
     members = {
         service.key: tuple(
-            Member(endpoint.name, "", endpoint.url, endpoint.draining, adapters=service.adapters)
+            Member(
+                endpoint.name,
+                "",
+                endpoint.url,
+                endpoint.draining,
+                adapters=service.adapters,
+                aliases=service.aliases,
+            )
             for endpoint in service.endpoints
         )
         for service in document.services

@@ -96,7 +96,7 @@ class Census:
             await asyncio.sleep(RECHECK_S if member in self._served else RETRY_S)
 
     def _publish(self) -> None:
-        """One service per model, with the names and adapters of all its replicas."""
+        """One service per model, with the names and adapters of all its replicas, each of which says what it has."""
         members: dict[str, list[Member]] = {}
         aliases: dict[str, dict[str, None]] = {}
         adapters: dict[str, dict[str, None]] = {}
@@ -104,7 +104,9 @@ class Census:
             served = self._served.get(member)
             if served is not None:
                 model, *others = served.names
-                members.setdefault(model, []).append(member._replace(adapters=served.adapters))
+                members.setdefault(model, []).append(
+                    member._replace(adapters=served.adapters, aliases=tuple(others))
+                )
                 aliases.setdefault(model, {}).update(dict.fromkeys(others))
                 adapters.setdefault(model, {}).update(dict.fromkeys(served.adapters))
         document = FleetDocument(

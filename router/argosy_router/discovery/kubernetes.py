@@ -167,7 +167,16 @@ def members_of(service: FleetService, pods: Iterable[Pod]) -> list[Member]:
         if is_draining or pod.has_ready_containers:
             host = f"[{pod.status.pod_ip}]" if ":" in pod.status.pod_ip else pod.status.pod_ip
             url = f"http://{host}:{service.port}"
-            members.append(Member(metadata.name, metadata.uid, url, is_draining, adapters=service.adapters))
+            members.append(
+                Member(
+                    metadata.name,
+                    metadata.uid,
+                    url,
+                    is_draining,
+                    adapters=service.adapters,
+                    aliases=service.aliases,
+                )
+            )
     return sorted(members)
 
 

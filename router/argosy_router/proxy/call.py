@@ -190,7 +190,8 @@ def prompt_of(
 ) -> Prompt:
     """What routing knows about a request's prompt."""
     number = xxh3_64_intdigest(session) if session else 0
-    return service.prompt(decoded, prompt_view(decoded), number, adapter)
+    alias = decoded.model if decoded.model in service.partial_aliases else ""
+    return service.prompt(decoded, prompt_view(decoded), number, adapter, alias)
 
 
 def may_use(account: Account, name: str, service: Service, adapter: str = "") -> bool:
