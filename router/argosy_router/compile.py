@@ -46,8 +46,8 @@ INTERPRETED = {
     "waiting": "its base class is open to others",
 }
 """Modules of those rooms that stay as they are, and why."""
-IN_C = ("prefixes/_hashing", "prefixes/_table")
-"""Modules whose source is C. `prefixes.native` has what stands in for them."""
+IN_C = ("native/_hashing", "native/_table")
+"""Modules whose source is C. The package `native` has what stands in for them."""
 MYPY = """\
 [mypy]
 ignore_missing_imports = true

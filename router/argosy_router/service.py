@@ -19,11 +19,11 @@ from argosy_engine.protocol.openai import GenerationRequest
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind
 from argosy_router.health import may_eject, panics
 from argosy_router.load import LoadAccount
+from argosy_router.native.hashing import chunk_hashes, chunk_offsets
 from argosy_router.policy import POLICIES, Decision, RouteRequest
 from argosy_router.policy.base import Candidate
 from argosy_router.policy.rates import assumed
 from argosy_router.prefixes.index import PrefixIndex
-from argosy_router.prefixes.native import chunk_hashes, chunk_offsets
 from argosy_router.replica import Replica
 
 PRIOR_BYTES_PER_TOKEN = 4.0

@@ -19,6 +19,7 @@ from setuptools.errors import CompileError
 from argosy_engine.protocol import chunks
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind
 from argosy_router.compile import IN_C, SOURCE
+from argosy_router.native import ranking
 from argosy_router.prefixes import table
 
 SHARDS = 4
@@ -81,6 +82,20 @@ def test_hashes_and_offsets(native: Callable[[str], ModuleType]) -> None:
 def test_what_is_no_prompt_is_a_type_error(native: Callable[[str], ModuleType], prompt: Any) -> None:
     with pytest.raises(TypeError):
         native("_hashing").chunk_hashes(prompt, 0)
+
+
+def test_ranking(native: Callable[[str], ModuleType]) -> None:
+    hashing = native("_hashing")
+
+    @given(st.lists(st.binary(max_size=40), min_size=1), st.integers(0, 2**64 - 1))
+    def agree(names: list[bytes], key: int) -> None:
+        assert hashing.first_ranked(names, key) == ranking.first_ranked(names, key)
+
+    agree()
+    with pytest.raises(ValueError, match="no name"):
+        hashing.first_ranked([], 1)
+    with pytest.raises(TypeError):
+        hashing.first_ranked(["name"], 1)
 
 
 def test_sizes_are_not_negative(native: Callable[[str], ModuleType]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import xxhash
 
+from argosy_router.native.hashing import first_ranked
 from argosy_router.policy.base import Candidate
 
 _MASK = (1 << 64) - 1
@@ -17,9 +18,7 @@ _xxh3 = xxhash.xxh3_64_intdigest
 
 def favourite(key: int, candidates: list[Candidate], positions: Sequence[int]) -> int:
     """The position, out of `positions`, whose candidate the key ranks first."""
-    seed = key & _MASK
-    ranks = [_xxh3(candidates[position].identity, seed) for position in positions]
-    return positions[ranks.index(max(ranks))]
+    return positions[first_ranked([candidates[position].identity for position in positions], key & _MASK)]
 
 
 def weights(key: int, candidates: list[Candidate]) -> list[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from argosy_router.prefixes.native import ChunkTable
+from argosy_router.native.chunk_table import ChunkTable
 
 SHARDS = 256
 DEFAULT_CAPACITY = 1_000_000

@@ -4,8 +4,8 @@ Owns: the entries, their order of use, the cap per shard. Must not know: what a 
 Invariants: a shard never exceeds its capacity, and the entries that were announced or asked for longest ago leave
 first; an entry without a slot does not exist.
 
-There are two of it, and `prefixes.native` has the one in use: this one, of dicts, and that of `_table.c`, in
-flat memory, where it was built (`argosy_router.compile`). A test holds them against each other.
+There are two of it, and `native.chunk_table` has the one in use: this one, of dicts, and that of `native/_table.c`, in
+flat memory, where it was built.
 
 Here each entry is one Python int, `slots << 32 | tokens` (tokens are a function of the prompt and the model, hence
 stored once). Entries live in many dicts by the hash's low bits, so that no dict's growth stops the loop for long; nor

@@ -1,4 +1,4 @@
-/* Chunk hash -> which slots hold it, in flat memory: `ChunkTable` of `table.py`, which says what it does.
+/* Chunk hash -> which slots hold it, in flat memory: `ChunkTable` of `prefixes/table.py`, which says what it does.
 
    A shard is open addressing with linear probing over two arrays: keys, eight to a cache line, and rows, which are
    looked at only where the key fits. A row is `tokens | stamp << 32`, then one bit per slot. Removal moves followers
@@ -623,7 +623,7 @@ static PyType_Slot slots[] = {
 };
 
 static PyType_Spec spec = {
-    .name = "argosy_router.prefixes._table.ChunkTable",
+    .name = "argosy_router.native._table.ChunkTable",
     .basicsize = sizeof(Table),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = slots,

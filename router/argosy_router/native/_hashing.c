@@ -1,4 +1,4 @@
-/* Chunk hashes: the functions of `argosy_engine.protocol.chunks`, which says what they are. */
+/* Chunk hashes, as in `argosy_engine.protocol.chunks`, and the ranking of `ranking.py`: what needs many short hashes. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -90,16 +90,47 @@ static PyObject *chunk_offsets(PyObject *module, PyObject *argument) {
     return offsets;
 }
 
+PyDoc_STRVAR(first_ranked_doc, "first_ranked(names, key)");
+
+static PyObject *first_ranked(PyObject *module, PyObject *args) {
+    PyObject *argument;
+    unsigned long long key;
+    if (!PyArg_ParseTuple(args, "OK", &argument, &key))
+        return NULL;
+    PyObject *names = PySequence_Fast(argument, "names must be iterable");
+    if (!names)
+        return NULL;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(names), first = -1;
+    XXH64_hash_t highest = 0;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        PyObject *name = PySequence_Fast_GET_ITEM(names, index);
+        if (!PyBytes_Check(name)) {
+            PyErr_SetString(PyExc_TypeError, "a name is bytes");
+            break;
+        }
+        XXH64_hash_t rank = XXH3_64bits_withSeed(PyBytes_AS_STRING(name), (size_t)PyBytes_GET_SIZE(name), key);
+        if (first < 0 || rank > highest) {
+            first = index;
+            highest = rank;
+        }
+    }
+    Py_DECREF(names);
+    if (first < 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "there is no name");
+    return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(first);
+}
+
 static PyMethodDef functions[] = {
     {"chunk_hashes", chunk_hashes, METH_VARARGS, chunk_hashes_doc},
     {"chunk_offsets", chunk_offsets, METH_O, chunk_offsets_doc},
+    {"first_ranked", first_ranked, METH_VARARGS, first_ranked_doc},
     {NULL},
 };
 
 static PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_hashing",
-    .m_doc = "Chunk hashes, in C.",
+    .m_doc = "Many short hashes.",
     .m_methods = functions,
 };
 

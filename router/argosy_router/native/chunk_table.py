@@ -1,0 +1,10 @@
+"""The entries of prefix indexes."""
+
+from __future__ import annotations
+
+try:
+    from argosy_router.native._table import ChunkTable
+except ImportError:
+    from argosy_router.prefixes.table import ChunkTable  # type: ignore[assignment]
+
+__all__ = ["ChunkTable"]

@@ -1,0 +1,11 @@
+"""What needs many short hashes."""
+
+from __future__ import annotations
+
+try:
+    from argosy_router.native._hashing import chunk_hashes, chunk_offsets, first_ranked
+except ImportError:
+    from argosy_engine.protocol.chunks import chunk_hashes, chunk_offsets
+    from argosy_router.native.ranking import first_ranked
+
+__all__ = ["chunk_hashes", "chunk_offsets", "first_ranked"]

@@ -1,0 +1,19 @@
+"""Rendezvous ranking, as `policy.rendezvous` wants it: the name that a key ranks first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+_xxh3 = xxhash.xxh3_64_intdigest
+
+
+def first_ranked(names: Sequence[bytes], key: int) -> int:
+    """The position of the name whose hash, seeded with the key (64 bits), is the highest; the first of equals.
+
+    Raises:
+        ValueError: there is no name.
+    """
+    ranks = [_xxh3(name, key) for name in names]
+    return ranks.index(max(ranks))
