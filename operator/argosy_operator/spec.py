@@ -240,9 +240,9 @@ class RouterCanary(Struct, frozen=True, kw_only=True, rename="camel"):
     """Another InferenceService that answers a share of this one's requests."""
 
     service: InferenceServiceName
-    """Its name; it is of the same namespace, serves a model name of its own, and is scaled and rolled out by itself.
-    Its own canary does not count here. While it does not exist or has no replica that could answer, this service
-    answers everything."""
+    """Its name; it is of the same namespace, and is scaled and rolled out by itself. Names of models that both serve
+    are this service's, of which the canary gets its share; others reach the canary directly. Its own canary does not
+    count here. While it does not exist or has no replica that could answer, this service answers everything."""
     weight: Annotated[int, Meta(ge=0, le=100)]
     """Its share of the requests in per cent. All requests of a session are answered by the same service."""
 

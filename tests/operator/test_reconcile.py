@@ -500,6 +500,29 @@ def test_the_older_service_keeps_a_contested_name() -> None:
     run(scenario())
 
 
+def test_a_service_and_its_canary_may_serve_the_same_name() -> None:
+    async def scenario() -> None:
+        cluster = new_cluster()
+        model = {"source": "builtin://tiny", "servedName": "chat"}
+        canary = {"service": "next", "weight": 10}
+        async with Operator(cluster) as operator:
+            cluster.create(isvc_object("next", model=model))
+            late = isvc_object("stable", model=model)
+            late["metadata"]["creationTimestamp"] = "2025-06-01T00:00:00Z"
+            cluster.create(late)
+            await operator.settle()
+            assert cluster.condition("Ready", "stable")["reason"] == "NameConflict"
+            cluster.edit("stable", lambda spec: spec.update(router={"canary": canary}))
+            await operator.settle()
+            assert is_ready(cluster, "stable")
+            assert is_ready(cluster, "next")
+            cluster.edit("stable", lambda spec: spec.pop("router"))
+            await operator.settle()
+            assert cluster.condition("Ready", "stable")["reason"] == "NameConflict"
+
+    run(scenario())
+
+
 def test_a_canary_may_come_and_go() -> None:
     async def scenario() -> None:
         cluster = new_cluster()

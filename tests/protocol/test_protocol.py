@@ -23,6 +23,7 @@ from argosy_engine.protocol.chunks import (
 )
 from argosy_engine.protocol.errors import BadRequest, Unavailable
 from argosy_engine.protocol.fleet import (
+    Canary,
     FleetDocument,
     FleetService,
     decode_fleet,
@@ -276,6 +277,41 @@ def test_the_older_service_wins_a_name() -> None:
         ("chat", "default/new"),
         ("llama", "default/new"),
     }
+
+
+def canaried(of: FleetService, by: str) -> FleetService:
+    return msgspec.structs.replace(of, canary=Canary(service=by, weight=1))
+
+
+@pytest.mark.parametrize("created", ["2026-01-01T00:00:00Z", "2026-03-01T00:00:00Z"])
+def test_what_a_service_shares_with_its_canary_is_the_services(created: str) -> None:
+    stable = canaried(service("stable", "2026-02-01T00:00:00Z", "llama", "chat"), "next")
+    canary = service("next", created, "llama", "chat", "preview")
+    table = resolve_names(FleetDocument(services=(stable, canary)))
+    assert {name: owner.name for name, owner in table.names.items()} == {
+        "default/stable": "stable", "default/next": "next", "llama": "stable", "chat": "stable", "preview": "next",
+    }  # fmt: skip
+    assert not table.conflicts
+
+
+def names_of_chat(*services: FleetService) -> tuple[str, set[tuple[str, str]]]:
+    """Who owns the name `chat`, and (winner, loser) of its conflicts."""
+    table = resolve_names(FleetDocument(services=services))
+    return table.names["chat"].name, {(each.winner, each.loser) for each in table.conflicts}
+
+
+def test_only_a_service_and_its_own_canary_share_a_name() -> None:
+    a, b, c = (service(name, f"2026-0{month}-01", "chat") for month, name in enumerate("abc", 1))
+    owner, conflicts = names_of_chat(canaried(a, "b"), b, c)
+    assert (owner, conflicts) == ("a", {("default/a", "default/c")})
+    owner, conflicts = names_of_chat(a, b, canaried(c, "a"))
+    assert (owner, conflicts) == ("c", {("default/c", "default/b")}), "it stands for its canary's age"
+    owner, conflicts = names_of_chat(a, canaried(b, "a"), canaried(c, "b"))
+    assert (owner, conflicts) == ("c", {("default/c", "default/a")}), "a canary's canary gets nothing of it"
+    assert names_of_chat(canaried(a, "b"), canaried(b, "a")) == ("a", set())
+    assert names_of_chat(canaried(a, "b"), canaried(b, "c"), canaried(c, "a"))[0] == "a"
+    elsewhere = msgspec.structs.replace(b, namespace="team")
+    assert names_of_chat(canaried(a, "b"), elsewhere)[1] == {("default/a", "team/b")}
 
 
 def test_a_namespaced_name_always_reaches_its_own_service() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from argosy_engine.protocol.fleet import Canary, FleetDocument, FleetService
 from argosy_router.admin import _explain as explain_body
@@ -130,6 +131,26 @@ async def test_the_canarys_own_canary_does_not_count() -> None:
         )
         r.discovery.set(FleetDocument(services=(stable, back)))
         assert await answered_by(r, ids(3)) == [NEXT] * 3
+
+
+@pytest.mark.parametrize("weight", [0, 50, 100])
+async def test_both_may_serve_the_same_name(weight: int) -> None:
+    engines = [FakeEngine(script=answer_by_name), FakeEngine(script=answer_by_name)]
+    async with engines[0], engines[1]:
+        stable, following = services(engines, weight, created="2026-02-01T00:00:00Z")
+        following = replace(following, model="tiny", created="2026-01-01T00:00:00Z")
+        async with rig(engines, document=FleetDocument(services=(following, stable))) as r:
+            counts = Counter(await answered_by(r, ids(40)))
+            assert {key for key, count in counts.items() if count} == (
+                {STABLE} if not weight else {STABLE, NEXT} if weight < 100 else {NEXT}
+            )
+            assert [len(engine.requests) for engine in engines] == [counts[STABLE], counts[NEXT]]
+            assert r.metric('requests_total{code="200",model="tiny"}') == 40
+            assert await answered_by(r, ids(3), model=NEXT) == [NEXT] * 3
+            listed = (await r.http.get("/v1/models")).json()["data"]
+            assert [card["id"] for card in listed] == ["tiny"]
+            r.discovery.set(FleetDocument(services=(following,)))
+            assert await answered_by(r, ids(3)) == [NEXT] * 3, "the old one is gone: no name has to change"
 
 
 async def test_a_key_for_the_service_covers_its_canary_and_no_more(tmp_path: Path) -> None:

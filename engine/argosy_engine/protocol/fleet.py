@@ -118,18 +118,40 @@ def resolve_names(document: FleetDocument) -> NameTable:
     """Decides which service owns each model name.
 
     The older service (creation time, then key) wins a contested name; a canonical name does not beat an older
-    alias. `namespace/name` always reaches its own service. An adapter is called `NAME:ADAPTER`, by any name of its
-    service, and by its own name if no other service lists one of that name; a service's name beats an adapter's.
+    alias. A service and its canary do not contend: names that both claim are the service's, whichever is older.
+    `namespace/name` always reaches its own service. An adapter is called `NAME:ADAPTER`, by any name of its service,
+    and by its own name if no other service lists one of that name; a service's name beats an adapter's.
     """
     ordered = sorted(document.services, key=lambda service: (service.created, service.key))
     names: dict[str, FleetService] = {service.key: service for service in ordered}
-    conflicts = []
+    claims: dict[str, list[FleetService]] = {}
     for service in ordered:
         for name in dict.fromkeys((service.model, *service.aliases)):
-            owner = names.setdefault(name, service)
-            if owner.key != service.key:
-                conflicts.append(NameConflict(name=name, winner=owner.key, loser=service.key))
+            claims.setdefault(name, []).append(service)
+    conflicts = []
+    for name, claimants in claims.items():
+        owner = names.setdefault(name, _owner(claimants))
+        conflicts += [
+            NameConflict(name=name, winner=owner.key, loser=service.key)
+            for service in claimants
+            if service.key != owner.key and not _is_canary(service, owner)
+        ]
     return NameTable(names, tuple(conflicts), _add_adapters(names, ordered))
+
+
+def _owner(claimants: Sequence[FleetService]) -> FleetService:
+    """The first one, unless it is the canary of another, and so on; of services that are each other's the first."""
+    owner = claimants[0]
+    seen: list[str] = []
+    while owner.key not in seen:
+        seen.append(owner.key)
+        owner = next((service for service in claimants if _is_canary(owner, service)), owner)
+    return owner
+
+
+def _is_canary(service: FleetService, of: FleetService) -> bool:
+    canary = of.canary
+    return canary is not None and (service.namespace, service.name) == (of.namespace, canary.service)
 
 
 def _add_adapters(names: dict[str, FleetService], services: Sequence[FleetService]) -> dict[str, str]:
