@@ -6,9 +6,10 @@ Owns the request and its errors as a person reads them, over the standard librar
 from __future__ import annotations
 
 import http.client
+import ssl
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -31,8 +32,9 @@ def call(
     headers: Mapping[str, str] | None = None,
     *,
     timeout_s: float,
+    verifies: bool = True,
 ) -> Any:
-    """The answer's JSON value.
+    """The answer's JSON value. `verifies` holds the certificate of an https:// URL against the system's authorities.
 
     Raises:
         UsageError: not an http:// or https:// URL.
@@ -41,12 +43,11 @@ def call(
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{url!r} is not an http:// or https:// URL")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     sent = {"content-type": "application/json", **(headers or {})}
     if key:
         sent["authorization"] = f"Bearer {key}"
     try:
-        connection = kind(parts.hostname, parts.port, timeout=timeout_s)
+        connection = _connection(parts, timeout_s, verifies=verifies)
         try:
             connection.request(
                 method, f"{parts.path}?{parts.query}" if parts.query else parts.path, body, sent
@@ -56,7 +57,10 @@ def call(
         finally:
             connection.close()
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise CommandError(f"no answer from {parts.scheme}://{parts.netloc}: {error}") from error
+        hint = (
+            "; --insecure believes any certificate" if isinstance(error, ssl.SSLCertVerificationError) else ""
+        )
+        raise CommandError(f"no answer from {parts.scheme}://{parts.netloc}: {error}{hint}") from error
     try:
         if response.status == 200:
             return msgspec.json.decode(data)
@@ -66,3 +70,14 @@ def call(
     if response.status == 401:
         message += "; pass --admin-key KEY"
     raise CommandError(f"{response.status} {message or response.reason}")
+
+
+def _connection(url: SplitResult, timeout_s: float, *, verifies: bool) -> http.client.HTTPConnection:
+    host = url.hostname or ""
+    if url.scheme == "http":
+        return http.client.HTTPConnection(host, url.port, timeout=timeout_s)
+    context = ssl.create_default_context()
+    if not verifies:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return http.client.HTTPSConnection(host, url.port, timeout=timeout_s, context=context)

@@ -37,6 +37,11 @@ class OperatorConfig:
     workers: int = 8
     """Resources reconciled at the same time. Bounds the load on the API server after a restart."""
 
+    @property
+    def router_speaks_tls(self) -> bool:
+        """Whether routers have a certificate, which their admin port shows, too."""
+        return self.router_url.startswith("https://")
+
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> OperatorConfig:
         """Reads the environment.

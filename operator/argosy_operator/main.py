@@ -78,7 +78,8 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
         OperatorError: there is no cluster, or it could not be read the first time.
     """
     async with await KubernetesApi.connect() as api, aiohttp.ClientSession() as session:
-        controller = Controller(api, config, fetch=http_fetch(session, config.fleet_key))
+        fetch = http_fetch(session, config.fleet_key, is_tls=config.router_speaks_tls)
+        controller = Controller(api, config, fetch=fetch)
         async with _served(controller, config, health_port):
             await controller.start()  # before kopf, which finds out once which resources are served
             stop, ready = asyncio.Event(), asyncio.Event()

@@ -184,16 +184,21 @@ def _affected(before: RoutableReport | None, after: RoutableReport) -> frozenset
     return frozenset(replica.service for replica in changed)
 
 
-def http_fetch(session: aiohttp.ClientSession, fleet_key: bytes) -> Fetch:
-    """`Fetch` over HTTP with the admin port's key."""
+def http_fetch(session: aiohttp.ClientSession, fleet_key: bytes, *, is_tls: bool) -> Fetch:
+    """`Fetch` over HTTP with the admin port's key.
+
+    A router's certificate is for the name that clients use, not for its pod's address, so with `is_tls` it is not held
+    against anything: what is said stays private, and pods are believed because the API server lists them, as without.
+    """
+    scheme = "https" if is_tls else "http"
     headers = {"Authorization": f"Bearer {internal_key(fleet_key, ADMIN_KEY_UID)}"}
 
     async def fetch(address: str, seen: int | None) -> RoutableReport:
         host = f"[{address}]" if ":" in address else address
         query = "" if seen is None else f"?after={seen}&wait={WAIT}"
         timeout = aiohttp.ClientTimeout(total=5 if seen is None else WAIT + 5, connect=2)
-        url = f"http://{host}:{ROUTER_ADMIN_PORT}{REPORT_PATH}{query}"
-        async with session.get(url, headers=headers, timeout=timeout) as response:
+        url = f"{scheme}://{host}:{ROUTER_ADMIN_PORT}{REPORT_PATH}{query}"
+        async with session.get(url, headers=headers, timeout=timeout, ssl=False) as response:
             response.raise_for_status()
             return msgspec.json.decode(await response.read(), type=RoutableReport)
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
+import ssl
 import time
 from collections.abc import Collection, Iterator
 from importlib.resources import files
@@ -236,21 +237,22 @@ def _explain(fleet: Fleet, body: bytes, session: bytes) -> bytes:
 class AdminServer(uvicorn.Server):
     """uvicorn inside our loop: signals stay ours."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=host,
-                port=port,
-                log_config=None,
-                ws="none",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=1,
-                limit_concurrency=256,
-            )
+    def __init__(self, app: FastAPI, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` is what the port speaks; None for plain HTTP."""
+        config = uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_config=None,
+            ws="none",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            limit_concurrency=256,
         )
-
+        config.load()
+        config.ssl = tls  # of its own it would read files once
+        super().__init__(config)
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

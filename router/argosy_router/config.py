@@ -6,7 +6,7 @@ Owns: names, defaults and their reasons. Must not know: argparse, the environmen
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from argosy_router.http.client import ClientLimits
@@ -60,10 +60,10 @@ class RouterConfig:
     opens_metrics: bool = False
     """The main port's metrics need no key although there are keys."""
     ssl_certfile: Path | None = None
-    """PEM: the endpoint's certificate and its chain, perhaps its key. Without it the endpoint is plain HTTP."""
+    """PEM: certificate of both ports, and its chain, perhaps its key. Without it they are plain HTTP."""
     ssl_keyfile: Path | None = None
     ssl_ca_certs: Path | None = None
-    """PEM: clients must show a certificate of one of these authorities."""
+    """PEM: clients of the endpoint must show a certificate of one of these authorities."""
     replica_ca_certs: Path | None = None
     """PEM: authorities of https replicas; none: the system's."""
     verifies_replicas: bool = True
@@ -158,6 +158,15 @@ class RouterConfig:
             return ServerTls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
         except OSError as error:
             raise ConfigError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs: {error}") from None
+
+    def admin_tls(self) -> ServerTls | None:
+        """The admin port's TLS: the endpoint's certificate. Nobody has to show one: kubelets and operators have none,
+        and the port has a key.
+
+        Raises:
+            ConfigError: a file cannot be used.
+        """
+        return replace(self, ssl_ca_certs=None).server_tls()
 
     def replica_tls(self) -> ClientTls:
         """TLS towards https replicas.

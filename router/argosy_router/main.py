@@ -110,15 +110,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="/metrics of this port needs no key even where there are keys; that of the admin port never does",
     )
     tls = parser.add_argument_group("TLS (PEM files, reread when they change)")
-    tls.add_argument(
-        "--ssl-certfile", type=Path, metavar="FILE", help="certificate chain of the OpenAI endpoint"
-    )
+    tls.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate chain of both ports")
     tls.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, unless in --ssl-certfile")
     tls.add_argument(
         "--ssl-ca-certs",
         type=Path,
         metavar="FILE",
-        help="clients must show a certificate of these authorities",
+        help="clients of the OpenAI endpoint must show a certificate of these authorities",
     )
     tls.add_argument(
         "--replica-ca-certs", type=Path, metavar="FILE", help="authorities of https replicas (the system's)"

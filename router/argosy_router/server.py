@@ -64,6 +64,7 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._wheel = TimerWheel(self._loop, tick_s)
         self._tls = config.server_tls()
+        self._admin_tls = config.admin_tls()
         self._replica_tls = config.replica_tls()
         self.fleet = Fleet(
             self._wheel,
@@ -156,7 +157,7 @@ class Router:
     @property
     def admin_url(self) -> str:
         assert self._admin is not None
-        return "http://{}:{}".format(*self._admin.address)
+        return "{}://{}:{}".format("https" if self._admin_tls else "http", *self._admin.address)
 
     # life
 
@@ -196,7 +197,7 @@ class Router:
             start_serving=True,
             **tls,
         )
-        for files in (self._tls, self._replica_tls):
+        for files in (self._tls, self._admin_tls, self._replica_tls):
             if files is not None:
                 self._own(watch_tls(files), "TLS files")
         self._own(self._discovery.run(self.fleet.apply), "discovery")
@@ -229,7 +230,8 @@ class Router:
             socket.gethostname(),
         )
         self._own(history.run(), "history")
-        self._admin = AdminServer(app, config.admin_host or config.host, config.admin_port)
+        tls = self._admin_tls.context if self._admin_tls is not None else None
+        self._admin = AdminServer(app, config.admin_host or config.host, config.admin_port, tls)
         listening = _bind(config.admin_host or config.host, config.admin_port)
         self._own(self._admin.serve([listening]), "admin")
         await self._admin.listening.wait()

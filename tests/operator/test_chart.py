@@ -92,6 +92,19 @@ def test_the_router_only_reads_pods() -> None:
     assert grants("argosy.routerRules") == {"/pods": {"get", "list", "watch"}}
 
 
+def test_whoever_asks_the_admin_port_speaks_tls_where_it_does() -> None:
+    text = (CHART / "templates" / "router.yaml").read_text()
+    probes = re.findall(r"httpGet: .*port: admin.*", text)
+    assert len(probes) == 3
+    assert all("{{ with .Values.router.tlsSecret }}, scheme: HTTPS{{ end }}" in probe for probe in probes)
+    monitor = (CHART / "templates" / "monitoring.yaml").read_text()
+    assert re.search(r"if \$\.Values\.router\.tlsSecret }}\n +scheme: https\n", monitor)
+    helpers = (CHART / "templates" / "_helpers.tpl").read_text()
+    assert 'ternary "https" "http" (not (empty .Values.router.tlsSecret))' in helpers, (
+        "the operator goes by it"
+    )
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_are_valid(path: Path) -> None:
     assert load_manifests(path.read_text())

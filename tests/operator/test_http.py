@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientError, ClientSession, web
 from builders import CONFIG, isvc_object
 from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes
 from harness import FakeRouter
 
-from argosy_operator import main
+from argosy_engine.protocol.keys import internal_key
+from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_operator import main, routers
 from argosy_operator.api import DEPLOYMENTS, INFERENCE_SERVICES, PODS, KubernetesApi
 from argosy_operator.config import OperatorConfig
 from argosy_operator.controller import Controller
 from argosy_operator.errors import ApiError
 from argosy_operator.health import health_app
+from argosy_operator.routers import http_fetch
 
 PATIENCE = 60
 
@@ -68,7 +74,7 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
         namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
     )
     router = FakeRouter(cluster)
-    monkeypatch.setattr(main, "http_fetch", lambda session, key: router.fetch)
+    monkeypatch.setattr(main, "http_fetch", lambda session, key, is_tls: router.fetch)
     monkeypatch.setattr("argosy_operator.routers.GRACE", 0.2)
     async with served(cluster, tmp_path, monkeypatch) as server:
         operator = asyncio.create_task(main.run(config, health_port=0))
@@ -94,6 +100,43 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
     watches = {path: query for _, path, query, _ in server.requests if "watch=true" in query}
     assert len(watches) == 5
     assert "labelSelector" in watches["/api/v1/pods"]
+
+
+def certified(folder: Path) -> ssl.SSLContext:
+    """A server with a certificate of its own making, for another name than it is called by."""
+    files = folder / "tls.crt", folder / "tls.key"
+    new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=llm.example.com -days 2"
+    subprocess.run([*new.split(), "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*files)
+    return context
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_routers_are_asked_by_address(
+    is_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = internal_key(CONFIG.fleet_key, ADMIN_KEY_UID)
+    sent = RoutableReport(router="r", revision=7, fleet_revision="f", replicas=())
+
+    async def report(request: web.Request) -> web.Response:
+        assert request.headers["authorization"] == f"Bearer {key}"
+        assert request.query_string == "after=6&wait=25"
+        return web.Response(body=msgspec.json.encode(sent))
+
+    app = web.Application()
+    app.router.add_get(REPORT_PATH, report)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=certified(tmp_path) if is_tls else None).start()
+    monkeypatch.setattr(routers, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
+    try:
+        async with ClientSession() as session:
+            assert await http_fetch(session, CONFIG.fleet_key, is_tls=is_tls)("127.0.0.1", 6) == sent
+            with pytest.raises((ClientError, OSError)):
+                await http_fetch(session, CONFIG.fleet_key, is_tls=not is_tls)("127.0.0.1", 6)
+    finally:
+        await runner.cleanup()
 
 
 async def test_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,8 @@ def test_config_from_the_environment() -> None:
     )
     assert (config.namespace, config.fleet_key, config.engine_image) == ("n", b"0123456789abcdef", "i")
     assert (config.watch_namespaces, config.router_url) == (("a", "b"), "http://r")
+    assert not config.router_speaks_tls
+    assert OperatorConfig.from_env({**ENV, "ARGOSY_ROUTER_URL": "https://r"}).router_speaks_tls
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from argosy.commands.route import main as route_command
+from argosy.errors import CommandError
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http import tls
 from argosy_router.http.client import ClientLimits
@@ -79,9 +81,9 @@ def trusting(authority: Authority, certificate: tuple[Path, Path] | None = None)
     return context
 
 
-async def served_name(r: Rig, context: ssl.SSLContext) -> str:
+async def served_name(r: Rig, context: ssl.SSLContext, address: tuple[str, int] | None = None) -> str:
     """Common name on the certificate a new connection sees."""
-    _, writer = await asyncio.open_connection(*r.router.address, ssl=context)
+    _, writer = await asyncio.open_connection(*(address or r.router.address), ssl=context)
     try:
         subject = dict(pair[0] for pair in writer.get_extra_info("peercert")["subject"])
         return str(subject["commonName"])
@@ -202,6 +204,61 @@ async def test_clients_may_have_to_show_a_certificate(authority: Callable[[str],
         assert await status(trusting(ca, unknown)) == 200, "the new authority counts at once"
         with pytest.raises(httpx.TransportError):
             await status(trusting(ca, known))
+
+
+# the admin port
+
+
+async def admin_name(r: Rig, context: ssl.SSLContext) -> str:
+    """Common name on the certificate of the admin port."""
+    url = httpx.URL(r.router.admin_url)
+    return await served_name(r, context, (url.host, url.port or 0))
+
+
+async def test_the_admin_port_speaks_tls_and_is_renewed(authority: Callable[[str], Authority]) -> None:
+    ca = authority("ca")
+    certificate, key = ca.issue("first", into="router")
+    context = trusting(ca)
+    async with (
+        rig([FakeEngine()], ssl_certfile=certificate, ssl_keyfile=key, admin_port=0) as r,
+        httpx.AsyncClient(base_url=r.router.admin_url, verify=context, trust_env=False) as client,
+    ):
+        assert r.router.admin_url.startswith("https://")
+        for path in ("/ready", "/metrics", "/overview", "/"):
+            assert (await client.get(path)).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            await r.http.get(r.router.admin_url.replace("https", "http") + "/ready")
+        assert await admin_name(r, context) == "first"
+        ca.issue("second", into="router")
+        async with asyncio.timeout(10):
+            while await admin_name(r, context) != "second":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await client.get("/ready")).status_code == 200
+
+
+async def test_probes_need_no_certificate_of_their_own(authority: Callable[[str], Authority]) -> None:
+    ca, clients = authority("ca"), authority("clients")
+    certificate, key = ca.issue("router")
+    fields = {"ssl_certfile": certificate, "ssl_keyfile": key, "ssl_ca_certs": clients.ca, "admin_port": 0}
+    async with (
+        rig([FakeEngine()], **fields) as r,
+        httpx.AsyncClient(verify=trusting(ca), trust_env=False) as client,
+    ):
+        assert (await client.get(r.router.admin_url + "/ready")).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            await client.get(r.router.url + "/ready")
+
+
+async def test_argosy_route_asks_over_tls(
+    authority: Callable[[str], Authority], capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificate, key = authority("ca").issue("router")
+    async with rig([FakeEngine()], ssl_certfile=certificate, ssl_keyfile=key, admin_port=0) as r:
+        arguments = ["tiny", "hi", "--admin-url", r.router.admin_url]
+        with pytest.raises(CommandError, match="--insecure"):
+            await asyncio.to_thread(route_command, arguments)
+        assert await asyncio.to_thread(route_command, [*arguments, "--insecure"]) == 0
+        assert capsys.readouterr().out.startswith("r0 ")
 
 
 def test_configuration(

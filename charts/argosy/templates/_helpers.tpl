@@ -47,8 +47,9 @@ runAsNonRoot: true
 {{- end -}}
 
 {{- define "argosy.routerUrl" -}}
-http://argosy-router.{{ .Release.Namespace }}.svc
-{{- if ne (int .Values.router.service.port) 80 }}:{{ .Values.router.service.port }}{{ end -}}
+{{- $standard := ternary 443 80 (not (empty .Values.router.tlsSecret)) -}}
+{{ ternary "https" "http" (not (empty .Values.router.tlsSecret)) }}://argosy-router.{{ .Release.Namespace }}.svc
+{{- if ne (int .Values.router.service.port) $standard }}:{{ .Values.router.service.port }}{{ end -}}
 {{- end -}}
 
 {{/* Rules of the operator in the namespaces it serves. Secrets are written and never read. */}}

@@ -41,6 +41,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--session", default="", metavar="ID", help="as if sent with x-session-id")
     parser.add_argument("--recent", type=int, metavar="N", help="list the last N choices instead")
     parser.add_argument("--admin-url", metavar="URL", help="admin port of a router (the running fleet's)")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="believe any certificate of an https:// admin port: it is for the name that clients use",
+    )
     parser.add_argument("--admin-key", default="", metavar="KEY", help="its key, if it has one")
     parser.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)"
@@ -51,12 +56,16 @@ def main(argv: Sequence[str]) -> int:
     url, key = admin_port(options.admin_url, key, options.state_dir)
     if options.recent is not None:
         query = urlencode({"limit": options.recent, "model": options.model or ""})
-        answer = call("GET", f"{url}/decisions?{query}", key, timeout_s=_ANSWER_S)
+        answer = call(
+            "GET", f"{url}/decisions?{query}", key, timeout_s=_ANSWER_S, verifies=not options.insecure
+        )
         text = _render_recent(answer)
     else:
         headers = {"x-session-id": options.session} if options.session else {}
         body = _body(options.model, options.prompt, options.body)
-        answer = call("POST", f"{url}/explain", key, body, headers, timeout_s=_ANSWER_S)
+        answer = call(
+            "POST", f"{url}/explain", key, body, headers, timeout_s=_ANSWER_S, verifies=not options.insecure
+        )
         text = _render(answer)
     if options.output == "json":
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(answer), indent=2) + b"\n")
