@@ -17,7 +17,7 @@
 #define FEW_WORDS 64 /* slots of so many words are worked on without an allocation */
 
 typedef struct {
-    uint64_t *keys; /* chunk + 1; 0 where there is none */
+    uint64_t *keys; /* chunk + 1; 0 where there is none: the highest chunk is taken for chunk 0 */
     uint64_t *rows;
     uint32_t size; /* positions */
     uint32_t count;
