@@ -54,6 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="host name by which an admin port without a key may be called; repeatable "
         "(addresses, localhost and this machine's name always may)",
     )
+    listen.add_argument(
+        "--max-connections",
+        type=int,
+        metavar="N",
+        help="client connections at a time; beyond it idle ones are closed, then new ones refused "
+        "(half of the files the process may open, 16384 at most)",
+    )
     replicas = parser.add_argument_group("replicas (one of the four)")
     replicas.add_argument(
         "--replica",
@@ -85,13 +92,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     replicas.add_argument(
         "--replica-key", help="bearer key of the engines given by --replica or --replica-dns"
-    )
-    listen.add_argument(
-        "--max-connections",
-        type=int,
-        metavar="N",
-        help="client connections at a time; beyond it idle ones are closed, then new ones refused "
-        "(half of the files the process may open, 16384 at most)",
     )
     access = parser.add_argument_group("access")
     access.add_argument(

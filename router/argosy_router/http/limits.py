@@ -29,8 +29,8 @@ class ServerLimits:
     body_timeout_s: float = 30.0
     """Within each such period a client must deliver `min_body_rate` bytes per second."""
     min_body_rate: int = 1024
-    max_connections: int = 4096
-    """Of all clients together; see `seats`."""
+    max_connections: int = 16384
+    """Of all clients together; the command line takes fewer where the process may not open the files (`seats`)."""
     surplus_timeout_s: float = 1.0
     """How long a connection too many has to begin its request, which is then refused."""
     keep_alive_s: float = 75.0

@@ -130,6 +130,7 @@ class ServerConnection(asyncio.Protocol):
         self._is_chunked = False
         self._is_seated = True
         """Whether it is one of those that may be there."""
+        self._idle = state.seats.idle
 
     # asyncio.Protocol
 
@@ -220,7 +221,7 @@ class ServerConnection(asyncio.Protocol):
                 if reader.ready:
                     self._deadline.clear()
                     self._awaited = None
-                    self._state.seats.idle.pop(self, None)
+                    self._idle.pop(self, None)
                     self.request = request = reader.ready.pop(0)
                     self._application.on_request(self, request)
                 elif reader.failure is not None:
@@ -243,9 +244,9 @@ class ServerConnection(asyncio.Protocol):
         self._awaited = phase
         if phase is Phase.IDLE:
             self._deadline.set(limits.keep_alive_s)
-            self._state.seats.idle[self] = None
+            self._idle[self] = None
             return
-        self._state.seats.idle.pop(self, None)
+        self._idle.pop(self, None)
         if phase is Phase.HEAD:
             self._deadline.set(limits.header_timeout_s)
         else:
