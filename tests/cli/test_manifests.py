@@ -56,6 +56,15 @@ def test_refusals_name_the_remedy(tmp_path: Path, text: str, message: str, detai
     assert details in refusal.value.details
 
 
+def test_a_service_and_its_canary_may_serve_one_name(tmp_path: Path) -> None:
+    same = {"source": "builtin://tiny", "servedName": "chat"}
+    stable = manifest("stable", model=same, router={"canary": {"service": "next", "weight": 10}})
+    assert read(tmp_path, stable + "---\n" + manifest("next", model=same)) == [
+        "default/stable",
+        "default/next",
+    ]
+
+
 def test_one_service_in_two_files_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(manifest(), encoding="utf-8")

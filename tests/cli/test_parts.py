@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from argosy.commands.up import _summary
+from argosy.local.control import FleetStatus, RouterStatus, ServiceStatus
 from argosy.local.gpus import choose_gpus, gpu_env, local_gpus
 from argosy.local.process import LogFile, tail
 from argosy.local.settings import Settings, backoff_s, free_port, is_port_free
@@ -92,3 +94,13 @@ def test_a_free_port_is_free() -> None:
 
 def test_a_table_has_aligned_columns() -> None:
     assert table(("A", "LONG"), [("value", "1")]) == "A      LONG\nvalue  1"
+
+
+def test_services_of_one_model_are_told_apart() -> None:
+    router = RouterStatus(url="http://127.0.0.1:8080", is_ready=True)
+    services = tuple(
+        ServiceStatus(key=key, model="chat", desired=1, revision="r")
+        for key in ("default/chat", "default/next")
+    )
+    lines = _summary(FleetStatus(pid=1, router=router, services=services)).splitlines()
+    assert lines[1:] == ["  chat  0/1 replicas", "  chat (next)  0/1 replicas"]

@@ -180,9 +180,12 @@ def _replicas(status: FleetStatus) -> list[ReplicaStatus]:
 
 
 def _summary(status: FleetStatus) -> str:
-    models = [
-        f"  {service.model}  {service.routable}/{service.desired} replicas" for service in status.services
-    ]
+    """A canary may share its model's name; its own says which is which."""
+    models = []
+    for service in status.services:
+        _, _, name = service.key.partition("/")
+        called = service.model if service.model == name else f"{service.model} ({name})"
+        models.append(f"  {called}  {service.routable}/{service.desired} replicas")
     return "\n".join((f"ready: {status.router.url}/v1", *models))
 
 
