@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 
 from argosy_engine.protocol.telemetry import Load
 from argosy_router.health import CONSECUTIVE_FAILURES, Health
+from argosy_router.proxy.exchange import MAX_ATTEMPTS
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally
 from .harness import Rig, chat, rig
@@ -133,6 +135,34 @@ async def test_no_room_is_seen_where_a_replica_rests() -> None:
         before = service.room(time.monotonic())
         await ask(r, 2)
         assert service.room(time.monotonic()) == before // 2
+
+
+async def test_a_rest_counts_for_the_very_next_choice() -> None:
+    """Also that of the last replica a request may try, after which it chooses nobody."""
+    asked: list[FakeEngine] = []
+    is_last, refuses = asyncio.Event(), asyncio.Event()
+
+    async def refuse_three_times(connection: Connection, request: Received) -> None:
+        asked.append(connection.engine)
+        is_later = len(asked) > MAX_ATTEMPTS
+        if len(asked) == MAX_ATTEMPTS:
+            is_last.set()
+            await refuses.wait()
+        await (answer_normally if is_later else busy())(connection, request)
+
+    engines = [*(FakeEngine(script=refuse_three_times) for _ in range(MAX_ATTEMPTS)), FakeEngine()]
+    async with rig(engines, policy="round-robin") as r:
+        spare = r.replica(MAX_ATTEMPTS).health
+        spare.is_suspect = True
+        r.router.fleet.changed()
+        refused = asyncio.create_task(r.chat())
+        await is_last.wait()
+        spare.is_suspect = False
+        r.router.fleet.changed()
+        assert (await r.chat()).status_code == 200, "and whoever may be chosen is remembered"
+        refuses.set()
+        assert (await refused).status_code == 429
+        assert {name for name, _ in await ask(r, 4)} == {"r3"}
 
 
 def test_the_latest_end_counts() -> None:
