@@ -233,19 +233,17 @@ class Service:
         return room
 
     def _healthy(self, now: float, tried: Collection[Replica] = (), name: str = "") -> Candidates:
+        if tried or name:
+            return self._with_slots(self._admitted(now, tried, name))
         candidates = self._candidates
         if (
             candidates is None
-            or tried
-            or name
             or now >= self._candidates_until
             or candidates.slot_changes != self.index.slot_changes
         ):
-            candidates = self._with_slots(self._admitted(now, tried, name))
-            if name:
-                return candidates
+            candidates = self._with_slots(self._admitted(now, (), ""))
             # An ejected replica comes back by the clock: until then nothing is remembered.
-            is_lasting = not tried and not any(r.health.is_ejected for r in self.replicas.values())
+            is_lasting = not any(r.health.is_ejected for r in self.replicas.values())
             self._candidates = candidates if is_lasting else None
             ends = [r.health.rests_until for r in self.replicas.values() if r.health.is_resting(now)]
             self._candidates_until = min(ends, default=inf)
