@@ -100,7 +100,7 @@ class History:
         metrics = self._metrics
         requests = _by_model(metrics.requests)
         failed: defaultdict[str, float] = defaultdict(float)
-        for (model, code), count in metrics.requests.values.items():
+        for (model, code), count in metrics.requests.sums():
             if code >= "500":
                 failed[model] += count
         prompt, cached = _by_model(metrics.prompt_tokens), _by_model(metrics.actual)
@@ -122,7 +122,7 @@ class History:
 def _by_model(counter: Counter) -> defaultdict[str, float]:
     position = counter.labels.index("model")
     sums: defaultdict[str, float] = defaultdict(float)
-    for labels, value in counter.values.items():
+    for labels, value in counter.sums():
         sums[labels[position]] += value
     return sums
 

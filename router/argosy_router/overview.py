@@ -112,8 +112,8 @@ class Overviews:
 
     def _replica(self, model: str, replica: Replica, now: float) -> ReplicaView:
         load, labels = replica.load, (model, replica.name)
-        prompt = self._metrics.prompt_tokens.values.get(labels, 0.0)
-        cached = self._metrics.actual.values.get(labels, 0.0)
+        prompt = self._metrics.prompt_tokens.sum(labels)
+        cached = self._metrics.actual.sum(labels)
         return ReplicaView(
             name=replica.name,
             url=replica.url,

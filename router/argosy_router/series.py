@@ -30,16 +30,35 @@ class Counter:
         self.name = name
         self.help = text
         self.labels = labels
-        self.values: defaultdict[Labels, float] = defaultdict(float)
+        self.values: dict[Labels, _Sum] = {}
 
     def add(self, labels: Labels, amount: float = 1.0) -> None:
-        self.values[labels] += amount
+        total = self.values.get(labels)
+        if total is None:
+            total = self.values[labels] = _Sum()
+        total.value += amount
+
+    def sum(self, labels: Labels) -> float:
+        total = self.values.get(labels)
+        return 0.0 if total is None else total.value
+
+    def sums(self) -> list[tuple[Labels, float]]:
+        return [(labels, total.value) for labels, total in self.values.items()]
 
     def collect(self, prefix: str) -> Metric:
         family = CounterMetricFamily(prefix + self.name, self.help, labels=self.labels)
-        for labels, value in self.values.items():
+        for labels, value in self.sums():
             family.add_metric(labels, value)
         return family
+
+
+class _Sum:
+    """So that counting looks labels up once, not to read and to write."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
 
 
 class Histogram:

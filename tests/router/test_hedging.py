@@ -95,11 +95,11 @@ async def overdue(r: Rig) -> None:
 
 
 def outcomes(r: Rig) -> dict[str, float]:
-    return {labels[1]: count for labels, count in r.router.metrics.hedges.values.items()}
+    return {labels[1]: count for labels, count in r.router.metrics.hedges.sums()}
 
 
 def failures(r: Rig) -> dict[str, float]:
-    return {labels[1]: count for labels, count in r.router.metrics.failures.values.items()}
+    return {labels[1]: count for labels, count in r.router.metrics.failures.sums()}
 
 
 def decisions(r: Rig) -> list[DecisionRecord]:
