@@ -126,7 +126,10 @@ def build_admin(
         limit: Annotated[int, Query(ge=1, le=CAPACITY)] = 100,
         model: Annotated[str, Query(max_length=512)] = "",
     ) -> Response:
-        return Response(msgspec.json.encode(list(decisions.latest(limit, model))), media_type=_JSON)
+        return Response(
+            msgspec.json.encode([record.as_dict() for record in decisions.latest(limit, model)]),
+            media_type=_JSON,
+        )
 
     @app.get("/explain", dependencies=guarded)
     async def explain_prompt(

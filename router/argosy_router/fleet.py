@@ -73,6 +73,8 @@ class Fleet:
         self.rng = rng or random.Random()  # noqa: S311 - ties, not secrets
         self.services: dict[str, Service] = {}
         self.names = NameTable({}, ())
+        self._by_name: dict[str, Service] = {}
+        """`names`, to the services themselves."""
         self.fleet_revision = ""
         self.is_loaded = False
         self.revision = 0
@@ -91,6 +93,7 @@ class Fleet:
             self._apply_members(service, snapshot.members.get(key, ()))
         self._share_index_memory()
         self.names = resolve_names(document)
+        self._by_name = {name: self.services[spec.key] for name, spec in self.names.names.items()}
         for conflict in self.names.conflicts:
             log.warning("model name %r: %s wins over %s", conflict.name, conflict.winner, conflict.loser)
         self.fleet_revision = snapshot.revision
@@ -99,8 +102,7 @@ class Fleet:
 
     def service_of(self, name: str) -> Service | None:
         """The service behind a model name, or None."""
-        spec = self.names.names.get(name)
-        return self.services.get(spec.key) if spec is not None else None
+        return self._by_name.get(name)
 
     def adapter_of(self, name: str) -> str:
         """The adapter a model name means; empty for the model itself."""

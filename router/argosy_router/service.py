@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from math import exp, inf
-from typing import NamedTuple
+from typing import Final
 
 from argosy_engine.protocol.chunks import chain_seed
 from argosy_engine.protocol.errors import TooManyRequests, Unavailable
@@ -26,61 +26,98 @@ from argosy_router.policy.rates import assumed
 from argosy_router.prefixes.index import PrefixIndex
 from argosy_router.replica import Replica
 
-PRIOR_BYTES_PER_TOKEN = 4.0
+PRIOR_BYTES_PER_TOKEN: Final = 4.0
 """English prose with a large vocabulary; learnt from the first answers' usage."""
-_LEARNING_RATE = 0.05
-SEATS_PER_SEQ = 1.5
+_LEARNING_RATE: Final = 0.05
+SEATS_PER_SEQ: Final = 1.5
 """A replica counts as full with this many requests for each sequence its batch holds: half a batch waits inside the
 engine, so that it never runs dry; what waits here instead can still be ordered, and sent where room comes first."""
-NO_LIMIT = 1 << 30
+NO_LIMIT: Final = 1 << 30
 """Room of a service whose replicas do not tell the size of their batch."""
-RECENT_S = 60.0
+RECENT_S: Final = 60.0
 """Work sent to a replica counts for its share of new prefixes by half after 40 s."""
-_RESCALE = 30.0
+_RESCALE: Final = 30.0
 """Weights grow to e**30 of what they were before sums are brought down again: far from a float's limits."""
-_KEY_CHUNKS = 4
+_KEY_CHUNKS: Final = 4
 """The rendezvous key is the chain up to this chunk: role, then the first 768 bytes of the first text. Fewer would send
 every prompt with the same role to one replica; more would part prompts that share a system prompt."""
 
 
-class Prompt(NamedTuple):
+class Prompt:
     """What routing knows about a request's prompt."""
 
-    hashes: Sequence[int]
-    key: int
-    """Names the prompt's beginning; zero if it has none."""
-    text_bytes: int
-    token_ids: int
-    session: int = 0
-    """Names the session the client declared; zero for none."""
-    segment_bytes: Sequence[int] = ()
-    """Sizes of the segments `hashes` were made of; what was in them is kept in the request's body alone."""
-    chunk_tokens: Sequence[int] = ()
-    """Prompt tokens up to each chunk, where they are known rather than estimated from `segment_bytes`."""
-    name: str = ""
-    """Adapter or alias that not all replicas may have: one that has it must answer. Empty for the model itself."""
+    __slots__ = (
+        "chunk_tokens",
+        "hashes",
+        "key",
+        "name",
+        "segment_bytes",
+        "session",
+        "text_bytes",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        hashes: Sequence[int],
+        key: int,
+        text_bytes: int,
+        token_ids: int,
+        session: int = 0,
+        segment_bytes: Sequence[int] = (),
+        chunk_tokens: Sequence[int] = (),
+        name: str = "",
+    ) -> None:
+        self.hashes = hashes
+        self.key = key
+        """Names the prompt's beginning; zero if it has none."""
+        self.text_bytes = text_bytes
+        self.token_ids = token_ids
+        self.session = session
+        """Names the session the client declared; zero for none."""
+        self.segment_bytes = segment_bytes
+        """Sizes of the segments `hashes` were made of; what was in them is kept in the request's body alone."""
+        self.chunk_tokens = chunk_tokens
+        """Prompt tokens up to each chunk, where they are known rather than estimated from `segment_bytes`."""
+        self.name = name
+        """Adapter or alias that not all replicas may have: one that has it must answer. Empty for the model itself."""
 
 
-class Choice(NamedTuple):
+class Choice:
     """A replica, and why."""
 
-    replica: Replica
-    decision: Decision
-    uncached_tokens: int
-    tokens_ahead: int
-    """Prompt tokens the replica computes until this request's first token, its own included."""
-    predicted_ttft_s: float
+    __slots__ = ("decision", "predicted_ttft_s", "replica", "tokens_ahead", "uncached_tokens")
+
+    def __init__(
+        self,
+        replica: Replica,
+        decision: Decision,
+        uncached_tokens: int,
+        tokens_ahead: int,
+        predicted_ttft_s: float,
+    ) -> None:
+        self.replica = replica
+        self.decision = decision
+        self.uncached_tokens = uncached_tokens
+        self.tokens_ahead = tokens_ahead
+        """Prompt tokens the replica computes until this request's first token, its own included."""
+        self.predicted_ttft_s = predicted_ttft_s
 
 
-class Candidates(NamedTuple):
+class Candidates:
     """Replicas a request may be sent to, in the order of their names, as policies want them."""
 
-    replicas: Sequence[Replica]
-    loads: list[Candidate]
-    positions: dict[int, int]
-    """slot -> position"""
-    slot_changes: int
-    """Of the index, when `positions` was made."""
+    __slots__ = ("loads", "positions", "replicas", "slot_changes")
+
+    def __init__(self, replicas: list[Replica], slot_changes: int) -> None:
+        self.replicas = replicas
+        self.loads: list[Candidate] = [replica.load for replica in replicas]
+        self.positions = {
+            slot: position for position, replica in enumerate(replicas) for slot in replica.residency.slots
+        }
+        """slot -> position"""
+        self.slot_changes = slot_changes
+        """Of the index, when `positions` was made."""
 
 
 class Service:
@@ -88,6 +125,9 @@ class Service:
 
     def __init__(self, spec: FleetService, key: str, index_capacity: int) -> None:
         self.spec = spec
+        self.model = spec.model
+        self.name = spec.key
+        """`namespace/name`"""
         self.key = key
         """Bearer key of its engines; empty for none."""
         self.index = PrefixIndex(index_capacity)
@@ -166,9 +206,9 @@ class Service:
         decision = POLICIES[policy or self.spec.policy].choose(request, candidates.loads, rng)
         replica = candidates.replicas[decision.position]
         if decision.reason == "cached" and not self.is_announced(replica, prompt.hashes, length):
-            decision = decision._replace(reason="predicted")
+            decision.reason = "predicted"
         if replica.health.is_resting(now):
-            decision = decision._replace(reason="busy")
+            decision.reason = "busy"
         load = replica.load
         uncached = max(1, request.prompt_tokens - decision.predicted_tokens)
         ahead = load.queued_tokens + uncached
@@ -271,12 +311,7 @@ class Service:
         return sorted(rested or healthy or admitted or usable, key=lambda replica: replica.name)
 
     def _with_slots(self, replicas: list[Replica]) -> Candidates:
-        return Candidates(
-            replicas,
-            [replica.load for replica in replicas],
-            {slot: position for position, replica in enumerate(replicas) for slot in replica.residency.slots},
-            self.index.slot_changes,
-        )
+        return Candidates(replicas, self.index.slot_changes)
 
     def can_answer(self, now: float) -> bool:
         """Whether some replica is routable and not ejected."""

@@ -226,7 +226,8 @@ def test_work_sent_long_ago_fades() -> None:
 
     def send(to: Replica, now: float) -> None:
         choice = service.choose(prompt, now, rng)
-        service.dispatched(choice._replace(replica=to, uncached_tokens=1000), prompt, now)
+        choice.replica, choice.uncached_tokens = to, 1000
+        service.dispatched(choice, prompt, now)
 
     send(a, 0.0)
     for second in range(4):

@@ -171,7 +171,8 @@ USAGE = b'"usage": {"prompt_tokens": 12, "total_tokens": 20, "prompt_tokens_deta
     ],
 )
 def test_usage_is_found_at_the_end(tail: bytes, expected: tuple[int, int, int] | None) -> None:
-    assert find_usage(tail) == expected
+    usage = find_usage(tail)
+    assert (usage and (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)) == expected
 
 
 # deadlines

@@ -35,6 +35,10 @@ def sums(directory: Path, field: str) -> dict[tuple[str, str, str], int]:
     return dict(found)
 
 
+def counts(usage: TokenUsage | None) -> tuple[int, int, int] | None:
+    return usage and (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+
+
 def sizes(directory: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
 
@@ -42,7 +46,7 @@ def sizes(directory: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("tail", "usage"),
     [
-        (completion("x", 120, 96), TokenUsage(120, 96, 1)),
+        (completion("x", 120, 96), (120, 96, 1)),
         (b'data: {"choices":[],"usage":{"prompt_tokens":3,"total_tokens":3}}\n\ndata: [DONE]\n\n', (3, 0, 0)),
         (rb'{"content": "\"usage\": {\"prompt_tokens\": 5}"}', None),
         (b'{"usage": null}', None),
@@ -54,8 +58,8 @@ def sizes(directory: Path) -> dict[str, int]:
         (b'{"usage":{"prompt_tokens":70},"x":[' + b'{"token":"usage"},' * 5000 + b"0]}", (70, 0, 0)),
     ],
 )
-def test_usage_is_found_in_answers(tail: bytes, usage: TokenUsage | None) -> None:
-    assert find_usage(tail) == usage
+def test_usage_is_found_in_answers(tail: bytes, usage: tuple[int, int, int] | None) -> None:
+    assert counts(find_usage(tail)) == usage
 
 
 # the ledger
@@ -208,7 +212,7 @@ def test_usage_of_a_long_answer_is_found_however_it_is_cut(step: int, at: float)
     finder = UsageFinder()
     for start in range(0, len(answer), step):
         finder.feed(answer[start : start + step])
-    assert finder.usage == TokenUsage(4000, 0, 3000)
+    assert counts(finder.usage) == (4000, 0, 3000)
 
 
 # answers that were cut

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import httptools
 
@@ -40,7 +40,7 @@ class ClientLimits:
     max_header_bytes: int = 64 * 1024
 
 
-_JOIN_BELOW_BYTES = 16 * 1024
+_JOIN_BELOW_BYTES: Final = 16 * 1024
 """Copying less than this costs less than a second buffer in the system call."""
 
 
@@ -203,7 +203,7 @@ class ClientConnection(asyncio.Protocol):
         sink = self._sink
         if sink is None or not self._has_head:
             return
-        if not self._is_paused:
+        if not self._is_paused and not self._is_complete:
             self._deadline.set(self._idle_timeout_s)
         if not self._is_head_reported:
             self._is_head_reported = True

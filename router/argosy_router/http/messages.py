@@ -7,7 +7,6 @@ Invariant: header names are lower-case bytes; values are as received.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from http import HTTPStatus
 
 Headers = list[tuple[bytes, bytes]]
@@ -33,13 +32,25 @@ _REASONS = {status.value: status.phrase.encode("ascii") for status in HTTPStatus
 class Request:
     """One request: its head, and its body once that is complete."""
 
-    __slots__ = ("body", "body_bytes", "grant", "headers", "is_http10", "keep_alive", "method", "target")
+    __slots__ = (
+        "body",
+        "body_bytes",
+        "grant",
+        "headers",
+        "is_http10",
+        "keep_alive",
+        "method",
+        "path",
+        "target",
+    )
 
     def __init__(
         self, method: bytes, target: bytes, headers: Headers, *, is_http10: bool, keep_alive: bool
     ) -> None:
         self.method = method
         self.target = target
+        self.path = target.partition(b"?")[0]
+        """The target without a query; as received, never normalised."""
         self.headers = headers
         self.is_http10 = is_http10
         self.keep_alive = keep_alive
@@ -51,10 +62,15 @@ class Request:
 
     def header(self, name: bytes) -> bytes | None:
         """First value of a header (`name` in lower case), or None."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        return first_value(self.headers, name)
+
+
+def first_value(headers: Headers, name: bytes) -> bytes | None:
+    """First value of a header (`name` in lower case), or None."""
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
 
 
 def connection_options(headers: Headers) -> frozenset[bytes]:
@@ -70,9 +86,9 @@ def status_line(status: int) -> bytes:
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
-def render_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def render_headers(headers: Headers) -> bytes:
     """Header lines, each with its line end."""
-    return b"".join([b"%b: %b\r\n" % header for header in headers])
+    return b"".join([b"%b: %b\r\n" % (name, value) for name, value in headers])
 
 
 _STATUS_LINES = {status: b"HTTP/1.1 %d %b\r\n" % (status, reason) for status, reason in _REASONS.items()}

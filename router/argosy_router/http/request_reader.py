@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from typing import Final
 
 import httptools
 
@@ -23,8 +24,7 @@ from argosy_engine.protocol.errors import (
 from argosy_router.http.limits import BodyRoom, ServerLimits
 from argosy_router.http.messages import Headers, Request
 
-_METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS"))
-_DIGITS = frozenset(b"0123456789")
+_METHODS: Final = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS"))
 
 
 class Phase(Enum):
@@ -159,7 +159,7 @@ class RequestReader:
                 hosts += 1
             elif name == b"content-length":
                 lengths += 1
-                if not value or not _DIGITS.issuperset(value):
+                if not value.isdigit():
                     self._refuse(BadRequest("malformed content-length"))
                 length = int(value[:19])
             elif name == b"transfer-encoding":

@@ -6,29 +6,33 @@ Owns: the vocabulary shared by all policies. Must not know: any one policy.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 Reason = Literal["cached", "predicted", "load", "session", "only", "busy"]
 """Value of the response header `x-argosy-route`."""
 
-MIN_HIT_TOKENS = 16
+MIN_HIT_TOKENS: Final = 16
 """One KV block: the engine reuses nothing below it. Role names alone must not look like a shared prefix."""
 
 
-class RouteRequest(NamedTuple):
+class RouteRequest:
     """The part of a request that routing looks at."""
 
-    prompt_tokens: int
-    """Estimate: the router has no tokenizer."""
-    hits: Mapping[int, int]
-    """position of a candidate -> prompt tokens expected in its cache; absent means none"""
-    key: int
-    """Names the beginning of the prompt; equal for prompts that share it."""
-    sequence: int
-    """Number of this request at this router, for policies that take turns."""
-    session: int = 0
-    """Names the session the client declared; zero for none."""
+    __slots__ = ("hits", "key", "prompt_tokens", "sequence", "session")
+
+    def __init__(
+        self, prompt_tokens: int, hits: dict[int, int], key: int, sequence: int, session: int = 0
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        """Estimate: the router has no tokenizer."""
+        self.hits = hits
+        """position of a candidate -> prompt tokens expected in its cache; absent means none"""
+        self.key = key
+        """Names the beginning of the prompt; equal for prompts that share it."""
+        self.sequence = sequence
+        """Number of this request at this router, for policies that take turns."""
+        self.session = session
+        """Names the session the client declared; zero for none."""
 
 
 class Candidate:
@@ -67,14 +71,17 @@ class Candidate:
         """`waiting.waiting_s` of it, brought up to date where the figures change rather than where they are read."""
 
 
-class Decision(NamedTuple):
+class Decision:
     """The chosen candidate, by its position, and why."""
 
-    position: int
-    reason: Reason
-    predicted_tokens: int
-    cost_s: float
-    """The policy's cost of the choice in seconds; zero for policies without one."""
+    __slots__ = ("cost_s", "position", "predicted_tokens", "reason")
+
+    def __init__(self, position: int, reason: Reason, predicted_tokens: int, cost_s: float) -> None:
+        self.position = position
+        self.reason = reason
+        self.predicted_tokens = predicted_tokens
+        self.cost_s = cost_s
+        """The policy's cost of the choice in seconds; zero for policies without one."""
 
 
 class Choose(Protocol):

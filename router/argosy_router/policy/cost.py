@@ -24,28 +24,29 @@ gets the chance to show better.
 from __future__ import annotations
 
 import random
+from typing import Final
 
 from argosy_router.policy.base import MIN_HIT_TOKENS, Candidate, Decision, RouteRequest, decide
 from argosy_router.policy.rendezvous import favourite
 from argosy_router.policy.waiting import waiting_terms
 
-STICKINESS = 0.5
+STICKINESS: Final = 0.5
 """At rest, half of the time a hit saves counts again for keeping the prefix in one place."""
-CROWDING = 3.0
+CROWDING: Final = 3.0
 """Per prompt of this size that waits even at the emptiest replica. Replays of conversations over shared prompts
 (docs/log.md) gain from 1 on and little beyond this, while a request may wait longer for its prefix the higher it is."""
-MAX_STICKINESS = 10.0
+MAX_STICKINESS: Final = 10.0
 """Beyond it nothing but the hit would count."""
-TIE_S = 0.001
+TIE_S: Final = 0.001
 """Below this, differences are noise of the estimates."""
-TIE_SHARE = 0.02
-COLD_SLACK = 1.25
+TIE_SHARE: Final = 0.02
+COLD_SLACK: Final = 1.25
 """Bounded load of the rendezvous choice, as in consistent hashing with bounded loads, but in seconds."""
-COLD_HIT = 0.1
+COLD_HIT: Final = 0.1
 """A tenth of the prompt saved is not worth having all prompts in one place."""
-COLD_SHARE = 1.25
+COLD_SHARE: Final = 1.25
 """The same bound on work sent in the last minute or so."""
-COLD_STRETCH = 4.0
+COLD_STRETCH: Final = 4.0
 """Speeds within it may be noise; a replica slower than that is for when others are busy."""
 
 

@@ -17,7 +17,9 @@ def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Rando
     if not request.session:
         return cost.choose(request, candidates, rng)
     decision = decide(request, candidates, bounded.place(request.session, candidates))
-    return decision if decision.reason == "only" else decision._replace(reason="session")
+    if decision.reason != "only":
+        decision.reason = "session"
+    return decision
 
 
 def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:

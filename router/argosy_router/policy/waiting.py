@@ -9,13 +9,15 @@ Owns: the load terms shared by policies. Must not know: prompts, caches.
 
 from __future__ import annotations
 
+from typing import Final
+
 from argosy_router.policy.base import Candidate
 
-EXPECTED_OUTPUT_TOKENS = 64
+EXPECTED_OUTPUT_TOKENS: Final = 64
 """Decode steps a newcomer shares with those already there; half a short answer, because they end meanwhile."""
-KV_PRESSURE_S = 0.05
+KV_PRESSURE_S: Final = 0.05
 """At 90 % KV use a preemption is near: 0.45 s, the price of recomputing a few thousand tokens."""
-_MAX_KV = 0.99
+_MAX_KV: Final = 0.99
 
 
 def waiting_s(candidate: Candidate) -> float:

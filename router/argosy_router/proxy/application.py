@@ -91,11 +91,10 @@ class RouterApplication:
 
     def on_head(self, request: Request) -> bool:
         """Nobody's body is taken whom no key lets in."""
-        path = request.target.partition(b"?")[0]
-        if path in self._public:
+        if request.path in self._public:
             return False
         request.grant = self._authorise(request)
-        return path in _ENDPOINTS
+        return request.path in _ENDPOINTS
 
     def on_refused(self, error: ApiError, request: Request | None) -> bytes:
         return self._refusal(
@@ -131,7 +130,7 @@ class RouterApplication:
         return self._dispatcher.error_headers(error) + b"x-request-id: %b\r\n" % request_id
 
     def _route(self, connection: Client, request: Request, request_id: bytes) -> None:
-        path = request.target.partition(b"?")[0]
+        path = request.path
         answer = self._public.get(path)
         if answer is None:
             account = request.grant
@@ -175,7 +174,7 @@ class RouterApplication:
             trace, request.headers = self._tracer.begin(request.headers, endpoint)
         call = decode_call(self._fleet, endpoint, request, request_id, account)
         if trace is not None:
-            call = call._replace(trace=trace)
+            call.trace = trace
         request.body = b""  # the call has it, rewritten or not: one copy is enough
         if call.renaming is not None:
             connection = RenamingClient(connection, call.renaming)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import Deadline
 from argosy_router.http.errors import ConnectFailed, UpstreamError
-from argosy_router.http.messages import Headers
+from argosy_router.http.messages import Headers, first_value
 from argosy_router.proxy import headers as header_rules
 from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.migration import Transcript
@@ -136,7 +136,7 @@ class Attempt:
     # the replica's answer
 
     def on_response(self, status: int, headers: Headers) -> None:
-        content_type = next((value for name, value in headers if name == b"content-type"), b"")
+        content_type = first_value(headers, b"content-type") or b""
         is_stream = status == 200 and content_type.startswith(b"text/event-stream")
         self.status = status
         self.headers = header_rules.returned(headers)

@@ -48,7 +48,7 @@ class Books:
 
     def dispatched(self, call: Call, choice: Choice, attempt: int) -> DecisionRecord:
         """An attempt is being sent."""
-        model, replica, decision = call.service.spec.model, choice.replica, choice.decision
+        model, replica, decision = call.service.model, choice.replica, choice.decision
         self._metrics.routes.add((model, replica.name, decision.reason, replica.link))
         record = DecisionRecord(
             time.time(),
@@ -71,7 +71,7 @@ class Books:
         record.prompt_tokens = usage.prompt_tokens
         record.cached_tokens = usage.cached_tokens
         record.completion_tokens = usage.completion_tokens
-        labels = (call.service.spec.model, choice.replica.name)
+        labels = (call.service.model, choice.replica.name)
         self._metrics.prompt_tokens.add(labels, usage.prompt_tokens)
         self._metrics.completion_tokens.add(labels, usage.completion_tokens)
         self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
@@ -85,11 +85,11 @@ class Books:
     def close(self, exchange: Exchange, duration_s: float) -> None:
         """The request has ended, however it did."""
         call, record = exchange.call, exchange.record
-        model, metrics = call.service.spec.model, self._metrics
+        model, metrics = call.service.model, self._metrics
         metrics.requests.add((model, str(exchange.status)))
         metrics.duration.observe((model,), duration_s)
         if call.canary_of is not None:
-            metrics.canaried.add((call.canary_of.spec.model, call.service.spec.key))
+            metrics.canaried.add((call.canary_of.model, call.service.name))
         if exchange.first_event_s is not None:
             metrics.ttft.observe((model,), exchange.first_event_s)
             is_first = record is not None and record.attempt == 1
@@ -120,7 +120,7 @@ class Books:
         assert choice is not None
         assert record is not None
         record.ttft_s = ttft_s
-        labels = (exchange.call.service.spec.model, choice.replica.name)
+        labels = (exchange.call.service.model, choice.replica.name)
         self._metrics.predicted_ttft.add(labels, choice.predicted_ttft_s)
         self._metrics.actual_ttft.add(labels, ttft_s)
         self._metrics.ttft_error.observe(labels, abs(ttft_s - choice.predicted_ttft_s))
@@ -128,7 +128,7 @@ class Books:
 
     def _bill(self, exchange: Exchange, record: DecisionRecord, duration_s: float) -> None:
         call = exchange.call
-        model = call.service.spec.model
+        model = call.service.model
         generated = record.completion_tokens
         if generated is None:
             if exchange.status in (200, CLIENT_GONE):
@@ -153,19 +153,15 @@ def _recorded(call: Call, record: DecisionRecord, arrival_s: float) -> Recorded:
 def _entry(exchange: Exchange, duration_s: float) -> AccessEntry:
     call, choice, record = exchange.call, exchange.choice, exchange.record
     entry = AccessEntry(
-        time.time(),
-        call.request_id.decode(),
-        exchange.status,
-        call.key_name,
-        call.service.spec.model,
-        attempts=exchange.attempts,
-        migrations=exchange.migrations,
-        duration_ms=round(duration_s * 1000.0, 3),
+        time.time(), call.request_id.decode(), exchange.status, call.key_name, call.service.model
     )
+    entry.attempts = exchange.attempts
+    entry.migrations = exchange.migrations
+    entry.duration_ms = duration_s * 1000.0
     if exchange.waited_s:
         entry.queue_ms = exchange.waited_s * 1000.0
     if exchange.first_event_s is not None:
-        entry.ttft_ms = round(exchange.first_event_s * 1000.0, 3)
+        entry.ttft_ms = exchange.first_event_s * 1000.0
     if choice is not None and record is not None:
         entry.replica = choice.replica.name
         entry.route = choice.decision.reason

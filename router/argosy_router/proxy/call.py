@@ -9,7 +9,7 @@ would not know the name the client used, of `priority` where the client's key or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -25,7 +25,7 @@ from argosy_engine.protocol.openai import (
     decode_request,
 )
 from argosy_engine.protocol.prompt_view import prompt_view
-from argosy_router.admission.accounts import ANYONE, Account
+from argosy_router.admission.accounts import Account
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
@@ -45,31 +45,60 @@ class UnsupportedMediaType(BadRequest):
     http_status = 415
 
 
-class Call(NamedTuple):
+class Call:
     """One generation request."""
 
-    service: Service
-    prompt: Prompt
-    is_stream: bool
-    request_id: bytes
-    headers: bytes
-    """Lines as every replica gets them, without the length."""
-    body: bytes
-    path: bytes
-    account: Account = ANYONE
-    priority: int = 0
-    expected_tokens: int = 1
-    """Prompt and completion, before either is known."""
-    shape: StreamShape | None = None
-    """Of a stream that can be resumed."""
-    hides_usage: bool = False
-    """The client did not ask its stream for the usage; we did."""
-    renaming: Renaming | None = None
-    """Where the engine knows the model by another name than the client used."""
-    canary_of: Service | None = None
-    """The service the client named, where that has a canary, which may be `service`."""
-    trace: Trace | None = None
-    """Where requests are traced."""
+    __slots__ = (
+        "account",
+        "body",
+        "canary_of",
+        "expected_tokens",
+        "headers",
+        "hides_usage",
+        "is_stream",
+        "path",
+        "priority",
+        "prompt",
+        "renaming",
+        "request_id",
+        "service",
+        "shape",
+        "trace",
+    )
+
+    def __init__(
+        self,
+        service: Service,
+        prompt: Prompt,
+        request_id: bytes,
+        headers: bytes,
+        body: bytes,
+        path: bytes,
+        account: Account,
+        expected_tokens: int,
+    ) -> None:
+        self.service = service
+        self.prompt = prompt
+        self.request_id = request_id
+        self.headers = headers
+        """Lines as every replica gets them, without the length."""
+        self.body = body
+        self.path = path
+        self.account = account
+        self.expected_tokens = expected_tokens
+        """Prompt and completion, before either is known."""
+        self.priority = 0
+        self.is_stream = False
+        self.shape: StreamShape | None = None
+        """Of a stream that can be resumed."""
+        self.hides_usage = False
+        """The client did not ask its stream for the usage; we did."""
+        self.renaming: Renaming | None = None
+        """Where the engine knows the model by another name than the client used."""
+        self.canary_of: Service | None = None
+        """The service the client named, where that has a canary, which may be `service`."""
+        self.trace: Trace | None = None
+        """Where requests are traced."""
 
     @property
     def key_name(self) -> str:
@@ -85,6 +114,7 @@ EXPECTED_OUTPUT_TOKENS = 256
 
 RoutedEndpoint = Endpoint | Literal["embeddings"]
 
+_JSON = b"application/json"
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -97,8 +127,8 @@ def decode_call(
         BadRequest: not JSON, wrong types, out of bounds.
         NotFound: no service has this model name, or the account may not use it.
     """
-    media_type = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-    if media_type != b"application/json":
+    content_type = request.header(b"content-type") or b""
+    if content_type != _JSON and content_type.partition(b";")[0].strip().lower() != _JSON:
         raise UnsupportedMediaType("content-type must be application/json")
     if request.header(b"content-encoding") is not None:
         raise UnsupportedMediaType("content-encoding is not supported")
@@ -130,22 +160,25 @@ def decode_call(
     if hides_usage and options is None:
         body = asking_usage(body)
     prompt = prompt_of(service, decoded, session, adapter)
-    return Call(
+    call = Call(
         service,
         prompt,
-        decoded.stream,
         request_id,
         b"%bx-request-id: %b\r\n" % (headers.forwarded(request.headers), request_id),
         body,
-        request.target.partition(b"?")[0],
+        request.path,
         account,
-        priority,
         service.estimate_tokens(prompt) + _expected_output_tokens(decoded),
-        resumable_shape(decoded),
-        hides_usage=hides_usage,
-        renaming=Renaming(model, decoded.model) if model != decoded.model else None,
-        canary_of=named if named.spec.canary is not None else None,
     )
+    call.priority = priority
+    call.is_stream = decoded.stream
+    call.shape = resumable_shape(decoded)
+    call.hides_usage = hides_usage
+    if model != decoded.model:
+        call.renaming = Renaming(model, decoded.model)
+    if named.spec.canary is not None:
+        call.canary_of = named
+    return call
 
 
 def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
@@ -197,8 +230,8 @@ def prompt_of(
 def may_use(account: Account, name: str, service: Service, adapter: str = "") -> bool:
     """Whether the account may call the service by this name: a key that lists one of its main names means all of it,
     and one that lists `MODEL:ADAPTER` means the adapter by all its names."""
-    model = service.spec.model
-    return account.may_use(name, model, service.spec.key, f"{model}:{adapter}" if adapter else name)
+    model = service.model
+    return account.may_use(name, model, service.name, f"{model}:{adapter}" if adapter else name)
 
 
 def _expected_output_tokens(request: ChatCompletionRequest | CompletionRequest) -> int:

@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
-from msgspec import Struct
-
 CAPACITY = 1000
 """A few hundred kilobytes; a minute of a busy service."""
 
@@ -20,35 +18,61 @@ HedgeOutcome = Literal["won", "lost", "failed", "promoted", "abandoned"]
 client left before."""
 
 
-class DecisionRecord(Struct):
+FIELDS = (
+    *("time", "request_id", "model", "replica", "reason", "attempt", "prompt_tokens"),
+    *("predicted_cached_tokens", "predicted_ttft_s", "cost_s", "mode", "resumed_tokens"),
+    *("hedge", "status", "cached_tokens", "completion_tokens", "ttft_s"),
+)
+
+
+class DecisionRecord:
     """One dispatched attempt."""
 
-    time: float
-    """Unix time of the dispatch."""
-    request_id: str
-    model: str
-    replica: str
-    reason: str
-    attempt: int
-    prompt_tokens: int
-    """Estimated before the answer, as the answer's usage says after it."""
-    predicted_cached_tokens: int
-    predicted_ttft_s: float
-    cost_s: float
-    mode: str
-    """What was known of the replica: `synced`, `stale` or `foreign`."""
-    resumed_tokens: int = 0
-    """Output of a replica that died; this attempt goes on behind it."""
-    hedge: Literal["", "racing"] | HedgeOutcome = ""
-    """What became of an attempt that was sent beside one that was overdue. Empty for all others."""
-    status: int = 0
-    """Zero until the request has ended."""
-    cached_tokens: int | None = None
-    """By the answer's usage; absent when it has none."""
-    completion_tokens: int | None = None
-    """By the same usage; where there is none, what a stream's client was sent."""
-    ttft_s: float | None = None
-    """Streams only."""
+    __slots__ = FIELDS
+
+    def __init__(
+        self,
+        time: float,
+        request_id: str,
+        model: str,
+        replica: str,
+        reason: str,
+        attempt: int,
+        prompt_tokens: int,
+        predicted_cached_tokens: int,
+        predicted_ttft_s: float,
+        cost_s: float,
+        mode: str,
+    ) -> None:
+        self.time = time
+        """Unix time of the dispatch."""
+        self.request_id = request_id
+        self.model = model
+        self.replica = replica
+        self.reason = reason
+        self.attempt = attempt
+        self.prompt_tokens = prompt_tokens
+        """Estimated before the answer, as the answer's usage says after it."""
+        self.predicted_cached_tokens = predicted_cached_tokens
+        self.predicted_ttft_s = predicted_ttft_s
+        self.cost_s = cost_s
+        self.mode = mode
+        """What was known of the replica: `synced`, `stale` or `foreign`."""
+        self.resumed_tokens = 0
+        """Output of a replica that died; this attempt goes on behind it."""
+        self.hedge: Literal["", "racing"] | HedgeOutcome = ""
+        """What became of an attempt that was sent beside one that was overdue. Empty for all others."""
+        self.status = 0
+        """Zero until the request has ended."""
+        self.cached_tokens: int | None = None
+        """By the answer's usage; absent when it has none."""
+        self.completion_tokens: int | None = None
+        """By the same usage; where there is none, what a stream's client was sent."""
+        self.ttft_s: float | None = None
+        """Streams only."""
+
+    def as_dict(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in FIELDS}
 
 
 class DecisionLog:

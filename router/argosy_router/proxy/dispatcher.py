@@ -76,8 +76,9 @@ class Dispatcher:
     def begin(self, exchange: Exchange, client: Client) -> None:
         """A request was accepted; `finished` ends it."""
         self._budget.earn()
+        if not self.inflight:
+            self.idle.clear()
         self.inflight += 1
-        self.idle.clear()
         client.attach(exchange)
         self._gate.enter(exchange, client)
 

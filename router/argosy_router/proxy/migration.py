@@ -110,13 +110,14 @@ class Transcript:
 
     def _read_events(self, events: bytes) -> bool:
         """Whether all of it could be read."""
-        *whole, rest = events.split(b"\n\n")
+        start = 0
         try:
-            for event in whole:
-                self._read_event(event)
+            while (end := events.find(b"\n\n", start)) >= 0:
+                self._read_event(events[start:end])
+                start = end + 2
         except (msgspec.DecodeError, LookupError, OverflowError, ValueError):
             return False
-        return not rest
+        return start == len(events)
 
     def _read_event(self, event: bytes) -> None:
         if event.startswith(b":") and b"\n" not in event:

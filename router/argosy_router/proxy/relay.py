@@ -6,18 +6,20 @@ Invariant: a unary answer is passed on whole or not at all, up to a bound; of a 
 
 from __future__ import annotations
 
+from typing import Final
+
 from argosy_router.http.errors import ConnectionLost, MalformedResponse, UpstreamError
 from argosy_router.http.sse import EventCutter, EventTooLarge
 from argosy_router.proxy.migration import DONE, Transcript
 from argosy_router.proxy.usage import TokenUsage, UsageFinder, find_usage, num_events, without_usage
 from argosy_router.proxy.verdict import Refused
 
-MAX_BUFFERED_BYTES = 1024 * 1024
+MAX_BUFFERED_BYTES: Final = 1024 * 1024
 """Unary answers up to this size reach the client whole or not at all; longer ones are streamed and cannot be retried
 once they have begun."""
-_ERROR = b'data: {"error":'
+_ERROR: Final = b'data: {"error":'
 """No JSON string contains it, because quotes are escaped there."""
-_UNAVAILABLE = b'"type":"service_unavailable"'
+_UNAVAILABLE: Final = b'"type":"service_unavailable"'
 
 
 class UnaryRelay:

@@ -9,46 +9,65 @@ A quote inside a JSON string is escaped, so `"usage":` unescaped can only be a k
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Final
 
-TAIL_BYTES = 2048
+TAIL_BYTES: Final = 2048
 """Longest usage that is understood; with details it takes a few hundred bytes."""
 
-_USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})')
-_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
-_COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})')
+_KEY: Final = b'"usage"'
+_BETWEEN: Final = b" \t\r\n:"
+"""What may stand between a key and its value."""
+_MAX_COUNT_BYTES: Final = 12
+"""Of a count and what stands before it: nine digits, compact or pretty-printed."""
+_NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_EVENT_END: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 
 
-_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
-_EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
+class TokenUsage:
+    """What one answer used."""
 
+    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens")
 
-class TokenUsage(NamedTuple):
-    prompt_tokens: int
-    """Cached ones included."""
-    cached_tokens: int
-    completion_tokens: int
-    """Zero where nothing is generated (embeddings)."""
+    def __init__(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        """Cached ones included."""
+        self.cached_tokens = cached_tokens
+        self.completion_tokens = completion_tokens
+        """Zero where nothing is generated (embeddings)."""
 
 
 def find_usage(answer: bytes) -> TokenUsage | None:
     """The last usage in an answer or a part of one, or None when there is none."""
-    end = len(answer)
-    while (start := answer.rfind(b'"usage"', 0, end)) >= 0:
-        end = start
-        if _USAGE.match(answer, start) is None:
-            continue  # null, or a token of this text among log probabilities
-        stop = start + TAIL_BYTES
-        prompt = _PROMPT.search(answer, start, stop)
-        if prompt is None:
-            continue
-        cached = _CACHED.search(answer, start, stop)
-        completion = _COMPLETION.search(answer, start, stop)
-        return TokenUsage(
-            int(prompt[1]), int(cached[1]) if cached else 0, int(completion[1]) if completion else 0
-        )
+    for usage in _usages(answer):
+        prompt_tokens = _count(usage, b'"prompt_tokens"')
+        if prompt_tokens is not None:
+            cached, completion = _count(usage, b'"cached_tokens"'), _count(usage, b'"completion_tokens"')
+            return TokenUsage(prompt_tokens, cached or 0, completion or 0)
     return None
+
+
+def _usages(answer: bytes) -> Iterator[bytes]:
+    """Beginnings of usages, last first. What is null is none, nor is a token of this text among log probabilities."""
+    end = len(answer)
+    while (start := answer.rfind(_KEY, 0, end)) >= 0:
+        value = answer[start + len(_KEY) : start + TAIL_BYTES].lstrip(_BETWEEN)
+        if value.startswith(b"{"):
+            yield value
+        end = start
+
+
+def _count(usage: bytes, key: bytes) -> int | None:
+    """The number behind the first `key`. As machine code this takes a tenth of a regular expression's time."""
+    count, num_digits = 0, 0
+    for byte in usage.partition(key)[2][:_MAX_COUNT_BYTES]:
+        digit = byte - 48
+        if 0 <= digit <= 9:
+            count = 10 * count + digit
+            num_digits += 1
+        elif num_digits or byte not in _BETWEEN:
+            break
+    return count if num_digits else None
 
 
 class UsageFinder:
@@ -80,10 +99,8 @@ def asking_usage(body: bytes) -> bytes:
 
 def without_usage(events: bytes) -> bytes:
     """Whole events, less the one that tells nothing but the usage."""
-    if _NO_CHOICES.search(events) is None:  # nearly always; `"usage":null` may be in every event
+    if _KEY not in events or next(_usages(events), None) is None:  # nearly always; null may be in every event
         return events
     return b"".join(
-        event
-        for event in _EVENT_END.split(events)
-        if b'"usage"' not in event or _NO_CHOICES.search(event) is None
+        event for event in _EVENT_END.split(events) if _KEY not in event or _NO_CHOICES.search(event) is None
     )
