@@ -14,14 +14,13 @@ import argparse
 import random
 import time
 import tracemalloc
-from typing import cast
 
 from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
 from argosy_engine.protocol.fleet import FleetService
 from argosy_engine.protocol.openai import decode_request
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind, prompt_view
-from argosy_router.http.pool import ConnectionPool
 from argosy_router.prefixes.residency import Residency
+from argosy_router.replay.simulator import unused_pool
 from argosy_router.replica import Member, Replica
 from argosy_router.service import Service
 
@@ -38,7 +37,7 @@ def build(replicas: int, chunks: int, prefixes: list[bytes]) -> tuple[Service, f
     for number in range(replicas):
         member = Member(f"r{number:03}", "", "http://unused")
         residency = Residency(service.index)
-        replica = Replica("n/s", member, cast("ConnectionPool", None), residency)
+        replica = Replica("n/s", member, unused_pool(member.url), residency)
         replica.link = "synced"
         replica.load.report(requests=number % 7, tokens=number * 13 % 2000, prefill_tokens_per_s=8000.0)
         service.replicas[member.name] = replica

@@ -21,29 +21,36 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent
 COMPILED = (
+    "admission/*",
     "fleet",
     "health",
     "http/client",
     "http/deadlines",
+    "http/limits",
     "http/messages",
     "http/pool",
     "http/request_reader",
     "http/server",
     "http/sse",
+    "links/telemetry",
     "load",
     "policy/*",
     "prefixes/*",
     "proxy/*",
+    "records/access_log",
+    "records/usage_ledger",
+    "replica",
     "series",
     "service",
 )
 """Modules of requests, choices and what is known for them; of the others time does not matter."""
 INTERPRETED = {
     "__init__": "nothing to compile",
-    "decisions": "msgspec reads the annotations, which extension modules do not keep",
-    "inner_client": "an asynchronous generator, which mypyc does not know",
-    "stream_event": "as `decisions`",
-    "waiting": "its base class is open to others",
+    "admission/entry": "open to be derived from",
+    "admission/terms": "msgspec reads the annotations, which extension modules do not keep",
+    "proxy/inner_client": "an asynchronous generator, which mypyc does not know",
+    "proxy/stream_event": "as `terms`",
+    "proxy/waiting": "its base class is not compiled",
 }
 """Modules of those rooms that stay as they are, and why."""
 IN_C = ("native/_hashing", "native/_table")
@@ -61,7 +68,11 @@ follow_imports = skip
 def modules(package: Path) -> list[Path]:
     """Files to compile, relative to `package`'s parent."""
     found = [path for name in COMPILED for path in sorted(package.glob(f"{name}.py"))]
-    return [path.relative_to(package.parent) for path in found if path.stem not in INTERPRETED]
+    return [
+        path.relative_to(package.parent)
+        for path in found
+        if not any(path.match(f"{name}.py") for name in INTERPRETED)
+    ]
 
 
 def compile_into(output: Path) -> None:

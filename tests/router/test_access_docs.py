@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy_router.admission.accounts import KeyTerms
 from argosy_router.admission.keys import KeyTable
+from argosy_router.admission.terms import KeyTerms
 from argosy_router.config import RouterConfig
 from argosy_router.main import build_parser, config_of
 

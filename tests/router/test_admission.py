@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from argosy_engine.protocol.errors import ApiError, TooManyRequests, Unavailable
-from argosy_router.admission.accounts import Account, Anyone, KeyTerms, RateLimited, Reservation
+from argosy_router.admission.accounts import Account, Anyone, RateLimited, Reservation
+from argosy_router.admission.entry import Entry, Waiter
 from argosy_router.admission.keys import KeyFileError, KeyTable, parse_line
-from argosy_router.admission.lane import MAX_RETRY_AFTER_S, Bounds, Lane, Waiter
+from argosy_router.admission.lane import MAX_RETRY_AFTER_S, Bounds, Lane
 from argosy_router.admission.limits import PERIOD_S, TokenBucket, duration
-from argosy_router.admission.queue import Entry, FairQueue, QueueFull
+from argosy_router.admission.queue import FairQueue, QueueFull
+from argosy_router.admission.terms import KeyTerms
 
 UNBOUNDED = (1 << 30, 1 << 30)
 

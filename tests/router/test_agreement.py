@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
 
 from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
 from argosy_engine.protocol.openai import decode_request
 from argosy_engine.protocol.prompt_view import prompt_view
-from argosy_engine.protocol.telemetry import Frame
-from argosy_router.links.telemetry import TelemetryClient
+from argosy_engine.protocol.telemetry import Frame, FrameReader
+from argosy_router.links import telemetry
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, completion
 from .harness import Rig, rig, until
@@ -106,16 +106,17 @@ async def test_a_restarted_router_is_warm_from_its_snapshots(
     async with routers(engines) as fleet:
         homes = [await replica_of(fleet[0], prompt(number)) for number in range(prefixes)]
         await until_all_have_heard(fleet, engines)
-        frames: Counter[str] = Counter()
-        apply = TelemetryClient._apply
+        frames: list[Frame] = []
 
-        def count(client: TelemetryClient, frame: Frame) -> None:
-            frames[client._replica.name] += 1
-            apply(client, frame)
+        class Recording(FrameReader):
+            def feed(self, data: bytes) -> Iterator[Frame]:
+                for frame in super().feed(data):
+                    frames.append(frame)
+                    yield frame
 
-        monkeypatch.setattr(TelemetryClient, "_apply", count)
+        monkeypatch.setattr(telemetry, "FrameReader", Recording)
         async with rig(engines) as restarted:
-            await restarted.until(lambda: sum(frames.values()) == ENGINES * FRAMES_TO_BE_WARM)
+            await restarted.until(lambda: len(frames) == ENGINES * FRAMES_TO_BE_WARM)
             for number, home in enumerate(homes):
                 assert await replica_of(restarted, prompt(number)) == home
             reasons = {record.reason for record in restarted.router._books.decisions.latest(prefixes)}

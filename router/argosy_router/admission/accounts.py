@@ -7,35 +7,12 @@ owed.
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from msgspec import Meta, Struct
-
 from argosy_engine.protocol.errors import TooManyRequests
-from argosy_engine.protocol.fleet import ModelName
 from argosy_router.admission.limits import RateLimits
+from argosy_router.admission.terms import KeyTerms
 
-MAX_PER_MINUTE = 1_000_000_000
 MAX_PRIORITY = (1 << 31) - 1
 """Bound of the request field `priority`."""
-
-
-class KeyTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands behind a key in a key file. Zero means no limit."""
-
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-    """What logs and metrics call the key. Keys of the same name share one account, as while one replaces another."""
-    models: tuple[ModelName, ...] = ()
-    """Names as requests may give them; none means all models."""
-    requests_per_minute: Annotated[int, Meta(ge=0, le=MAX_PER_MINUTE)] = 0
-    tokens_per_minute: Annotated[int, Meta(ge=0, le=MAX_PER_MINUTE)] = 0
-    """Prompt and completion together."""
-    max_parallel_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Waiting ones included."""
-    weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
-    """Share of a saturated service, relative to the other keys that wait for it."""
-    priority: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)] = 0
-    """Class of all its requests: lower goes first."""
 
 
 class RateLimited(TooManyRequests):

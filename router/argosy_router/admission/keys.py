@@ -5,7 +5,7 @@ Invariants: keys are kept as SHA-256 digests only, and a key's text appears in n
 stays closed, whatever becomes of them; a line that cannot be read denies its own key and no other.
 
 A key file has one key per line: the key itself, or `sha256:` and its digest in hexadecimal, then its terms
-(`accounts.KeyTerms`) as NAME=VALUE in any order. `#` begins a comment line.
+(`terms.KeyTerms`) as NAME=VALUE in any order. `#` begins a comment line.
 
     sha256:5994471abb01112afcc18159f6cc74b4f511b99806da59b3caf5a9c173cacfc5 name=shop models=tiny,large weight=2
     sk-a-plain-key name=batch tokens_per_minute=100000 priority=10
@@ -21,7 +21,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from argosy_router.admission.accounts import ANYONE, Account, KeyTerms
+from argosy_router.admission.accounts import ANYONE, Account
+from argosy_router.admission.terms import KeyTerms
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """A hundred thousand keys; a Kubernetes Secret holds one."""

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from argosy_engine.protocol.errors import ApiError, TooManyRequests, Unavailable
-from argosy_router.admission.accounts import Account
-from argosy_router.admission.queue import Entry, FairQueue, QueueFull
+from argosy_router.admission.entry import Waiter
+from argosy_router.admission.queue import FairQueue, QueueFull
 
-ROOM_MAX_AGE_S = 0.25
+ROOM_MAX_AGE_S: Final = 0.25
 """Within this, replicas may report that others than this router fill them."""
-DRAIN_WINDOW_S = 10.0
-MAX_RETRY_AFTER_S = 60.0
+DRAIN_WINDOW_S: Final = 10.0
+MAX_RETRY_AFTER_S: Final = 60.0
 """OpenAI's SDKs ignore a longer hint."""
 
 
@@ -36,25 +36,6 @@ class Bounds(NamedTuple):
     """While the service has replicas."""
     hold_timeout_s: float
     """While it has none."""
-
-
-class Waiter(Entry):
-    """A waiting request that hears what becomes of it."""
-
-    __slots__ = ("since",)
-
-    def __init__(self, account: Account, priority: int, cost: float, size: int) -> None:
-        super().__init__(account, priority, cost, size)
-        self.since = 0.0
-        """When it began to wait."""
-
-    def admit(self) -> None:
-        """It is sent, within this call."""
-        raise NotImplementedError
-
-    def refuse(self, error: ApiError) -> None:
-        """It is answered with `error`."""
-        raise NotImplementedError
 
 
 class DrainRate:

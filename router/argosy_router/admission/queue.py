@@ -22,21 +22,7 @@ from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 from argosy_router.admission.accounts import Account
-
-
-class Entry:
-    """One waiting request, as far as its turn goes."""
-
-    __slots__ = ("account", "cost", "priority", "size")
-
-    def __init__(self, account: Account, priority: int, cost: float, size: int) -> None:
-        self.account = account
-        self.priority = priority
-        self.cost = cost
-        """What it takes of the service, in tokens."""
-        self.size = size
-        """Bytes it holds."""
-
+from argosy_router.admission.entry import Entry
 
 E = TypeVar("E", bound=Entry)
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from argosy_router.records.append_file import AppendFile, flush_until_cancelled
+from argosy_router.records.usage_line import UsageLine
 from argosy_router.series import Labels, Reading
 
 log = logging.getLogger(__name__)
@@ -30,29 +30,6 @@ log = logging.getLogger(__name__)
 FLUSH_S = 2.0
 MAX_FILE_BYTES = 64 * 1024 * 1024
 _HOUR_S = 3600
-
-
-class UsageLine(Struct, frozen=True, kw_only=True):
-    """One increment, as written."""
-
-    id: str
-    """Unique among all lines of all routers."""
-    router: str
-    hour: str
-    """Beginning of the hour in which the requests ended, as `2026-11-21T10:00:00Z`."""
-    key: str
-    """Name of the API key; empty where keys have no names."""
-    model: str
-    requests: int
-    """Answers with usage."""
-    estimated_requests: int
-    """Streams without, as when the client left: the prompt's tokens are estimated, what was sent is counted."""
-    unmetered_requests: int
-    """Other answers without. Their tokens are not known."""
-    prompt_tokens: int
-    """Cached ones included."""
-    cached_tokens: int
-    completion_tokens: int
 
 
 class _Sums:
@@ -76,8 +53,12 @@ class _Sums:
         self.completion_tokens = 0
 
     def add(self, other: _Sums) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.requests += other.requests
+        self.estimated_requests += other.estimated_requests
+        self.unmetered_requests += other.unmetered_requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.completion_tokens += other.completion_tokens
 
 
 _Account = tuple[str, str]
@@ -121,16 +102,13 @@ class UsageLedger:
         for sums in self._sums(key, model):
             sums.unmetered_requests += 1
 
-    def _sums(self, key: str, model: str) -> Iterator[_Sums]:
+    def _sums(self, key: str, model: str) -> list[_Sums]:
+        """Those that a request of `key` for `model` is entered into."""
         account = (key, model)
-        tables = [self._totals]
+        entered = [_of(account, self._totals)]
         if self._files is not None:
-            tables.append(self._unwritten.setdefault(int(self._clock()) // _HOUR_S, {}))
-        for table in tables:
-            sums = table.get(account)
-            if sums is None:
-                sums = table[account] = _Sums()
-            yield sums
+            entered.append(_of(account, self._unwritten.setdefault(int(self._clock()) // _HOUR_S, {})))
+        return entered
 
     # metrics
 
@@ -220,6 +198,13 @@ class UsageLedger:
             completion_tokens=sums.completion_tokens,
         )
         return msgspec.json.encode(line) + b"\n"
+
+
+def _of(account: _Account, table: dict[_Account, _Sums]) -> _Sums:
+    sums = table.get(account)
+    if sums is None:
+        sums = table[account] = _Sums()
+    return sums
 
 
 def _ids() -> Iterator[str]:

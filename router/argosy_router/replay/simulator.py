@@ -9,14 +9,17 @@ and evict at once, and their load every `HEARTBEAT_S`.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from argosy_engine.protocol.fleet import FleetService
+from argosy_router.http.client import ClientLimits
+from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import ConnectionPool
+from argosy_router.http.tls import ClientTls
 from argosy_router.load import Charge
 from argosy_router.prefixes.residency import Residency
 from argosy_router.replay.engine import CacheChange, EngineModel, Job, SimulatedEngine
@@ -45,6 +48,13 @@ class Outcome:
     makespan_s: float = 0.0
 
 
+def unused_pool(url: str) -> ConnectionPool:
+    """Of a replica to which nothing is ever sent."""
+    loop = asyncio.new_event_loop()
+    loop.close()
+    return ConnectionPool(url, ClientLimits(), TimerWheel(loop), ClientTls())
+
+
 class SimulatedRouter:
     """One router's knowledge of the fleet."""
 
@@ -54,8 +64,7 @@ class SimulatedRouter:
         self.replicas = []
         for name in names:
             member = Member(name, name, f"http://{name}")
-            pool = cast("ConnectionPool", None)  # nothing is ever sent
-            replica = Replica(spec.key, member, pool, Residency(self.service.index))
+            replica = Replica(spec.key, member, unused_pool(member.url), Residency(self.service.index))
             replica.load.max_num_seqs = model.max_num_seqs
             replica.link = "synced"
             self.service.replicas[name] = replica
