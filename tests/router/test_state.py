@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 import hypothesis.strategies as st
@@ -202,6 +203,37 @@ async def test_deadlines_move_cheaply_and_fire_once() -> None:
     assert sorted(fired) == ["early", "late"]
     assert loop.time() - started >= 0.045
     wheel.close()
+
+
+def test_a_stalled_loop_loses_no_deadline() -> None:
+    class StalledLoop(asyncio.AbstractEventLoop):
+        now = 0.0
+
+        def time(self) -> float:
+            return self.now
+
+        def call_later(
+            self, delay: float, callback: Callable[..., object], *_: object, **__: object
+        ) -> asyncio.TimerHandle:
+            self.timer = callback
+            return asyncio.TimerHandle(delay, callback, (), self)
+
+        def get_debug(self) -> bool:
+            return False
+
+    loop = StalledLoop()
+    wheel = TimerWheel(loop, tick_s=0.1)
+    fired: list[str] = []
+    moved, due = (Deadline(wheel, partial(fired.append, name)) for name in ("moved", "due"))
+    moved.set(0.1)
+    moved.set(0.9)
+    due.set(0.3)
+    loop.now = 0.65
+    loop.timer()
+    assert fired == ["due"]
+    loop.now = 1.05
+    loop.timer()
+    assert fired == ["due", "moved"]
 
 
 async def test_a_failing_callback_costs_no_other_deadline(caplog: pytest.LogCaptureFixture) -> None:

@@ -112,7 +112,6 @@ class TimerWheel:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
         now = self.time()
         last = int(now / self._tick_s)
         while self._next <= last:
@@ -120,4 +119,5 @@ class TimerWheel:
             self._next += 1
             for deadline in self._buckets.pop(bucket, ()):
                 deadline.visit(bucket, now)
+        self._timer = None  # not before: deadlines that moved on during a stall must not make the wheel skip others
         self._arm()
