@@ -99,7 +99,7 @@ class StreamRelay:
             return b""
         transcript = self._transcript
         if transcript is not None:
-            if _ERROR in events:
+            if events.startswith(_ERROR) or (b"\nd" in events and _ERROR in events):  # few reads have two events
                 events = self._before_failure(events)
             transcript.add(events)
         else:
