@@ -18,7 +18,7 @@ import tracemalloc
 from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
 from argosy_engine.protocol.fleet import FleetService
 from argosy_engine.protocol.openai import decode_request
-from argosy_engine.protocol.prompt_view import Segment, SegmentKind, prompt_view
+from argosy_engine.protocol.prompt_view import SegmentKind, prompt_view
 from argosy_router.prefixes.residency import Residency
 from argosy_router.replay.simulator import unused_pool
 from argosy_router.replica import Member, Replica
@@ -46,7 +46,7 @@ def build(replicas: int, chunks: int, prefixes: list[bytes]) -> tuple[Service, f
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for prefix in prefixes:
-        hashes = chunk_hashes([Segment(SegmentKind.TEXT, prefix)], chain_seed(service.spec.model))
+        hashes = chunk_hashes([(SegmentKind.TEXT, prefix)], chain_seed(service.spec.model))
         for replica in rng.sample(fleet, min(HOLDERS, replicas)):
             replica.residency.stored(hashes, [64 * (position + 1) for position in range(len(hashes))])
     while len(service.index) < chunks * 0.95:

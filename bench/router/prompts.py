@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy_engine.protocol.chunks import chain_seed, chunk_hashes, chunk_offsets
-from argosy_engine.protocol.prompt_view import Segment, SegmentKind
+from argosy_engine.protocol.prompt_view import SegmentKind
 from argosy_router.replay.trace import TraceRequest
 
 MODEL = "tiny"
@@ -13,6 +13,6 @@ _SEED = chain_seed(MODEL)
 
 def as_trace(prompt: str, output_tokens: int) -> TraceRequest:
     """A completion's prompt as the replay's engines take it; it arrives at time zero."""
-    segments = [Segment(SegmentKind.TEXT, prompt.encode())]
-    ends = tuple(max(1, offset // BYTES_PER_TOKEN) for offset in chunk_offsets([len(segments[0].data)]))
+    segments = [(SegmentKind.TEXT, prompt.encode())]
+    ends = tuple(max(1, offset // BYTES_PER_TOKEN) for offset in chunk_offsets([len(segments[0][1])]))
     return TraceRequest(0.0, ends[-1], output_tokens, tuple(chunk_hashes(segments, _SEED)), ends)

@@ -135,7 +135,7 @@ def test_the_view_is_in_prompt_order() -> None:
         tools=[{"type": "function", "function": {"name": "f"}}],
         chat_template_kwargs={"enable_thinking": False},
     )
-    kinds = [segment.kind for segment in segments]
+    kinds = [segment[0] for segment in segments]
     assert kinds == [
         SegmentKind.TOOLS,
         SegmentKind.TEMPLATE,
@@ -149,16 +149,14 @@ def test_the_view_is_in_prompt_order() -> None:
 
 def test_a_batch_has_one_chain_per_prompt() -> None:
     request = decode_request("completions", b'{"prompt": ["a", "b"]}')
-    assert [segments[0].data for segments in prompt_view(request)] == [b"a", b"b"]
+    assert [segments[0][1] for segments in prompt_view(request)] == [b"a", b"b"]
 
 
-SEGMENTS = st.lists(
-    st.tuples(st.sampled_from(list(SegmentKind)), st.binary(max_size=700)).map(lambda s: Segment(*s))
-)
+SEGMENTS = st.lists(st.tuples(st.sampled_from(list(SegmentKind)), st.binary(max_size=700)))
 
 
 LONG_SEGMENTS = st.lists(st.integers(0, 8 * COARSE_BYTES), max_size=4).map(
-    lambda sizes: [Segment(SegmentKind.TEXT, bytes(size)) for size in sizes]
+    lambda sizes: [(SegmentKind.TEXT, bytes(size)) for size in sizes]
 )
 
 
@@ -180,11 +178,11 @@ def test_one_hash_and_one_end_per_chunk(segments: list[Segment]) -> None:
 
 @pytest.mark.parametrize("size", [256, 257, COARSE_BYTES, COARSE_BYTES + 1, 100_000, 1_000_000])
 def test_chunks_are_fine_at_the_start_and_few_in_total(size: int) -> None:
-    segments = [Segment(SegmentKind.TEXT, random.Random(0).randbytes(size))]
+    segments = [(SegmentKind.TEXT, random.Random(0).randbytes(size))]
     hashes = chunk_hashes(segments, 1)
     assert len(hashes) <= 64 + 32 * max(0, (size - 1) // COARSE_BYTES).bit_length()
     for (_, end), chunk_hash in zip(chunk_ends(segments), hashes, strict=True):
-        cut = [Segment(SegmentKind.TEXT, segments[0].data[:end])]
+        cut = [(SegmentKind.TEXT, segments[0][1][:end])]
         assert chunk_hashes(cut, 1)[-1] == chunk_hash, "a chunk names the prefix that ends with it"
 
 
@@ -195,7 +193,7 @@ def test_chains_agree_exactly_as_far_as_their_segments(
     a, b = chunk_hashes(shared + left, 5), chunk_hashes(shared + right, 5)
     count = len(chunk_hashes(shared, 5))
     assert a[:count] == b[:count]
-    if left and right and left[0] != right[0] and left[0].data[:CHUNK_BYTES] != right[0].data[:CHUNK_BYTES]:
+    if left and right and left[0] != right[0] and left[0][1][:CHUNK_BYTES] != right[0][1][:CHUNK_BYTES]:
         assert a[count] != b[count]
 
 

@@ -53,8 +53,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleTy
 
 
 segments = st.lists(
-    st.builds(
-        Segment,
+    st.tuples(
         st.sampled_from(SegmentKind),
         st.one_of(
             st.binary(max_size=600),

@@ -96,7 +96,7 @@ class InputProcessor:
 
     def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
         """A plain text, for offline use."""
-        segment = Segment(SegmentKind.TEXT, text.encode("utf-8", "surrogatepass"))
+        segment = SegmentKind.TEXT, text.encode("utf-8", "surrogatepass")
         return self._text_prompt(text, [segment], GenerationRequest(), add_special_tokens=add_special_tokens)
 
     def _text_prompt(
