@@ -119,5 +119,6 @@ class TimerWheel:
             self._next += 1
             for deadline in self._buckets.pop(bucket, ()):
                 deadline.visit(bucket, now)
-        self._timer = None  # not before: deadlines that moved on during a stall must not make the wheel skip others
+        # Not before: a deadline that moves on would find the wheel at rest, and start it behind those yet to be visited.
+        self._timer = None
         self._arm()

@@ -99,7 +99,7 @@ def asking_usage(body: bytes) -> bytes:
 
 def without_usage(events: bytes) -> bytes:
     """Whole events, less the one that tells nothing but the usage."""
-    if events.rfind(_KEY) < 0 or _NO_CHOICES.search(events) is None:  # nearly always; null may be in every event
+    if events.rfind(_KEY) < 0 or _NO_CHOICES.search(events) is None:  # null may be in every event
         return events
     return b"".join(
         event for event in _EVENT_END.split(events) if _KEY not in event or _NO_CHOICES.search(event) is None
