@@ -119,6 +119,6 @@ class TimerWheel:
             self._next += 1
             for deadline in self._buckets.pop(bucket, ()):
                 deadline.visit(bucket, now)
-        # Not before: a deadline that moves on would find the wheel at rest, and start it behind those yet to be visited.
+        # Not before: one that moves on would find the wheel at rest, and restart it behind those not yet visited.
         self._timer = None
         self._arm()
