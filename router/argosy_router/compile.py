@@ -30,6 +30,7 @@ COMPILED = (
     "http/messages",
     "http/pool",
     "http/request_reader",
+    "http/roles",
     "http/server",
     "http/sse",
     "links/telemetry",

@@ -10,64 +10,15 @@ sent ahead.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, cast
+from typing import cast
 
 from argosy_engine.protocol.errors import ApiError, RequestTimeout, Unavailable
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.limits import BodyRoom, ServerLimits
 from argosy_router.http.messages import Request, status_line
 from argosy_router.http.request_reader import Phase, RequestReader
+from argosy_router.http.roles import Application, Exchange
 from argosy_router.http.seats import Seats
-
-
-class Exchange(Protocol):
-    """Whoever is answering a request."""
-
-    def on_client_lost(self) -> None: ...
-
-    def on_client_paused(self) -> None: ...
-
-    def on_client_resumed(self) -> None: ...
-
-
-class Client(Protocol):
-    """Whoever asked, as an exchange sees it (`ServerConnection` says what each call does)."""
-
-    def attach(self, exchange: Exchange) -> None: ...
-
-    def respond(self, status: int, headers: bytes, body: bytes) -> None: ...
-
-    def start(self, status: int, headers: bytes, first: bytes) -> None: ...
-
-    def send(self, data: bytes) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
-class Application(Protocol):
-    """Whoever answers the requests of a server."""
-
-    def on_head(self, request: Request) -> bool:
-        """A request's head is there. Whether its body will be read; a body that will not be must be small.
-
-        Raises:
-            ApiError: it is refused before its body is taken, and the connection closed.
-        """
-        ...
-
-    def on_request(self, connection: ServerConnection, request: Request) -> None:
-        """Answers now (`respond`) or later (`attach` an exchange first). Must not raise."""
-        ...
-
-    def on_refused(self, error: ApiError, request: Request | None) -> bytes:
-        """A request, of which perhaps not even the head was understood, is refused before `on_request`.
-
-        Returns:
-            Header lines of the refusal.
-        """
-        ...
 
 
 class ServerState:

@@ -27,7 +27,7 @@ from argosy_router.admission.accounts import ANYONE, Account
 from argosy_router.admission.keys import KeyTable
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
-from argosy_router.http.server import Client
+from argosy_router.http.roles import Client
 from argosy_router.metrics import CONTENT_TYPE, Metrics
 from argosy_router.proxy import headers
 from argosy_router.proxy.books import Books
@@ -101,12 +101,12 @@ class RouterApplication:
             headers.request_id(None if request is None else request.header(b"x-request-id")), error
         )
 
-    def on_request(self, connection: Client, request: Request) -> None:
+    def on_request(self, client: Client, request: Request) -> None:
         request_id = headers.request_id(request.header(b"x-request-id"))
         try:
-            self._route(connection, request, request_id)
+            self._route(client, request, request_id)
         except ApiError as error:
-            self._refuse(connection, request_id, error)
+            self._refuse(client, request_id, error)
 
     def chat(self, client: Client, request: Request) -> None:
         """Answers a chat of somebody whose right to ask was checked elsewhere."""
@@ -121,15 +121,15 @@ class RouterApplication:
         """Whether the routes of models need no key."""
         return self._keys.is_open
 
-    def _refuse(self, connection: Client, request_id: bytes, error: ApiError) -> None:
-        connection.respond(error.http_status, self._refusal(request_id, error), error.body())
+    def _refuse(self, client: Client, request_id: bytes, error: ApiError) -> None:
+        client.respond(error.http_status, self._refusal(request_id, error), error.body())
 
     def _refusal(self, request_id: bytes, error: ApiError) -> bytes:
         """Header lines of a refusal, which is thereby in the books."""
         self._books.refuse(request_id, error.http_status)
         return self._dispatcher.error_headers(error) + b"x-request-id: %b\r\n" % request_id
 
-    def _route(self, connection: Client, request: Request, request_id: bytes) -> None:
+    def _route(self, client: Client, request: Request, request_id: bytes) -> None:
         path = request.path
         answer = self._public.get(path)
         if answer is None:
@@ -138,12 +138,12 @@ class RouterApplication:
             endpoint = _ENDPOINTS.get(path)
             if endpoint is not None:
                 _require(request, b"POST")
-                self._generate(connection, request, endpoint, request_id, account)
+                self._generate(client, request, endpoint, request_id, account)
                 return
             answer = self._guarded_answer(path, account)
         _require(request, b"GET", b"HEAD")
         status, lines, body = answer()
-        connection.respond(status, lines + b"x-request-id: %b\r\n" % request_id, body)
+        client.respond(status, lines + b"x-request-id: %b\r\n" % request_id, body)
 
     def _guarded_answer(self, path: bytes, account: Account) -> Answer:
         if path == _MODELS:
@@ -162,7 +162,7 @@ class RouterApplication:
 
     def _generate(
         self,
-        connection: Client,
+        client: Client,
         request: Request,
         endpoint: RoutedEndpoint,
         request_id: bytes,
@@ -177,8 +177,8 @@ class RouterApplication:
             call.trace = trace
         request.body = b""  # the call has it, rewritten or not: one copy is enough
         if call.renaming is not None:
-            connection = RenamingClient(connection, call.renaming)
-        self._dispatcher.begin(Exchange(self._dispatcher, connection, call, started), connection)
+            client = RenamingClient(client, call.renaming)
+        self._dispatcher.begin(Exchange(self._dispatcher, client, call, started), client)
 
     def _ready(self) -> tuple[int, bytes, bytes]:
         if self.is_ready:

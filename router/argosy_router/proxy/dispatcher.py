@@ -17,7 +17,7 @@ from argosy_router.fleet import Fleet
 from argosy_router.health import CONSECUTIVE_FAILURES
 from argosy_router.http.errors import ConnectFailed, ConnectionLost, UpstreamError
 from argosy_router.http.messages import render_headers
-from argosy_router.http.server import Client
+from argosy_router.http.roles import Client
 from argosy_router.metrics import Metrics
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import Call

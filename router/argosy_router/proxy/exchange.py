@@ -30,7 +30,7 @@ from argosy_engine.protocol.errors import (
 )
 from argosy_router.admission.accounts import Reservation
 from argosy_router.http.errors import ConnectFailed, ConnectionLost, FirstByteTimeout, UpstreamError
-from argosy_router.http.server import Client
+from argosy_router.http.roles import Client
 from argosy_router.proxy.attempt import Attempt
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord

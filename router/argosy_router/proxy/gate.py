@@ -20,7 +20,7 @@ from argosy_router.admission.accounts import RateLimited
 from argosy_router.admission.lane import Bounds, Lane
 from argosy_router.fleet import Fleet
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.http.server import Client
+from argosy_router.http.roles import Client
 from argosy_router.proxy.books import CLIENT_GONE
 from argosy_router.proxy.waiting import Waiting
 from argosy_router.series import Counter, Histogram, Labels, Reading, Series

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from argosy_router.http.messages import Headers
-from argosy_router.http.server import Exchange
+from argosy_router.http.roles import Exchange
 
 MAX_HELD_BYTES = 256 * 1024
 

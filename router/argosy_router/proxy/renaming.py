@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy_router.http.server import Client
-from argosy_router.http.server import Exchange as ClientListener
+from argosy_router.http.roles import Client
+from argosy_router.http.roles import Exchange as ClientListener
 
 
 class Renaming(NamedTuple):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from argosy_engine.protocol.errors import ApiError
 from argosy_router.admission.entry import Waiter
 from argosy_router.admission.lane import Lane
-from argosy_router.http.server import Client
-from argosy_router.http.server import Exchange as ClientListener
+from argosy_router.http.roles import Client
+from argosy_router.http.roles import Exchange as ClientListener
 
 if TYPE_CHECKING:
     from argosy_router.proxy.exchange import Exchange
