@@ -42,7 +42,12 @@ WORKLOADS = {
     "32-event stream": (20, True),
     "100 KB": (17_000, False),
 }
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+KEY = "sk-benchmark"
+"""Every request has it. Ours knows it and checks; sglang-router passes it on."""
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: b\r\nauthorization: Bearer " + KEY.encode() + b"\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
 PREFIXES = 50
 STARTUP_S = 60.0
 COMPILED = "compiled"
@@ -205,7 +210,9 @@ def wait_until_answering(port: int) -> None:
     """Until one completion goes through."""
     body = bodies(5, False, 1)[0]
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
+        f"http://127.0.0.1:{port}/v1/completions",
+        body,
+        {"content-type": "application/json", "authorization": f"Bearer {KEY}"},
     )
     deadline = time.monotonic() + STARTUP_S
     while True:
@@ -225,7 +232,7 @@ def command(router: str, sglang: str, port: int, engines: list[int]) -> list[str
         replicas = [part for url in urls for part in ("--replica", url)]
         return [
             sys.executable,
-            *("-m", "argosy_router.main", "--port", str(port), "--admin-port", "-1"),
+            *("-m", "argosy_router.main", "--port", str(port), "--admin-port", "-1", "--api-key", KEY),
             *replicas,
         ]
     if router == FLOOR:
