@@ -41,7 +41,7 @@ from argosy_router.health import SUSPECT_STEP_AGE_S
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.http.fetch import request_head
-from argosy_router.http.messages import Headers
+from argosy_router.http.messages import Headers, first_value
 from argosy_router.links.foreign import ForeignPoller
 from argosy_router.replica import Replica
 
@@ -241,7 +241,7 @@ class _Stream:
         self._is_greeted = False
 
     def on_response(self, status: int, headers: Headers) -> None:
-        content_type = next((value for name, value in headers if name == b"content-type"), b"")
+        content_type = first_value(headers, b"content-type") or b""
         if status in (401, 403):
             self._end(UpstreamError("the replica refused the router's key"))
         elif status == 429:
