@@ -28,6 +28,7 @@ COMPILED = (
     "http/deadlines",
     "http/limits",
     "http/messages",
+    "http/moderation",
     "http/pool",
     "http/request_reader",
     "http/roles",

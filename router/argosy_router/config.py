@@ -22,6 +22,8 @@ from argosy_router.records.recorder import DEFAULT_MAX_BYTES as RECORD_MAX_BYTES
 
 MAX_WAIT_S = 3600.0
 """What a service's own limits allow, too."""
+MAX_MODERATION_S = 0.01
+"""Clients see the difference beyond it."""
 LOOPBACK = frozenset(("127.0.0.1", "::1", "localhost"))
 
 
@@ -135,6 +137,10 @@ class RouterConfig:
             raise ConfigError("--max-queued-requests and --max-queued-bytes must not be negative")
         if self.server.max_connections < 1:
             raise ConfigError("--max-connections must be positive")
+        if not 0.0 <= self.server.moderation_s <= MAX_MODERATION_S:
+            raise ConfigError(
+                f"--stream-moderation-us must be between 0 and {MAX_MODERATION_S * 1e6:.0f} microseconds"
+            )
         if self.server.max_inflight_bytes < self.server.max_body_bytes:
             raise ConfigError(
                 f"--max-inflight-bytes must be at least {self.server.max_body_bytes}, one body's limit"

@@ -61,6 +61,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="client connections at a time; beyond it idle ones are closed, then new ones refused "
         "(half of the files the process may open, 16384 at most)",
     )
+    listen.add_argument(
+        "--stream-moderation-us",
+        type=int,
+        default=round(_DEFAULTS.server.moderation_s * 1e6),
+        metavar="US",
+        help="where many streams are fast, events wait up to so many microseconds for more, which halves what each "
+        "costs; 0 for never (%(default)s)",
+    )
     replicas = parser.add_argument_group("replicas (one of the four)")
     replicas.add_argument(
         "--replica",
@@ -272,6 +280,7 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         server=ServerLimits(
             max_inflight_bytes=arguments.max_inflight_bytes,
             max_connections=_max_connections(arguments.max_connections),
+            moderation_s=arguments.stream_moderation_us * 1e-6,
         ),
         access_log=not arguments.no_access_log,
         access_log_format=arguments.access_log_format,

@@ -117,6 +117,13 @@ class Router:
                 (),
                 lambda: [((), self.server.seats.refused)],
             ),
+            Reading(
+                "counter",
+                "stream_pauses",
+                "Pauses in which events of many fast streams gathered.",
+                (),
+                lambda: [((), self.server.moderator.pauses)],
+            ),
             _gauge(
                 "inflight_body_bytes",
                 "Bodies of requests on their way in or without a whole answer.",

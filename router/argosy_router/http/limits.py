@@ -38,6 +38,8 @@ class ServerLimits:
     """How long a client may leave the write buffer full before it is cut off."""
     write_buffer_bytes: int = 256 * 1024
     """Above this the replica is paused."""
+    moderation_s: float = 0.0005
+    """Where many streams are fast, the event loop turns once in this time (`moderation`); 0 never waits."""
     max_held_bytes: int = 64 * 1024
     """Bytes accepted ahead of the answer being written; a client that sends more gets that answer and no other."""
     tls_handshake_timeout_s: float = 10.0

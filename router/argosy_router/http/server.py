@@ -16,6 +16,7 @@ from argosy_engine.protocol.errors import ApiError, RequestTimeout, Unavailable
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.limits import BodyRoom, ServerLimits
 from argosy_router.http.messages import Request, status_line
+from argosy_router.http.moderation import Moderator
 from argosy_router.http.request_reader import Phase, RequestReader
 from argosy_router.http.roles import Application, Exchange
 from argosy_router.http.seats import Seats
@@ -30,6 +31,7 @@ class ServerState:
         self.wheel = wheel
         self.room = BodyRoom(limits.max_inflight_bytes)
         self.seats = Seats(limits.max_connections)
+        self.moderator = Moderator(limits.moderation_s)
         self.connections: set[ServerConnection] = set()
         self.is_draining = False
         """Whether answers tell clients to take their next request elsewhere."""
@@ -82,6 +84,9 @@ class ServerConnection(asyncio.Protocol):
         self._is_seated = True
         """Whether it is one of those that may be there."""
         self._idle = state.seats.idle
+        self._moderator = state.moderator
+        self._interval = -1
+        """The moderator's, in which something of a stream was last sent."""
 
     # asyncio.Protocol
 
@@ -309,6 +314,10 @@ class ServerConnection(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         """More bytes of a started response; `data` must not be empty."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        moderator = self._moderator
+        if self._interval != moderator.interval:
+            self._interval = moderator.interval
+            moderator.count()
 
     def finish(self) -> None:
         """Ends a started response."""
