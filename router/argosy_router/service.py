@@ -19,7 +19,7 @@ from argosy_engine.protocol.openai import GenerationRequest
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind
 from argosy_router.health import may_eject, panics
 from argosy_router.load import LoadAccount
-from argosy_router.native.hashing import chunk_hashes, chunk_offsets
+from argosy_router.native.hashing import chunk_hashes, chunk_tokens
 from argosy_router.policy import POLICIES, Decision, RouteRequest
 from argosy_router.policy.base import Candidate
 from argosy_router.policy.rates import assumed
@@ -161,7 +161,7 @@ class Service:
         if adapter or request.cache_salt:
             seed = chain_seed(self.spec.model, adapter, cache_salt=request.cache_salt or "")
         text = ids = 0
-        hashes: list[int] = []
+        hashes: Sequence[int] = ()
         longest: Sequence[Segment] = ()
         for segments in prompts:
             chain = chunk_hashes(segments, seed)
@@ -371,7 +371,7 @@ class Service:
         if prompt.chunk_tokens:
             return prompt.chunk_tokens
         per_token = 4.0 if prompt.token_ids else self.bytes_per_token
-        return [int(offset / per_token) for offset in chunk_offsets(prompt.segment_bytes)]
+        return chunk_tokens(prompt.segment_bytes, per_token)
 
     def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
         """An answer told the prompt's true length in tokens."""

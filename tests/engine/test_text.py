@@ -346,7 +346,7 @@ def test_chunk_ends_lie_where_the_text_ends(template: ChatTemplate, tokenizer: T
     encoded = tokenizer.encode(text, add_special_tokens=False)
     (segments,) = prompt_view(request)
     ends = map_chunks(segments, 1, text, encoded.ends)
-    assert [end.hash for end in ends] == chunk_hashes(segments, 1)
+    assert [end.hash for end in ends] == list(chunk_hashes(segments, 1))
     counts = [end.token_end for end in ends]
     assert counts == sorted(counts)
     # role, three chunks of 256 bytes (the last one shorter), role, question

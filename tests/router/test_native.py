@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sysconfig
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from setuptools.errors import CompileError
 from argosy_engine.protocol import chunks
 from argosy_engine.protocol.prompt_view import Segment, SegmentKind
 from argosy_router.compile import IN_C, SOURCE
-from argosy_router.native import ranking
+from argosy_router.native import estimate, ranking
 from argosy_router.prefixes import table
 
 SHARDS = 4
@@ -64,17 +65,27 @@ segments = st.lists(
 )
 
 
-def test_hashes_and_offsets(native: Callable[[str], ModuleType]) -> None:
+def test_hashes_and_tokens(native: Callable[[str], ModuleType]) -> None:
     hashing = native("_hashing")
 
     @settings(deadline=None)
-    @given(segments, st.integers(0, 2**64 - 1))
-    def agree(prompt: list[Segment], seed: int) -> None:
-        assert hashing.chunk_hashes(prompt, seed) == chunks.chunk_hashes(prompt, seed)
+    @given(segments, st.integers(0, 2**64 - 1), st.floats(0.25, 16))
+    def agree(prompt: list[Segment], seed: int, bytes_per_token: float) -> None:
+        hashes, same = (room.chunk_hashes(prompt, seed) for room in (hashing, chunks))
+        assert hashes.typecode == same.typecode
+        assert hashes == same
         sizes = [len(data) for _, data in prompt]
-        assert hashing.chunk_offsets(sizes) == chunks.chunk_offsets(sizes)
+        tokens, same = (room.chunk_tokens(sizes, bytes_per_token) for room in (hashing, estimate))
+        assert tokens.typecode == same.typecode
+        assert tokens == same
+        assert len(tokens) == len(hashes)
 
     agree()
+
+
+def test_tokens_fit_their_items(native: Callable[[str], ModuleType]) -> None:
+    for room in (native("_hashing"), estimate):
+        assert list(room.chunk_tokens([0, 3], 1e-10)) == [0, 2**32 - 1]
 
 
 @pytest.mark.parametrize("prompt", [[b"text"], [(0, "text")], [(0,)], [(None, b"")], 7])
@@ -99,12 +110,28 @@ def test_ranking(native: Callable[[str], ModuleType]) -> None:
 
 def test_sizes_are_not_negative(native: Callable[[str], ModuleType]) -> None:
     with pytest.raises(ValueError, match="negative"):
-        native("_hashing").chunk_offsets([256, -1])
+        native("_hashing").chunk_tokens([256, -1], 4.0)
 
 
 chunk = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 2))
-chain = st.lists(chunk, min_size=1, max_size=12, unique=True)
 slot = st.integers(0, SLOTS - 1)
+
+
+def hash_array(hashes: list[int]) -> array[int]:
+    return array("Q", hashes)
+
+
+def view_in_between(hashes: list[int]) -> memoryview:
+    """Not aligned."""
+    return memoryview(b"-" + hash_array(hashes).tobytes())[1:].cast("Q")
+
+
+HOLDERS: tuple[Callable[[list[int]], Sequence[int]], ...] = (list, tuple, hash_array, view_in_between)
+chain = st.builds(
+    lambda hold, hashes: hold(hashes),
+    st.sampled_from(HOLDERS),
+    st.lists(chunk, min_size=1, max_size=12, unique=True),
+)
 
 
 class Tables(RuleBasedStateMachine):
@@ -124,20 +151,22 @@ class Tables(RuleBasedStateMachine):
         for each in self.tables:
             each.set_live(number, True)
 
-    @rule(number=slot, hashes=chain, tokens=st.integers(0, 2**32 - 1))
-    def add(self, number: int, hashes: list[int], tokens: int) -> None:
+    @rule(number=slot, hashes=chain, tokens=st.integers(0, 2**32 - 1), typecode=st.sampled_from("IQ"))
+    def add(self, number: int, hashes: Sequence[int], tokens: int, typecode: str) -> None:
         self.set_live(number)
         for each in self.tables:
-            each.add(number, hashes, [tokens] * len(hashes))
+            each.add(number, hashes, array(typecode, [tokens] * len(hashes)))
 
-    @rule(number=slot, hashes=chain)
-    def guess(self, number: int, hashes: list[int]) -> None:
+    @rule(number=slot, hashes=chain, hold=st.sampled_from([list, lambda tokens: array("I", tokens)]))
+    def guess(
+        self, number: int, hashes: Sequence[int], hold: Callable[[Sequence[int]], Sequence[int]]
+    ) -> None:
         self.set_live(number)
-        added = [each.guess(number, hashes, lambda: range(1, 1 + len(hashes))) for each in self.tables]
+        added = [each.guess(number, hashes, lambda: hold(range(1, 1 + len(hashes)))) for each in self.tables]
         assert added[0] == added[1]
 
     @rule(number=slot, hashes=chain)
-    def remove(self, number: int, hashes: list[int]) -> None:
+    def remove(self, number: int, hashes: Sequence[int]) -> None:
         for each in self.tables:
             each.remove(number, hashes)
 
@@ -152,7 +181,7 @@ class Tables(RuleBasedStateMachine):
                     pass
 
     @rule(hashes=chain, number=slot)
-    def look(self, hashes: list[int], number: int) -> None:
+    def look(self, hashes: Sequence[int], number: int) -> None:
         first, second = (each.match(hashes) for each in self.tables)
         assert first == second
         assert list(first[0].values()) == list(second[0].values())
@@ -230,3 +259,57 @@ def test_misuse_is_an_exception(
         call(made)
     made.add(0, [3], [30])
     assert made.match([3]) == ({0: 30}, 1)
+
+
+@pytest.mark.parametrize(
+    "hashes",
+    [
+        array("B", [3]),
+        array("H", [3]),
+        array("q", [3]),
+        array("d", [3.0]),
+        b"12345678",
+        memoryview(array("Q", [3, 4, 3]))[::2],
+        memoryview(array("Q", [3, 4]))[::-1],
+        memoryview(bytes(32)).cast("Q", (2, 2)),
+        memoryview(bytes(8)).cast("Q", ()),
+    ],
+)
+def test_arrays_of_something_else_are_type_errors(native: Callable[[str], ModuleType], hashes: Any) -> None:
+    made = native("_table").ChunkTable(SHARDS)
+    made.resize(10)
+    made.set_live(0, True)
+    for call in (
+        lambda: made.match(hashes),
+        lambda: made.remove(0, hashes),
+        lambda: made.add(0, hashes, [1]),
+        lambda: made.add(0, [1], hashes),
+        lambda: made.guess(0, hashes, lambda: [1]),
+        lambda: made.guess(0, [1], lambda: hashes),
+        lambda: native("_hashing").chunk_tokens(hashes, 4.0),
+    ):
+        with pytest.raises(TypeError, match="contiguous, of unsigned integers of 4 or 8 bytes"):
+            call()
+    assert len(made) == 0
+
+
+@pytest.mark.parametrize("nothing", [(), [], array("Q"), memoryview(b"").cast("Q"), range(0)])
+def test_no_chunks(native: Callable[[str], ModuleType], nothing: Any) -> None:
+    for made in (native("_table").ChunkTable(SHARDS), table.ChunkTable(SHARDS)):
+        made.resize(10)
+        made.set_live(0, True)
+        made.add(0, nothing, nothing)
+        made.remove(0, nothing)
+        assert made.guess(0, nothing, lambda: nothing) == []
+        assert made.match(nothing) == ({}, 0)
+
+
+def test_what_is_read_cannot_change_meanwhile(native: Callable[[str], ModuleType]) -> None:
+    made = native("_table").ChunkTable(SHARDS)
+    made.resize(10)
+    made.set_live(0, True)
+    hashes, listed = array("Q", [1, 2]), [3, 4]
+    with pytest.raises(BufferError):
+        made.guess(0, hashes, lambda: hashes.pop())
+    hashes.pop()  # released
+    assert made.guess(0, listed, lambda: [listed.pop(), listed.pop()]) == [3, 4]

@@ -15,6 +15,7 @@ for a hint: a collision sends a request to a replica that must compute its promp
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
@@ -38,8 +39,8 @@ def chain_seed(model: str, adapter: str = "", adapter_version: str = "", cache_s
     return _xxh3(b"".join(struct.pack("<I", len(part)) + part for part in parts))
 
 
-def chunk_hashes(segments: Sequence[Segment], seed: int) -> list[int]:
-    """The chain of one prompt: one hash per chunk, in prompt order."""
+def chunk_hashes(segments: Sequence[Segment], seed: int) -> array[int]:
+    """The chain of one prompt: one hash per chunk, in prompt order, as `array("Q")`."""
     hashes: list[int] = []
     add = hashes.append
     previous = seed
@@ -56,7 +57,7 @@ def chunk_hashes(segments: Sequence[Segment], seed: int) -> list[int]:
                 previous = _xxh3(data[begin : begin + step], previous ^ mix)
                 add(previous)
             start, step, until = until, step * 2, until * 2
-    return hashes
+    return array("Q", hashes)
 
 
 def chunk_offsets(sizes: Iterable[int]) -> list[int]:

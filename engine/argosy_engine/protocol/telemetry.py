@@ -15,6 +15,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -175,7 +176,7 @@ def pack_u64(values: Sequence[int]) -> bytes:
 
 
 def unpack_u64(data: bytes) -> array[int]:
-    return _from_little_endian(array("Q"), data)
+    return _from_little_endian("Q", data)
 
 
 def pack_u32(values: Sequence[int]) -> bytes:
@@ -184,7 +185,7 @@ def pack_u32(values: Sequence[int]) -> bytes:
 
 
 def unpack_u32(data: bytes) -> array[int]:
-    return _from_little_endian(array("I"), data)
+    return _from_little_endian("I", data)
 
 
 def _to_little_endian(values: array[int]) -> bytes:
@@ -193,10 +194,11 @@ def _to_little_endian(values: array[int]) -> bytes:
     return values.tobytes()
 
 
-def _from_little_endian(values: array[int], data: bytes) -> array[int]:
-    if len(data) % values.itemsize:
-        raise TelemetryError(f"array of {len(data)} bytes is no multiple of {values.itemsize}")
-    values.frombytes(data)
+def _from_little_endian(typecode: Literal["I", "Q"], data: bytes) -> array[int]:
+    try:
+        values = array(typecode, data)
+    except ValueError as error:
+        raise TelemetryError(f"array of {len(data)} bytes: {error}") from None
     if sys.byteorder == "big":
         values.byteswap()
     return values

@@ -1,9 +1,15 @@
-/* Chunk hashes, as in `argosy_engine.protocol.chunks`, and the ranking of `ranking.py`: what needs many short hashes. */
+/* Chunk hashes, as in `argosy_engine.protocol.chunks`, their sizes in tokens as in `estimate.py`, and the ranking of
+   `ranking.py`: what needs many short hashes.
+
+   What there is one of for each chunk is an `array.array`, filled where it lies. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #define XXH_INLINE_ALL
+#include <limits.h>
 #include <xxhash.h>
+
+#include "_numbers.h"
 
 #define CHUNK_BYTES 256
 #define COARSE_BYTES (64 * CHUNK_BYTES)
@@ -19,75 +25,124 @@ static Py_ssize_t end_of(Py_ssize_t begin, Py_ssize_t size, Py_ssize_t *step, Py
     return begin + *step < size ? begin + *step : size;
 }
 
-static int append(PyObject *list, PyObject *item) {
-    int failed = !item || PyList_Append(list, item) < 0;
-    Py_XDECREF(item);
-    return failed ? -1 : 0;
+/* Chunks of a segment. An empty one is one empty chunk. */
+static Py_ssize_t chunk_count(Py_ssize_t size) {
+    Py_ssize_t count = 0, end = 0, step = CHUNK_BYTES, until = COARSE_BYTES;
+    do {
+        end = end_of(end, size, &step, &until);
+        count++;
+    } while (end < size);
+    return count;
 }
 
-/* Adds the hashes of one segment, `(kind, bytes)`, to the chain. */
-static int add_segment(PyObject *hashes, PyObject *segment, XXH64_hash_t *previous) {
-    if (!PyTuple_Check(segment) || PyTuple_GET_SIZE(segment) != 2 || !PyBytes_Check(PyTuple_GET_ITEM(segment, 1))) {
-        PyErr_SetString(PyExc_TypeError, "a segment is a tuple of its kind and bytes");
-        return -1;
+typedef struct {
+    PyObject *one_hash; /* array("Q", [0]) */
+    PyObject *one_size; /* array("I", [0]) */
+} State;
+
+/* An array of `count` items like the one there is, to be filled through `buffer`, which is to be released. It has no
+   constructor in C; repeating is the one way that makes no object per item, nor bytes to be copied. */
+static PyObject *new_array(PyObject *one, Py_ssize_t count, Py_buffer *buffer) {
+    PyObject *made = PySequence_Repeat(one, count);
+    if (made && PyObject_GetBuffer(made, buffer, PyBUF_WRITABLE) < 0)
+        Py_CLEAR(made);
+    return made;
+}
+
+/* Chunks of all segments, each of them `(kind, bytes)`; -1 if something else is among them. */
+static Py_ssize_t count_chunks(PyObject *segments) {
+    Py_ssize_t count = 0;
+    for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(segments); index++) {
+        PyObject *segment = PySequence_Fast_GET_ITEM(segments, index);
+        if (!PyTuple_Check(segment) || PyTuple_GET_SIZE(segment) != 2 || !PyLong_Check(PyTuple_GET_ITEM(segment, 0)) ||
+            !PyBytes_Check(PyTuple_GET_ITEM(segment, 1))) {
+            PyErr_SetString(PyExc_TypeError, "a segment is a tuple of its kind and bytes");
+            return -1;
+        }
+        count += chunk_count(PyBytes_GET_SIZE(PyTuple_GET_ITEM(segment, 1)));
     }
-    unsigned long long kind = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(segment, 0));
-    if (PyErr_Occurred())
-        return -1;
+    return count;
+}
+
+/* Writes the hashes of one segment, and returns where the next one's go. */
+static uint64_t *hash_segment(PyObject *segment, XXH64_hash_t *previous, uint64_t *hash) {
+    uint64_t kind = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(segment, 0));
     const char *data = PyBytes_AS_STRING(PyTuple_GET_ITEM(segment, 1));
     Py_ssize_t size = PyBytes_GET_SIZE(PyTuple_GET_ITEM(segment, 1)), step = CHUNK_BYTES, until = COARSE_BYTES;
     Py_ssize_t begin = 0;
-    do { /* an empty segment is one empty chunk */
+    do {
         Py_ssize_t end = end_of(begin, size, &step, &until);
         *previous = XXH3_64bits_withSeed(data + begin, (size_t)(end - begin), *previous ^ KIND_MIX * (kind + 1));
-        if (append(hashes, PyLong_FromUnsignedLongLong(*previous)) < 0)
-            return -1;
+        *hash++ = *previous;
         begin = end;
     } while (begin < size);
-    return 0;
+    return hash;
 }
 
 PyDoc_STRVAR(chunk_hashes_doc, "chunk_hashes(segments, seed)");
 
 static PyObject *chunk_hashes(PyObject *module, PyObject *args) {
-    PyObject *argument;
+    PyObject *argument, *hashes = NULL;
     unsigned long long seed;
+    Py_buffer buffer;
     if (!PyArg_ParseTuple(args, "OK", &argument, &seed))
         return NULL;
     PyObject *segments = PySequence_Fast(argument, "segments must be iterable");
-    PyObject *hashes = segments ? PyList_New(0) : NULL;
-    XXH64_hash_t previous = seed;
-    for (Py_ssize_t index = 0; hashes && index < PySequence_Fast_GET_SIZE(segments); index++)
-        if (add_segment(hashes, PySequence_Fast_GET_ITEM(segments, index), &previous) < 0)
-            Py_CLEAR(hashes);
+    Py_ssize_t count = segments ? count_chunks(segments) : -1;
+    if (count >= 0)
+        hashes = new_array(((State *)PyModule_GetState(module))->one_hash, count, &buffer);
+    if (hashes) {
+        XXH64_hash_t previous = seed;
+        uint64_t *hash = buffer.buf;
+        for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(segments); index++)
+            hash = hash_segment(PySequence_Fast_GET_ITEM(segments, index), &previous, hash);
+        PyBuffer_Release(&buffer);
+    }
     Py_XDECREF(segments);
     return hashes;
 }
 
-PyDoc_STRVAR(chunk_offsets_doc, "chunk_offsets(sizes)");
-
-static PyObject *chunk_offsets(PyObject *module, PyObject *argument) {
-    PyObject *sizes = PySequence_Fast(argument, "sizes must be iterable");
-    PyObject *offsets = sizes ? PyList_New(0) : NULL;
-    Py_ssize_t base = 0;
-    for (Py_ssize_t index = 0; offsets && index < PySequence_Fast_GET_SIZE(sizes); index++) {
-        Py_ssize_t size = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(sizes, index));
-        Py_ssize_t step = CHUNK_BYTES, until = COARSE_BYTES, end = 0;
-        if (size < 0) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError, "a segment has no negative size");
-            Py_CLEAR(offsets);
-            break;
+/* Chunks of segments of these sizes; -1 if one is no size. */
+static Py_ssize_t count_chunks_of(const Numbers *sizes) {
+    Py_ssize_t count = 0;
+    for (Py_ssize_t index = 0; index < sizes->count; index++) {
+        if (number_at(sizes, index) > PY_SSIZE_T_MAX) {
+            PyErr_SetString(PyExc_ValueError, "a segment has no negative size");
+            return -1;
         }
-        do {
-            end = end_of(end, size, &step, &until);
-            if (append(offsets, PyLong_FromSsize_t(base + end)) < 0)
-                Py_CLEAR(offsets);
-        } while (offsets && end < size);
-        base += size;
+        count += chunk_count((Py_ssize_t)number_at(sizes, index));
     }
-    Py_XDECREF(sizes);
-    return offsets;
+    return count;
+}
+
+PyDoc_STRVAR(chunk_tokens_doc, "chunk_tokens(sizes, bytes_per_token)");
+
+static PyObject *chunk_tokens(PyObject *module, PyObject *args) {
+    PyObject *argument, *tokens = NULL;
+    double bytes_per_token;
+    Numbers sizes = {0};
+    Py_buffer buffer;
+    if (!PyArg_ParseTuple(args, "Od", &argument, &bytes_per_token))
+        return NULL;
+    Py_ssize_t count = read_numbers(argument, &sizes) == 0 ? count_chunks_of(&sizes) : -1;
+    if (count >= 0)
+        tokens = new_array(((State *)PyModule_GetState(module))->one_size, count, &buffer);
+    if (tokens) {
+        unsigned *item = buffer.buf;
+        Py_ssize_t base = 0;
+        for (Py_ssize_t index = 0; index < sizes.count; index++) {
+            Py_ssize_t size = (Py_ssize_t)number_at(&sizes, index), end = 0, step = CHUNK_BYTES, until = COARSE_BYTES;
+            do {
+                end = end_of(end, size, &step, &until);
+                double estimate = (double)(base + end) / bytes_per_token;
+                *item++ = estimate < UINT_MAX ? (unsigned)estimate : UINT_MAX;
+            } while (end < size);
+            base += size;
+        }
+        PyBuffer_Release(&buffer);
+    }
+    release_numbers(&sizes);
+    return tokens;
 }
 
 PyDoc_STRVAR(first_ranked_doc, "first_ranked(names, key)");
@@ -122,16 +177,47 @@ static PyObject *first_ranked(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"chunk_hashes", chunk_hashes, METH_VARARGS, chunk_hashes_doc},
-    {"chunk_offsets", chunk_offsets, METH_O, chunk_offsets_doc},
+    {"chunk_tokens", chunk_tokens, METH_VARARGS, chunk_tokens_doc},
     {"first_ranked", first_ranked, METH_VARARGS, first_ranked_doc},
     {NULL},
 };
+
+static int make_state(PyObject *module) {
+    State *state = PyModule_GetState(module);
+    PyObject *arrays = PyImport_ImportModule("array");
+    if (arrays) {
+        state->one_hash = PyObject_CallMethod(arrays, "array", "C[i]", 'Q', 0);
+        state->one_size = PyObject_CallMethod(arrays, "array", "C[i]", 'I', 0);
+        Py_DECREF(arrays);
+    }
+    return state->one_hash && state->one_size ? 0 : -1;
+}
+
+static int traverse(PyObject *module, visitproc visit, void *arg) {
+    State *state = PyModule_GetState(module);
+    Py_VISIT(state->one_hash);
+    Py_VISIT(state->one_size);
+    return 0;
+}
+
+static int clear(PyObject *module) {
+    State *state = PyModule_GetState(module);
+    Py_CLEAR(state->one_hash);
+    Py_CLEAR(state->one_size);
+    return 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, make_state}, {0, NULL}};
 
 static PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_hashing",
     .m_doc = "Many short hashes.",
+    .m_size = sizeof(State),
     .m_methods = functions,
+    .m_slots = module_slots,
+    .m_traverse = traverse,
+    .m_clear = clear,
 };
 
 PyMODINIT_FUNC PyInit__hashing(void) { return PyModuleDef_Init(&module); }

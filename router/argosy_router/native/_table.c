@@ -11,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "_numbers.h"
+
 #define AHEAD 8 /* chunks whose memory is asked for before they are looked at */
 #define MAX_CAPACITY (UINT32_MAX / 4)
 #define EVICTED_SHARE 16 /* to find the oldest is to look at all: more at once, and more seldom, than with dicts */
@@ -206,13 +208,6 @@ static int64_t insert(Table *table, Shard *shard, uint64_t key, uint32_t tokens)
 
 static uint64_t bit_of(uint32_t slot) { return (uint64_t)1 << (slot & 63); }
 
-/* An item of a fast sequence as 64 bits; -1 with an exception set if it is no integer. */
-static uint64_t number_at(PyObject *sequence, Py_ssize_t index) {
-    return PyLong_AsUnsignedLongLongMask(PySequence_Fast_GET_ITEM(sequence, index));
-}
-
-static int has_failed(uint64_t number) { return number == UINT64_MAX && PyErr_Occurred(); }
-
 static int check_slot(const Table *table, uint32_t slot) {
     if (slot < (uint64_t)table->words * 64)
         return 0;
@@ -225,84 +220,83 @@ PyDoc_STRVAR(add_doc, "add(slot, hashes, tokens)");
 static PyObject *Table_add(Table *table, PyObject *args) {
     unsigned slot;
     PyObject *hash_argument, *token_argument, *result = NULL;
+    Numbers hashes = {0}, tokens = {0};
     if (!PyArg_ParseTuple(args, "IOO", &slot, &hash_argument, &token_argument) || check_slot(table, slot) < 0)
         return NULL;
-    PyObject *hashes = PySequence_Fast(hash_argument, "hashes must be iterable");
-    PyObject *tokens = PySequence_Fast(token_argument, "tokens must be iterable");
-    if (!hashes || !tokens)
+    if (read_numbers(hash_argument, &hashes) < 0 || read_numbers(token_argument, &tokens) < 0)
         goto end;
-    if (PySequence_Fast_GET_SIZE(hashes) != PySequence_Fast_GET_SIZE(tokens)) {
+    if (hashes.count != tokens.count) {
         PyErr_SetString(PyExc_ValueError, "hashes and tokens differ in length");
         goto end;
     }
-    for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(hashes); index++) {
-        uint64_t chunk = number_at(hashes, index), count = number_at(tokens, index);
-        if (has_failed(chunk) || has_failed(count))
-            goto end;
+    for (Py_ssize_t index = 0; index < hashes.count; index++) {
+        uint64_t chunk = number_at(&hashes, index);
+        uint32_t count = (uint32_t)number_at(&tokens, index);
         Shard *shard = shard_of(table, chunk);
         if (widen(table, shard, slot) < 0)
             goto end;
         int64_t position = find(table, shard, key_of(chunk));
         if (position < 0)
-            position = insert(table, shard, key_of(chunk), (uint32_t)count);
+            position = insert(table, shard, key_of(chunk), count);
         if (position < 0)
             goto end;
         uint64_t *entry = row(shard, (uint32_t)position);
-        entry[0] = (entry[0] & ~(uint64_t)UINT32_MAX) | (uint32_t)count;
+        entry[0] = (entry[0] & ~(uint64_t)UINT32_MAX) | count;
         entry[1 + slot / 64] |= bit_of(slot);
     }
     result = Py_NewRef(Py_None);
 end:
-    Py_XDECREF(hashes);
-    Py_XDECREF(tokens);
+    release_numbers(&hashes);
+    release_numbers(&tokens);
     return result;
+}
+
+static int append(PyObject *list, uint64_t number) {
+    PyObject *item = PyLong_FromUnsignedLongLong(number);
+    int failed = !item || PyList_Append(list, item) < 0;
+    Py_XDECREF(item);
+    return failed ? -1 : 0;
 }
 
 PyDoc_STRVAR(guess_doc, "guess(slot, hashes, tokens): the chunks that the slot did not hold before");
 
 static PyObject *Table_guess(Table *table, PyObject *args) {
     unsigned slot;
-    PyObject *hash_argument, *estimator, *estimates = NULL, *added = NULL, *result = NULL;
+    PyObject *hash_argument, *estimator, *made = NULL, *added = NULL, *result = NULL;
+    Numbers hashes = {0}, estimates = {0};
     if (!PyArg_ParseTuple(args, "IOO", &slot, &hash_argument, &estimator) || check_slot(table, slot) < 0)
         return NULL;
-    PyObject *hashes = PySequence_Fast(hash_argument, "hashes must be iterable");
-    if (!hashes || !(added = PyList_New(0)))
+    if (read_numbers(hash_argument, &hashes) < 0 || !(added = PyList_New(0)))
         goto end;
-    for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(hashes); index++) {
-        uint64_t chunk = number_at(hashes, index);
-        if (has_failed(chunk))
-            goto end;
+    for (Py_ssize_t index = 0; index < hashes.count; index++) {
+        uint64_t chunk = number_at(&hashes, index);
         Shard *shard = shard_of(table, chunk);
         if (widen(table, shard, slot) < 0)
             goto end;
         int64_t position = find(table, shard, key_of(chunk));
         if (position < 0) {
-            if (!estimates) {
-                PyObject *made = PyObject_CallNoArgs(estimator);
-                estimates = made ? PySequence_Fast(made, "estimates must be iterable") : NULL;
-                Py_XDECREF(made);
-                if (!estimates)
-                    goto end;
-            }
-            if (index >= PySequence_Fast_GET_SIZE(estimates)) {
+            if (!made && (!(made = PyObject_CallNoArgs(estimator)) || read_numbers(made, &estimates) < 0))
+                goto end;
+            if (index >= estimates.count) {
                 PyErr_SetString(PyExc_IndexError, "there are fewer estimates than hashes");
                 goto end;
             }
-            uint64_t tokens = number_at(estimates, index);
-            if (has_failed(tokens) || (position = insert(table, shard, key_of(chunk), (uint32_t)tokens)) < 0)
+            position = insert(table, shard, key_of(chunk), (uint32_t)number_at(&estimates, index));
+            if (position < 0)
                 goto end;
         } else {
             touch(shard, (uint32_t)position);
         }
         uint64_t *word = row(shard, (uint32_t)position) + 1 + slot / 64;
-        if (!(*word & bit_of(slot)) && PyList_Append(added, PySequence_Fast_GET_ITEM(hashes, index)) < 0)
+        if (!(*word & bit_of(slot)) && append(added, chunk) < 0)
             goto end;
         *word |= bit_of(slot);
     }
     result = Py_NewRef(added);
 end:
-    Py_XDECREF(hashes);
-    Py_XDECREF(estimates);
+    release_numbers(&hashes);
+    release_numbers(&estimates);
+    Py_XDECREF(made);
     Py_XDECREF(added);
     return result;
 }
@@ -320,17 +314,12 @@ PyDoc_STRVAR(remove_doc, "remove(slot, hashes)");
 static PyObject *Table_remove(Table *table, PyObject *args) {
     unsigned slot;
     PyObject *hash_argument;
+    Numbers hashes = {0};
     if (!PyArg_ParseTuple(args, "IO", &slot, &hash_argument))
         return NULL;
-    PyObject *hashes = PySequence_Fast(hash_argument, "hashes must be iterable");
-    if (!hashes)
-        return NULL;
-    for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(hashes); index++) {
-        uint64_t chunk = number_at(hashes, index);
-        if (has_failed(chunk)) {
-            Py_DECREF(hashes);
-            return NULL;
-        }
+    int failed = read_numbers(hash_argument, &hashes);
+    for (Py_ssize_t index = 0; !failed && index < hashes.count; index++) {
+        uint64_t chunk = number_at(&hashes, index);
         Shard *shard = shard_of(table, chunk);
         int64_t position = slot / 64 < shard->words ? find(table, shard, key_of(chunk)) : -1;
         if (position < 0)
@@ -339,8 +328,8 @@ static PyObject *Table_remove(Table *table, PyObject *args) {
         if (!is_held(shard, (uint32_t)position))
             erase(table, shard, (uint32_t)position);
     }
-    Py_DECREF(hashes);
-    Py_RETURN_NONE;
+    release_numbers(&hashes);
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 PyDoc_STRVAR(holds_doc, "holds(slot, chunk)");
@@ -370,8 +359,7 @@ static int assign(PyObject *runs, uint32_t word, uint64_t slots, uint32_t tokens
     return failed ? -1 : 0;
 }
 
-static void ask_for(const Table *table, PyObject *hashes, Py_ssize_t index) {
-    uint64_t chunk = number_at(hashes, index);
+static void ask_for(const Table *table, uint64_t chunk) {
     const Shard *shard = shard_of(table, chunk);
     if (shard->count) {
         uint32_t position = home(table, shard, key_of(chunk));
@@ -383,28 +371,27 @@ static void ask_for(const Table *table, PyObject *hashes, Py_ssize_t index) {
 PyDoc_STRVAR(match_doc, "match(hashes): ({slot: prompt tokens of its run}, chunks of the longest run)");
 
 static PyObject *Table_match(Table *table, PyObject *argument) {
-    PyObject *hashes = PySequence_Fast(argument, "hashes must be iterable"), *runs = NULL, *result = NULL;
+    PyObject *runs = NULL, *result = NULL;
+    Numbers hashes = {0};
     uint64_t few[FEW_WORDS], *alive = few;
-    if (!hashes || !(runs = PyDict_New()))
+    if (read_numbers(argument, &hashes) < 0 || !(runs = PyDict_New()))
         goto end;
     if (table->words > FEW_WORDS && !(alive = PyMem_RawMalloc(table->words * sizeof(uint64_t)))) {
         PyErr_NoMemory();
         goto end;
     }
     memcpy(alive, table->live, table->words * sizeof(uint64_t));
-    Py_ssize_t length = 0, count = PySequence_Fast_GET_SIZE(hashes);
+    Py_ssize_t length = 0;
     uint32_t tokens = 0; /* up to here */
     uint64_t is_alive = 0;
     for (uint32_t word = 0; word < table->words; word++)
         is_alive |= alive[word];
-    for (Py_ssize_t index = 0; index < count && index < AHEAD; index++)
-        ask_for(table, hashes, index);
-    for (; length < count; length++) {
-        if (length + AHEAD < count)
-            ask_for(table, hashes, length + AHEAD);
-        uint64_t chunk = number_at(hashes, length);
-        if (has_failed(chunk))
-            goto end;
+    for (Py_ssize_t index = 0; index < hashes.count && index < AHEAD; index++)
+        ask_for(table, number_at(&hashes, index));
+    for (; length < hashes.count; length++) {
+        if (length + AHEAD < hashes.count)
+            ask_for(table, number_at(&hashes, length + AHEAD));
+        uint64_t chunk = number_at(&hashes, length);
         const Shard *shard = shard_of(table, chunk);
         int64_t position = find(table, shard, key_of(chunk));
         if (position < 0)
@@ -431,7 +418,7 @@ end:
     if (alive != few)
         PyMem_RawFree(alive);
     Py_XDECREF(runs);
-    Py_XDECREF(hashes);
+    release_numbers(&hashes);
     return result;
 }
 
@@ -463,21 +450,21 @@ PyDoc_STRVAR(scrub_doc, "scrub(number, slots): True, for all of the shard is don
 static PyObject *Table_scrub(Table *table, PyObject *args) {
     unsigned number;
     PyObject *slot_argument;
+    Numbers slots = {0};
     if (!PyArg_ParseTuple(args, "IO", &number, &slot_argument))
         return NULL;
-    PyObject *slots = PySequence_Fast(slot_argument, "slots must be iterable");
+    int failed = read_numbers(slot_argument, &slots);
     uint64_t *gone = PyMem_RawCalloc(table->words + 1, sizeof(uint64_t));
-    if (!slots || !gone) {
-        PyMem_RawFree(gone);
-        Py_XDECREF(slots);
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-    }
-    for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(slots); index++) {
-        uint64_t slot = number_at(slots, index);
+    for (Py_ssize_t index = 0; !failed && gone && index < slots.count; index++) {
+        uint64_t slot = number_at(&slots, index);
         if (slot / 64 < table->words)
             gone[slot / 64] |= bit_of((uint32_t)slot);
     }
-    Py_DECREF(slots);
+    release_numbers(&slots);
+    if (failed || !gone) {
+        PyMem_RawFree(gone);
+        return failed ? NULL : PyErr_NoMemory();
+    }
     Shard *shard = table->shards + (number & (table->shard_count - 1));
     for (uint32_t position = 0; position < shard->size;) {
         if (shard->keys[position]) {
@@ -494,7 +481,7 @@ static PyObject *Table_scrub(Table *table, PyObject *args) {
         position++;
     }
     PyMem_RawFree(gone);
-    return PyErr_Occurred() ? NULL : Py_NewRef(Py_True);
+    Py_RETURN_TRUE;
 }
 
 static int is_overfull(const Table *table, const Shard *shard) {
