@@ -21,6 +21,8 @@ class FakeApiServer:
     drops_events: bool = False
     """Watches stay silent: a change is seen only by the next list."""
     lists: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Collections that were asked for during an outage."""
     _objects: dict[tuple[str, str, str], Object] = field(default_factory=dict)
     _version: int = 1
     _history: list[tuple[int, str, tuple[str, str, str], Object]] = field(default_factory=list)
@@ -101,6 +103,7 @@ class FakeApiServer:
         query = dict(parse_qsl(url.query))
         _, _, _, _, namespace, collection = url.path.split("/")
         if self.status != 200:
+            self.refused.append(collection)
             body = json.dumps({"kind": "Status", "code": self.status}).encode()
             writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (self.status, len(body), body))
         elif query.get("watch") == "true":

@@ -14,7 +14,7 @@ import pytest
 from kubernetes.aio import client as kubernetes_client
 
 from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
-from argosy_router.discovery import census, dns
+from argosy_router.discovery import census, dns, reflector
 from argosy_router.discovery.base import Discovery, revision_of
 from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
@@ -310,7 +310,8 @@ async def test_the_document_is_followed() -> None:
         await until(lambda: published.members == {"default/svc": ["a"], "default/other": ["o"]})
 
 
-async def test_the_last_good_state_survives_an_outage() -> None:
+async def test_the_last_good_state_survives_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reflector, "BACKOFF_BASE_S", 0.005)
     async with cluster(relist_s=1.0) as (api, published):
         api.put("pods", "default", "a", **pod_fields())
         await until(lambda: published.members == {"default/svc": ["a"]})
@@ -319,6 +320,9 @@ async def test_the_last_good_state_survives_an_outage() -> None:
         api.cut_watches()
         api.put("pods", "default", "b", **pod_fields("10.0.0.2"))
         lists = len(api.lists)
+        # The second refusal of each comes after whatever the first one led to.
+        await until(lambda: all(api.refused.count(kind) >= 2 for kind in ("configmaps", "pods")))
+        assert published.members == {"default/svc": ["a"]}
         api.status = 200
         await until(lambda: published.members == {"default/svc": ["a", "b"]})
         assert len(api.lists) > lists
