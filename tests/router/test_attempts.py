@@ -13,8 +13,8 @@ from argosy_router.http.client import ClientLimits
 from argosy_router.proxy import retry
 from argosy_router.proxy.exchange import MAX_ATTEMPTS
 
-from .fake_engine import Connection, FakeEngine, Received, answer_normally
-from .harness import Rig, chat, raw, rig, service
+from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
+from .harness import DEADLINE_S, Rig, chat, raw, rig, service
 from .storyteller import Storyteller, events, fold
 from .test_charges import is_settled
 from .test_life import request_bytes
@@ -64,6 +64,70 @@ async def test_no_prediction_outlasts_the_request() -> None:
         answer = await r.chat(stream=True)
         assert answer.status_code == 504
         assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("1", "true")
+
+
+async def only_begin(connection: Connection) -> None:
+    """The head of a stream, as other makes of engines send it at once, and a comment, as some do while it waits."""
+    connection.begin_stream()
+    connection.chunk(b": still here\n\n")
+    await connection.writer.drain()
+
+
+async def test_a_head_is_no_first_token() -> None:
+    release = asyncio.Event()
+
+    async def late(connection: Connection, _: Received) -> None:
+        await only_begin(connection)
+        await release.wait()
+        connection.chunk(event("hello", "stop") + DONE)
+        connection.end_stream()
+
+    impatient = ClientLimits(idle_timeout_s=0.05)
+    engine = FakeEngine(script=late)
+    async with rig([engine], first_byte_timeout_s=DEADLINE_S, client=impatient) as r:
+        asking = asyncio.create_task(r.chat(stream=True))
+        await r.until(lambda: len(engine.requests) == 1)
+        await asyncio.sleep(3 * impatient.idle_timeout_s)  # time has to pass: it is what must not matter
+        release.set()
+        answer = await asking
+    assert (answer.status_code, answer.content) == (200, event("hello", "stop") + DONE)
+
+
+async def test_a_replica_that_sends_no_more_than_a_head_is_overdue() -> None:
+    async def never(connection: Connection, _: Received) -> None:
+        await only_begin(connection)
+        await connection.gone()
+
+    async with rig([FakeEngine(script=never)], first_byte_timeout_s=0.05) as r:
+        assert (await r.chat(stream=True)).status_code == 504
+
+
+async def test_a_death_after_a_head_costs_the_client_nothing() -> None:
+    async def die(connection: Connection, _: Received) -> None:
+        await only_begin(connection)
+        connection.die()
+
+    async with rig([FakeEngine(script=die), FakeEngine()], policy="round-robin") as r:
+        for _ in range(2):
+            answer = await r.chat(stream=True)
+            assert answer.status_code == 200
+            assert answer.content.endswith(DONE)
+            assert b"error" not in answer.content
+        assert r.metric("retries_total") == 1
+
+
+async def test_an_answer_that_trickles_has_the_request_s_time() -> None:
+    async def trickle(connection: Connection, _: Received) -> None:
+        connection.send(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n"
+        )
+        gone = asyncio.ensure_future(connection.gone())
+        while not gone.done():
+            connection.send(b" ")
+            await asyncio.sleep(0.01)
+
+    async with rig([FakeEngine(script=trickle)], request_timeout_s=0.2) as r:
+        assert (await r.chat()).status_code == 504
 
 
 # what an attempt costs

@@ -66,6 +66,19 @@ async def test_requests_it_has_not_begun_to_answer_move_on() -> None:
         assert len(engines[0].requests) == sent, "a suspect gets nothing new"
 
 
+async def test_a_head_alone_does_not_keep_a_stream() -> None:
+    async def begin(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        await connection.gone()
+
+    engines = [Mortal(script=begin), Mortal()]
+    async with beating(engines) as r:
+        asked = [asyncio.create_task(r.chat(str(n), stream=True)) for n in range(4)]
+        await r.until(lambda: bool(engines[0].requests))
+        engines[0].is_stopped = True
+        assert {(await answer).headers["x-argosy-replica"] for answer in asked} == {"r1"}
+
+
 async def test_it_is_used_again_once_it_goes_on() -> None:
     engines = [Mortal(), Mortal()]
     async with beating(engines) as r:

@@ -76,6 +76,8 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._sink: ResponseSink | None = None
         self._idle_timeout_s = limits.idle_timeout_s
+        self._first_byte_timeout_s = 0.0
+        self._has_begun = False
         self._is_paused = False
         self.is_closed = False
         self.is_reused = False
@@ -104,9 +106,15 @@ class ClientConnection(asyncio.Protocol):
         *,
         body: bytes = b"",
     ) -> None:
-        """Sends one request; `sink` hears about the response."""
+        """Sends one request; `sink` hears about the response.
+
+        The first byte's deadline holds until the sink says that the response has `begun`: many servers send a stream's
+        head at once and its first event when there is one.
+        """
         assert self._sink is None, "one request at a time"
         self._sink = sink
+        self._has_begun = False
+        self._first_byte_timeout_s = first_byte_timeout_s
         self._idle_timeout_s = self._limits.idle_timeout_s if idle_timeout_s is None else idle_timeout_s
         self._deadline.set(first_byte_timeout_s)
         if len(body) < _JOIN_BELOW_BYTES:
@@ -114,8 +122,15 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._transport.writelines((head, body))
 
+    def begun(self) -> None:
+        """What arrived counts as the response's first byte: the idle deadline holds from now on."""
+        if not self._has_begun and self._sink is not None:
+            self._has_begun = True
+            if not self._is_paused:
+                self._deadline.set(self._idle_timeout_s)
+
     def pause_reading(self) -> None:
-        """Back-pressure: the client cannot keep up. The idle deadline rests meanwhile."""
+        """Back-pressure: the client cannot keep up. The deadline rests meanwhile."""
         if not self._is_paused and not self.is_closed:
             self._is_paused = True
             self._deadline.clear()
@@ -124,7 +139,7 @@ class ClientConnection(asyncio.Protocol):
     def resume_reading(self) -> None:
         if self._is_paused and not self.is_closed:
             self._is_paused = False
-            self._deadline.set(self._idle_timeout_s)
+            self._deadline.set(self._idle_timeout_s if self._has_begun else self._first_byte_timeout_s)
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -134,7 +149,7 @@ class ClientConnection(asyncio.Protocol):
 
     def give_up(self, error: UpstreamError, *, even_begun: bool) -> None:
         """Fails the request under way, if there is one; with `even_begun` also if its response has begun."""
-        if self._sink is not None and (even_begun or not self._is_head_reported):
+        if self._sink is not None and (even_begun or not self._has_begun):
             self._fail(error)
 
     def expire_after(self, seconds: float) -> None:
@@ -203,7 +218,7 @@ class ClientConnection(asyncio.Protocol):
         sink = self._sink
         if sink is None or not self._has_head:
             return
-        if not self._is_paused and not self._is_complete:
+        if self._has_begun and not self._is_paused and not self._is_complete:
             self._deadline.set(self._idle_timeout_s)
         if not self._is_head_reported:
             self._is_head_reported = True
@@ -234,7 +249,7 @@ class ClientConnection(asyncio.Protocol):
     def _on_deadline(self) -> None:
         if self._sink is None:
             self._shut()
-        elif self._is_head_reported:
+        elif self._has_begun:
             self._fail(IdleTimeout(f"no data for {self._idle_timeout_s:g} s"))
         else:
             self._fail(FirstByteTimeout("no response in time"))

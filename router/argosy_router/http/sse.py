@@ -6,6 +6,9 @@ Invariant: what `feed` returned so far, plus `tail`, is exactly what was fed.
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 """A chunk with 20 logprobs for 128 choices stays below a tenth of it."""
 
@@ -57,6 +60,17 @@ class EventCutter:
         return events
 
 
+def without_comments(events: bytes) -> bytes:
+    """Whole events, less those at the beginning that are nothing but comments and blank lines."""
+    while events.startswith((b":", b"\n", b"\r")):
+        line_end = _LINE_END.search(events)
+        if line_end is None:
+            break
+        events = events[line_end.end() :]
+    return events
+
+
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 _EDGE_BYTES = 2
 """The longest blank line is three bytes."""
 

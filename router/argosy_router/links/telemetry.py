@@ -253,6 +253,8 @@ class _Stream:
             or content_type.partition(b";")[0].strip().lower() != TELEMETRY_CONTENT_TYPE.encode()
         ):
             self._end(Foreign(f"status {status}, another content type"))
+        elif self.connection is not None:
+            self.connection.begun()
 
     def on_data(self, data: bytes) -> None:
         if self.ended.done():

@@ -78,6 +78,8 @@ class Attempt:
         """The client is about to get the first bytes of its answer."""
         self.is_answering = True
         self._charge.first_token()
+        if self._connection is not None:
+            self._connection.begun()
         if self._overdue is not None:
             self._overdue.end()
 

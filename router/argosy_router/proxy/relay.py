@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from argosy_router.http.errors import ConnectionLost, MalformedResponse, UpstreamError
-from argosy_router.http.sse import EventCutter, EventTooLarge
+from argosy_router.http.sse import EventCutter, EventTooLarge, without_comments
 from argosy_router.proxy.migration import DONE, Transcript
 from argosy_router.proxy.usage import TokenUsage, UsageFinder, find_usage, num_events, without_usage
 from argosy_router.proxy.verdict import Refused
@@ -62,8 +62,9 @@ class UnaryRelay:
 class StreamRelay:
     """Events of a stream, sent on as they are, and noted in a transcript if there is one.
 
-    An engine that goes down says so by an event. If the stream can be resumed, that event and what follows are not
-    the client's: they end the attempt. Neither is the usage, if the client did not ask for it.
+    Comments before the first event are dropped: an engine sends them while it has nothing to say, and another may still
+    answer instead. An engine that goes down says so by an event. If the stream can be resumed, that event and what
+    follows are not the client's: they end the attempt. Neither is the usage, if the client did not ask for it.
     """
 
     def __init__(self, transcript: Transcript | None, *, hides_usage: bool = False) -> None:
@@ -95,6 +96,8 @@ class StreamRelay:
         except EventTooLarge:
             self.failure = MalformedResponse("an event is too large")
             return b""
+        if not self._last:
+            events = without_comments(events)
         if not events:
             return b""
         transcript = self._transcript
