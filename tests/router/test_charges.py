@@ -12,6 +12,8 @@ import pytest
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
 from .harness import Rig, chat, raw, rig
+from .test_explain import LONG, chain
+from .test_life import request_bytes
 
 
 async def reset_at_once(connection: Connection, request: Received) -> None:
@@ -123,6 +125,38 @@ def collector_off() -> Iterator[list[Any]]:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+async def test_a_prompt_counts_until_the_first_token_and_its_request_until_the_last() -> None:
+    say = asyncio.Queue[bytes]()
+
+    async def as_told(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        while (told := await say.get()) != DONE:
+            connection.chunk(told)
+        connection.chunk(DONE)
+        connection.end_stream()
+
+    async with (
+        rig([FakeEngine(script=as_told, resident=chain(LONG))]) as r,
+        raw(r.router) as (reader, writer),
+    ):
+        load = r.replica(0).load
+        writer.write(request_bytes(content=LONG + "which of them is it?" * 60, stream=True))
+        await r.until(lambda: bool(r.engines[0].requests))
+        record = next(r.router._books.decisions.latest(1))
+        uncached = record.prompt_tokens - record.predicted_cached_tokens
+        assert 0 < uncached < record.prompt_tokens
+        assert (load.inflight, load.requests) == (1, 1)
+        assert (load.inflight_tokens, load.queued_tokens) == (uncached, uncached)
+        assert load.wait_s > 0.0, "the next one would wait for it"
+        for text in ("first", "second"):
+            say.put_nowait(event(text))
+            await reader.readuntil(event(text))
+            assert (load.inflight_tokens, load.queued_tokens) == (0, 0), text
+            assert (load.inflight, load.requests) == (1, 1), text
+        say.put_nowait(DONE)
+        await r.until(lambda: is_settled(r))
 
 
 async def test_a_deadline_settles_the_account() -> None:
