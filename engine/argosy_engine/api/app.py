@@ -6,9 +6,11 @@ with the phase, and requests 503 with a retry hint.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import time
+import traceback
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
 
@@ -27,6 +29,7 @@ from argosy_engine.api.responses import WatchedResponse, event_stream, json_resp
 from argosy_engine.api.serving import Serving, to_api_error
 from argosy_engine.api.stats_log import StatsLog
 from argosy_engine.api.telemetry import TelemetryHub
+from argosy_engine.errors import EngineError
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.protocol import headers
 from argosy_engine.protocol.embeddings import decode_embedding_request
@@ -44,6 +47,8 @@ from argosy_engine.protocol.openai import (
     GenerationRequest,
     decode_request,
 )
+
+logger = logging.getLogger("argosy.api")
 
 ITERATION_TIMEOUT_S = 120.0
 """A core that said nothing for this long is taken for hung; a step of a large prompt on a slow CPU takes tens."""
@@ -231,6 +236,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
+        # Not logged here: Starlette raises it once more, and uvicorn logs it.
         return await api_error(request, to_api_error(error))
 
 
@@ -257,13 +263,21 @@ def _answer(produce: Awaitable[msgspec.Struct], request_id: str) -> WatchedRespo
         try:
             return await produce
         except Exception as error:
-            raise to_api_error(error) from error
+            raise _logged(error) from error
 
     return json_response(translated(), {headers.REQUEST_ID: request_id})
 
 
 def _stream(events: AsyncGenerator[Any, None], request_id: str) -> WatchedResponse:
-    return event_stream(events, {headers.REQUEST_ID: request_id}, to_api_error)
+    return event_stream(events, {headers.REQUEST_ID: request_id}, _logged)
+
+
+def _logged(error: Exception) -> ApiError:
+    """`to_api_error`, and a record of what nobody expected, without its message: that may quote a prompt."""
+    if not isinstance(error, ApiError | EngineError):
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        logger.error("a request failed with %s\n%s", type(error).__qualname__, frames)
+    return to_api_error(error)
 
 
 def _json(value: object, status: int = 200) -> Response:

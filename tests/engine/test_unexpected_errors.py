@@ -1,0 +1,52 @@
+"""What nobody expected: a plain 500 for the client, a traceback for the operator."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from argosy_engine.api.app import Engine, build_app
+from argosy_engine.api.serving import Serving
+from argosy_engine.errors import InvalidRequest
+
+SECRET = "my diagnosis is"
+
+
+async def answer_of(error: Exception, *, stream: bool) -> httpx.Response:
+    """What a client gets where making its prompt raises `error`."""
+
+    def chat_prompt(request: object) -> object:
+        raise error
+
+    llm = SimpleNamespace(
+        is_dead=False,
+        heartbeat_age_s=0.0,
+        is_sleeping=False,
+        admission=SimpleNamespace(check=lambda num_reqs: None),
+        processor=SimpleNamespace(chat_prompt=chat_prompt),
+    )
+    engine = Engine(("tiny",))
+    engine.llm, engine._serving = llm, Serving(llm, ("tiny",))  # type: ignore[assignment, arg-type]
+    transport = httpx.ASGITransport(app=build_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        body = {"messages": [{"role": "user", "content": SECRET}], "stream": stream}
+        return await client.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_it_is_logged_once_and_quotes_no_prompt(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    answer = await answer_of(KeyError(SECRET), stream=stream)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "internal error")
+    (record,) = (record for record in caplog.records if record.levelno >= logging.ERROR)
+    text = record.getMessage()
+    assert "KeyError" in text
+    assert "in chat_prompt" in text, "the traceback reaches to where it was raised"
+    assert SECRET not in caplog.text
+
+
+async def test_what_is_expected_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert (await answer_of(InvalidRequest("no"), stream=False)).status_code == 400
+    assert caplog.records == []
