@@ -1,12 +1,12 @@
-/* Chunk hashes, as in `argosy_engine.protocol.chunks`, their sizes in tokens as in `estimate.py`, and the ranking of
+/* Chunk hashes, as in `argosy_engine.protocol.chunks`, the tokens up to each as in `estimate.py`, and the ranking of
    `ranking.py`: what needs many short hashes.
 
-   What there is one of for each chunk is an `array.array`, filled where it lies. */
+   What has an item for each chunk is an `array.array`: no Python integer is made. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#define XXH_INLINE_ALL
 #include <limits.h>
+#define XXH_INLINE_ALL
 #include <xxhash.h>
 
 #include "_numbers.h"
@@ -37,11 +37,11 @@ static Py_ssize_t chunk_count(Py_ssize_t size) {
 
 typedef struct {
     PyObject *one_hash; /* array("Q", [0]) */
-    PyObject *one_size; /* array("I", [0]) */
+    PyObject *one_count; /* array("I", [0]), of tokens */
 } State;
 
-/* An array of `count` items like the one there is, to be filled through `buffer`, which is to be released. It has no
-   constructor in C; repeating is the one way that makes no object per item, nor bytes to be copied. */
+/* An array of `count` such items, to be filled through `buffer`, which is to be released. Arrays have no constructor in
+   C; to repeat one is the way that makes neither an object per item nor bytes to copy. */
 static PyObject *new_array(PyObject *one, Py_ssize_t count, Py_buffer *buffer) {
     PyObject *made = PySequence_Repeat(one, count);
     if (made && PyObject_GetBuffer(made, buffer, PyBUF_WRITABLE) < 0)
@@ -126,7 +126,7 @@ static PyObject *chunk_tokens(PyObject *module, PyObject *args) {
         return NULL;
     Py_ssize_t count = read_numbers(argument, &sizes) == 0 ? count_chunks_of(&sizes) : -1;
     if (count >= 0)
-        tokens = new_array(((State *)PyModule_GetState(module))->one_size, count, &buffer);
+        tokens = new_array(((State *)PyModule_GetState(module))->one_count, count, &buffer);
     if (tokens) {
         unsigned *item = buffer.buf;
         Py_ssize_t base = 0;
@@ -187,23 +187,23 @@ static int make_state(PyObject *module) {
     PyObject *arrays = PyImport_ImportModule("array");
     if (arrays) {
         state->one_hash = PyObject_CallMethod(arrays, "array", "C[i]", 'Q', 0);
-        state->one_size = PyObject_CallMethod(arrays, "array", "C[i]", 'I', 0);
+        state->one_count = PyObject_CallMethod(arrays, "array", "C[i]", 'I', 0);
         Py_DECREF(arrays);
     }
-    return state->one_hash && state->one_size ? 0 : -1;
+    return state->one_hash && state->one_count ? 0 : -1;
 }
 
 static int traverse(PyObject *module, visitproc visit, void *arg) {
     State *state = PyModule_GetState(module);
     Py_VISIT(state->one_hash);
-    Py_VISIT(state->one_size);
+    Py_VISIT(state->one_count);
     return 0;
 }
 
 static int clear(PyObject *module) {
     State *state = PyModule_GetState(module);
     Py_CLEAR(state->one_hash);
-    Py_CLEAR(state->one_size);
+    Py_CLEAR(state->one_count);
     return 0;
 }
 

@@ -5,7 +5,8 @@ Invariants: a shard never exceeds its capacity, and the entries that were announ
 first; an entry without a slot does not exist.
 
 There are two of it, and `native.chunk_table` has the one in use: this one, of dicts, and that of `native/_table.c`, in
-flat memory, where it was built.
+flat memory, where it was built. Hashes and tokens may be anything that yields integers; C reads `array("Q")` and
+`array("I")` where they are.
 
 Here each entry is one Python int, `slots << 32 | tokens` (tokens are a function of the prompt and the model, hence
 stored once). Entries live in many dicts by the hash's low bits, so that no dict's growth stops the loop for long; nor
