@@ -57,7 +57,7 @@ class Fleet:
         config: dict[str, Any] = {"document": FleetDocument(services=tuple(self.services))}
         if self.limit == "request_timeout_s":
             return {**config, "request_timeout_s": seconds}
-        limits = {"queue_timeout_s": float(LONG_S), self.limit: seconds}
+        limits: dict[str, Any] = {"queue_timeout_s": float(LONG_S), self.limit: seconds}
         return {**config, "admission": AdmissionLimits(**limits)}
 
     async def occupy(self, r: Rig, name: str) -> list[asyncio.Task[Any]]:
