@@ -14,7 +14,7 @@ from argosy_router.records.access_log import AccessLog
 from argosy_router.records.line_writer import LineWriter
 
 from .fake_engine import Connection, FakeEngine, Received
-from .harness import Rig, chat, raw, read_all, rig, until
+from .harness import DEADLINE_S, Rig, chat, raw, read_all, rig, until
 
 BODY = json.dumps(chat()).encode()
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\n"
@@ -150,6 +150,31 @@ async def test_slow_requests_time_out(sent: bytes) -> None:
     limits = ServerLimits(header_timeout_s=0.05, body_timeout_s=0.05)
     async with rig([FakeEngine()], server=limits) as r:
         assert (await exchange(r, sent)).startswith(b"HTTP/1.1 408 ")
+
+
+TRICKLES = {
+    "head": (HEAD + b"Host: a", ServerLimits(header_timeout_s=0.3)),
+    "body": (
+        HEAD + HOST + TYPE + b"Content-Length: 100000\r\n\r\n",
+        ServerLimits(body_timeout_s=0.3, min_body_rate=10_000),
+    ),
+}
+
+
+@pytest.mark.parametrize("part", TRICKLES)
+async def test_who_sends_a_little_at_a_time_has_no_more_time(part: str) -> None:
+    begun, limits = TRICKLES[part]
+    async with (
+        rig([FakeEngine()], server=limits) as r,
+        raw(r.router) as (reader, writer),
+        asyncio.timeout(DEADLINE_S),
+    ):
+        writer.write(begun)
+        answering = asyncio.create_task(reader.readline())
+        while not answering.done():
+            writer.write(b"a")
+            await asyncio.wait([answering], timeout=0.005)
+        assert answering.result().startswith(b"HTTP/1.1 408 ")
 
 
 async def test_idle_connections_are_closed_silently() -> None:
