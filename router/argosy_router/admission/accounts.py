@@ -7,6 +7,8 @@ owed.
 
 from __future__ import annotations
 
+import hashlib
+
 from argosy_engine.protocol.errors import TooManyRequests
 from argosy_router.admission.limits import RateLimits
 from argosy_router.admission.terms import KeyTerms
@@ -32,17 +34,23 @@ class RateLimited(TooManyRequests):
 class Account:
     """One key's holder. Times are a monotonic clock's."""
 
-    def __init__(self, terms: KeyTerms, now: float) -> None:
+    def __init__(self, terms: KeyTerms, now: float, secret: bytes = b"") -> None:
         self._limits = RateLimits()
         self._active = 0
         """Requests with an open reservation."""
-        self.apply(terms, now)
+        self.apply(terms, now, secret)
 
-    def apply(self, terms: KeyTerms, now: float) -> None:
-        """New terms, as of the next request; what was used of the old limits stays used."""
+    def apply(self, terms: KeyTerms, now: float, secret: bytes = b"") -> None:
+        """New terms, as of the next request; what was used of the old limits stays used.
+
+        Args:
+            secret: up to 64 bytes that no other account knows; empty only where the cache is shared.
+        """
+        assert secret or terms.cache == "shared"
         self.name = terms.name
         self.weight = terms.weight
         self._terms = terms
+        self._secret = secret
         self._limits.apply(terms.requests_per_minute, terms.tokens_per_minute, now)
         self.is_limited = self._limits.is_limited or terms.max_parallel_requests > 0
 
@@ -54,6 +62,14 @@ class Account:
     def priority(self, asked: int) -> int:
         """The priority of a request that asks for `asked`: nobody gets ahead of the key's own class."""
         return min(MAX_PRIORITY, self._terms.priority + max(0, asked))
+
+    def cache_salt(self, asked: str | None) -> str | None:
+        """The `cache_salt` of a request that asks for `asked`. Where the cache is private nobody else can have the same
+        one: it is a keyed hash, and the same in every router that has the key."""
+        if self._terms.cache == "shared":
+            return asked
+        salt = (asked or "").encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(salt, key=self._secret, digest_size=24, person=b"argosy-salt/1").hexdigest()
 
     def reserve(self, tokens: int, now: float) -> Reservation:
         """Takes one request of about so many tokens off the limits.

@@ -80,13 +80,15 @@ class KeyTable:
 
     def _install(self, keys: dict[bytes, KeyTerms], now: float) -> None:
         before, self._by_name = self._by_name, {}
-        for terms in keys.values():
+        for digest, terms in keys.items():
+            if terms.name in self._by_name:
+                continue  # the first key of a name gives its secret
             account = before.get(terms.name)
             if account is None:
-                account = Account(terms, now)
+                account = Account(terms, now, digest)
             else:
-                account.apply(terms, now)
-            self._by_name[terms.name] = before[terms.name] = account
+                account.apply(terms, now, digest)
+            self._by_name[terms.name] = account
         self._by_digest = {digest: self._by_name[terms.name] for digest, terms in keys.items()}
 
 

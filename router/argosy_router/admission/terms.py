@@ -5,7 +5,7 @@ Owns: the names, types and bounds of terms. Must not know: requests, how terms a
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -30,3 +30,5 @@ class KeyTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Share of a saturated service, relative to the other keys that wait for it."""
     priority: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)] = 0
     """Class of all its requests: lower goes first."""
+    cache: Literal["shared", "private"] = "shared"
+    """Whose prefixes its requests may find computed: those of all shared keys, or those of its own name alone."""

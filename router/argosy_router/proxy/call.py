@@ -2,8 +2,8 @@
 
 Owns: what the router needs to know about a request after reading it. Must not know: connections, replicas.
 Invariant: the body that is forwarded is the client's own bytes, except for the value of `model` where the engine
-would not know the name the client used, of `priority` where the client's key or the engine has a say in it, and of
-`stream_options` where a stream would not tell its usage.
+would not know the name the client used, of `priority` where the client's key or the engine has a say in it, of
+`cache_salt` where the key's cache is private, and of `stream_options` where a stream would not tell its usage.
 """
 
 from __future__ import annotations
@@ -151,6 +151,10 @@ def decode_call(
     forwarded = priority if priority and service.schedules_by_priority else 0
     if forwarded != decoded.priority:
         changes["priority"] = forwarded
+    salt = account.cache_salt(decoded.cache_salt)
+    if salt is not None and salt != decoded.cache_salt:
+        body = with_salt(body, salt, is_salted=decoded.cache_salt is not None)
+        decoded.cache_salt = salt  # the prompt's hashes must be those that the engine tells
     options = decoded.stream_options
     hides_usage = decoded.stream and not (options is not None and options.include_usage)
     if hides_usage and options is not None:
@@ -243,6 +247,17 @@ def _expected_output_tokens(request: ChatCompletionRequest | CompletionRequest) 
 
 def unknown_model(name: str) -> NotFound:
     return NotFound(f"the model `{name[:256]}` does not exist", param="model", code="model_not_found")
+
+
+def with_salt(body: bytes, salt: str, *, is_salted: bool) -> bytes:
+    """A request with the JSON object `body`, some field of which is set, and the hexadecimal `salt`.
+
+    Args:
+        is_salted: there is one already, to be replaced; only this rare case takes reading the body.
+    """
+    if is_salted:
+        return with_fields(body, {"cache_salt": salt})
+    return b'%b,"cache_salt":"%b"}' % (body[: body.rindex(b"}")], salt.encode())
 
 
 def with_fields(body: bytes, changes: Mapping[str, str | int | StreamOptions]) -> bytes:
