@@ -14,9 +14,11 @@ from argosy_engine.protocol.keys import internal_key
 from argosy_engine.protocol.openai import decode_request
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits
+from argosy_router.proxy.relay import MAX_BUFFERED_BYTES
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
-from .harness import chat, raw, rig, service
+from .harness import chat, raw, read_all, rig, service
+from .test_life import request_bytes
 
 STREAM = event("hel") + event("lo") + event("", "stop") + DONE
 
@@ -502,6 +504,28 @@ async def test_large_unary_answers_are_streamed() -> None:
     async with rig([FakeEngine(script=answer)]) as r:
         assert (await r.chat()).content == big
         assert r.metric("actual_cached_tokens_total") == 7
+
+
+@pytest.mark.parametrize("framing", ["content-length: 3000000", "transfer-encoding: chunked"])
+async def test_a_large_answer_whose_replica_dies_never_looks_whole(framing: str) -> None:
+    has_begun = asyncio.Event()
+
+    async def die_midway(connection: Connection, _: Received) -> None:
+        connection.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n%b\r\n\r\n" % framing.encode())
+        part = b"x" * 2_000_000
+        connection.chunk(part) if "chunked" in framing else connection.send(part)
+        await has_begun.wait()
+        connection.die()
+
+    async with rig([FakeEngine(script=die_midway)]) as r, raw(r.router) as (reader, writer):
+        writer.write(request_bytes().replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        await reader.readexactly(MAX_BUFFERED_BYTES)
+        has_begun.set()
+        rest = await read_all(reader)
+        assert not rest.endswith(b"0\r\n\r\n"), "the last chunk would say that this was all"
+        await r.until(lambda: r.router.dispatcher.inflight == 0)
+        assert r.metric("interrupted_streams_total") == 1
 
 
 # clients that leave or lag
