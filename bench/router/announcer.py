@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from prompts import MODEL
 
 from argosy_engine.protocol.telemetry import (
+    SNAPSHOT_SLICE_CHUNKS,
     Frame,
     Hello,
     Load,
@@ -49,9 +50,15 @@ class Announcer:
     def greet(self, reader: asyncio.WriteTransport) -> None:
         """A router connected: it gets what it missed, and all that follows."""
         hashes, tokens = list(self._resident), list(self._resident.values())
-        snapshot = Snapshot(hashes=pack_u64(hashes), tokens=pack_u32(tokens), first=True, last=True)
-        for frame in (self._hello, snapshot, self._load()):
-            reader.write(encode_frame(frame))
+        reader.write(encode_frame(self._hello))
+        starts = range(0, max(len(hashes), 1), SNAPSHOT_SLICE_CHUNKS)
+        for start in starts:
+            part = slice(start, start + SNAPSHOT_SLICE_CHUNKS)
+            first, last = start == starts[0], start == starts[-1]
+            held = {"hashes": pack_u64(hashes[part]), "tokens": pack_u32(tokens[part])}
+            slice_ = Snapshot(**held, first=first, last=last)
+            reader.write(encode_frame(slice_))
+        reader.write(encode_frame(self._load()))
         self._readers.add(reader)
 
     def leave(self, reader: asyncio.WriteTransport) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 from argosy_router.http.limits import ServerLimits
 from argosy_router.proxy.decisions import DecisionLog
@@ -13,6 +16,9 @@ from argosy_router.proxy.decisions import DecisionLog
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import raw, read_all, rig, until
 from .test_uploads import HEAD, body_of, request, several
+
+STREAMS_BENCH = Path(__file__).parents[2] / "bench/router/streams.py"
+STREAMS = 1200
 
 
 async def test_content_encodings_are_refused_whatever_they_hide() -> None:
@@ -111,3 +117,18 @@ async def test_memory_does_not_grow_with_requests_served() -> None:
         served = 1000
         after = await serve(served)
         assert after - before < served // 2, "a connection or an exchange is more than ten objects"
+
+
+def test_a_thousand_streams_at_once_are_whole() -> None:
+    """5,000 of them are the benchmark's; it exits with 1 if one of them failed."""
+    options = ["--streams", str(STREAMS), "--events", "3", "--interval", "0.5", "--open-rate", "2000"]
+    done = subprocess.run(
+        [sys.executable, str(STREAMS_BENCH), *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    assert report["outcomes"] == {"ok": STREAMS}
+    assert report["events"] == 3 * STREAMS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 
 import msgspec
@@ -22,6 +23,7 @@ from argosy_engine.protocol.telemetry import (
 )
 from argosy_router.health import SUSPECT_STEP_AGE_S
 from argosy_router.http.fetch import fetch
+from argosy_router.links import telemetry
 
 from .fake_engine import MODEL, FakeEngine
 from .harness import Rig, chat, rig
@@ -231,6 +233,30 @@ async def test_broken_streams_are_never_believed(frames: tuple[bytes, ...]) -> N
         await r.until(lambda: engine.connections >= connections + 2)
         assert r.replica(0).state == "connecting"
         assert (await r.chat()).headers["x-argosy-replica"] == "r1"
+
+
+class Quitter(Speaker):
+    """Ends each stream in an orderly way."""
+
+    async def _stream_telemetry(self, connection) -> None:  # type: ignore[no-untyped-def]
+        connection.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/vnd.argosy.telemetry\r\n\r\n")
+        connection.send(b"".join(self.frames))
+        connection.writer.close()
+        await connection.gone()
+        raise ConnectionResetError
+
+
+async def test_streams_that_end_before_they_are_of_use_are_asked_for_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(telemetry, "BACKOFF_BASE_S", 0.01)
+    engine = Quitter()
+    engine.frames = (raw_frame(HELLO),)
+    async with rig([engine, FakeEngine()], wait=False) as r:
+        await r.until(lambda: engine.connections >= 6)  # the next pauses are 0.3 to 0.6 s and double that
+        connections = engine.connections
+        await asyncio.sleep(0.4)
+        assert engine.connections <= connections + 2
 
 
 # not foreign

@@ -99,8 +99,7 @@ class TelemetryClient:
         failures = 0
         while True:
             try:
-                await self._follow()
-                failures = 0
+                failures = 0 if await self._follow() else failures + 1
             except Foreign as reason:
                 if replica.link != "foreign":
                     log.info("replica %s is not one of ours: %s", replica.name, reason)
@@ -137,8 +136,8 @@ class TelemetryClient:
             self._on_change()
         self._on_silent(True)
 
-    async def _follow(self) -> None:
-        """One connection's life."""
+    async def _follow(self) -> bool:
+        """One connection's life. Returns whether it had become useful when it ended."""
         connection = await self._replica.pool.connect()
         stream = _Stream(self._apply)
         try:
@@ -149,7 +148,9 @@ class TelemetryClient:
         finally:
             connection.abort()
             self.skipped_frames += stream.reader.skipped
+        was_synced = self._replica.is_synced
         self._lose("stream ended")
+        return was_synced
 
     def _apply(self, frame: Frame) -> None:
         replica = self._replica
