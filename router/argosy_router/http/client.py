@@ -93,7 +93,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_complete = False
         self._keeps_alive = False
         self._ends_with_connection = False
-        self._has_bytes = False
+        self._wire_bytes = 0
 
     # what the owner calls
 
@@ -164,22 +164,29 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._sink is not None and self._ends_with_connection and exc is None:
             self._complete()
-        stale = self.is_reused and not self._has_bytes
+        stale = self.is_reused and not self._wire_bytes
         self._fail(ConnectionLost(str(exc or "closed by the replica"), stale=stale))
 
     def data_received(self, data: bytes) -> None:
         if self._sink is None:
             self._shut()  # a response nobody asked for
             return
-        self._has_bytes = True
+        self._wire_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(MalformedResponse(f"malformed response: {type(error).__name__}"))
+            self._fail(MalformedResponse(f"malformed response: {error.__context__ or error}"))
+            return
+        if not self._has_head and self._wire_bytes > self._limits.max_header_bytes:  # a line without an end
+            self._fail(MalformedResponse("response headers are too large"))
             return
         self._report()
 
-    # parsing
+    # parsing: what these raise stops llhttp, and fails the request
+
+    def on_message_begin(self) -> None:
+        if self._is_complete:
+            raise ValueError("bytes after the response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value) + 4
@@ -189,21 +196,37 @@ class ClientConnection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        if self._is_complete:
-            raise ValueError("a second response")
+        version: str = self._parser.get_http_version()
         status: int = self._parser.get_status_code()
+        if version not in ("1.1", "1.0"):
+            raise ValueError("HTTP version is not supported")
         if status == 101:
             raise ValueError("protocol switch")
+        if not 100 <= status <= 599:
+            raise ValueError("not a status")
+        may_have_body = status >= 200 and status not in (204, 304)
+        is_framed = self._is_framed(is_http10=version == "1.0", may_have_body=may_have_body)
         self._status = status
         if status >= 200:
             self._has_head = True
             self._keeps_alive = self._parser.should_keep_alive()
-            framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
-            self._ends_with_connection = not framed and status not in (204, 304)
+            self._ends_with_connection = may_have_body and not is_framed
+
+    def _is_framed(self, *, is_http10: bool, may_have_body: bool) -> bool:
+        """Whether the head says where the body ends. Checks the rules of framing that llhttp leaves to us."""
+        is_framed = False
+        for name, value in self._headers:
+            if name == b"transfer-encoding":
+                if is_framed or is_http10 or not may_have_body or value.lower() != b"chunked":
+                    raise ValueError("transfer-encoding must be chunked, once, where a body may be")
+                is_framed = True
+            elif name == b"content-length":  # once, digits, and no coding beside it: llhttp has seen to that
+                if not may_have_body and int(value):
+                    raise ValueError("a body that the status forbids")
+                is_framed = True
+        return is_framed
 
     def on_body(self, data: bytes) -> None:
-        if self._is_complete:
-            raise ValueError("bytes after the response")
         self._parts.append(data)
 
     def on_message_complete(self) -> None:
