@@ -1,0 +1,67 @@
+"""Connections on both hops: which one is used again, when one is closed, and that none holds small writes back."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from argosy_router.http.client import ClientLimits
+
+from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
+from .harness import raw, rig
+from .test_life import request_bytes
+
+
+async def test_the_connection_released_last_is_the_next_one_used() -> None:
+    used: dict[str, Connection] = {}
+    may_end = {name: asyncio.Event() for name in ("first", "second", "third")}
+
+    async def wait(connection: Connection, request: Received) -> None:
+        name = request.json["messages"][0]["content"]
+        used[name] = connection
+        if name in may_end:
+            await may_end[name].wait()
+        connection.answer(200, completion())
+
+    async with rig([FakeEngine(script=wait)]) as r:
+        asking = {name: asyncio.create_task(r.chat(name)) for name in may_end}
+        await r.until(lambda: len(used) == len(may_end))
+        assert len({id(connection) for connection in used.values()}) == len(may_end)
+        for name in ("first", "third", "second"):
+            may_end[name].set()
+            assert (await asking[name]).status_code == 200
+        for name in ("next", "one more"):
+            assert (await r.chat(name)).status_code == 200
+            assert used[name] is used["second"], "the others go cold"
+
+
+async def test_an_upstream_connection_is_closed_once_it_was_idle_too_long() -> None:
+    async with rig([FakeEngine()], client=ClientLimits(keep_alive_s=0.05)) as r:
+        engine, pool = r.engines[0], r.replica(0).pool
+        before, standing = engine.connections, len(engine._writers)
+        for number in range(2):
+            assert (await r.chat()).status_code == 200
+            assert engine.connections == before + number + 1
+            await r.until(lambda: pool.idle == 0 and len(engine._writers) == standing)
+
+
+async def test_no_hop_waits_for_more_to_send() -> None:
+    may_end = asyncio.Event()
+
+    async def stream(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(event("hel"))
+        await may_end.wait()
+        connection.chunk(DONE)
+        connection.end_stream()
+
+    async with rig([FakeEngine(script=stream)]) as r, raw(r.router) as (reader, writer):
+        writer.write(request_bytes(stream=True))
+        await reader.readuntil(event("hel"))
+        (downstream,) = r.router.server.connections
+        (upstream,) = r.replica(0).pool._open_connections
+        for hop in (downstream, upstream):
+            end = hop._transport.get_extra_info("socket")
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), hop
+        may_end.set()
+        await reader.readuntil(DONE)
