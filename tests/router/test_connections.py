@@ -6,9 +6,10 @@ import asyncio
 import socket
 
 from argosy_router.http.client import ClientLimits
+from argosy_router.http.limits import ServerLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
-from .harness import raw, rig
+from .harness import raw, read_all, rig
 from .test_life import request_bytes
 
 
@@ -43,6 +44,38 @@ async def test_an_upstream_connection_is_closed_once_it_was_idle_too_long() -> N
             assert (await r.chat()).status_code == 200
             assert engine.connections == before + number + 1
             await r.until(lambda: pool.idle == 0 and len(engine._writers) == standing)
+
+
+async def test_a_replica_is_not_silent_while_its_client_is_behind() -> None:
+    big = event("x" * 900_000)
+
+    async def fall_silent(connection: Connection, request: Received) -> None:
+        # A body until the connection's end: behind its last byte nothing more arrives.
+        connection.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+        connection.send(big if b"much" in request.body else event("little"))
+        await connection.gone()
+
+    async with (
+        rig(
+            [FakeEngine(script=fall_silent)],
+            client=ClientLimits(idle_timeout_s=0.3),
+            server=ServerLimits(write_buffer_bytes=1024),
+        ) as r,
+        raw(r.router) as (reader, writer),
+    ):
+        await r.until(lambda: bool(r.router.server.connections))
+        (connection,) = r.router.server.connections
+        for end, buffer in ((writer.transport, socket.SO_RCVBUF), (connection._transport, socket.SO_SNDBUF)):
+            end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, buffer, 32768)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        ask = request_bytes(content="much", stream=True)
+        writer.write(ask.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1))
+        await r.until(lambda: connection.is_behind)
+        silent = event("little") + b'data: {"error":'
+        assert (await r.chat(stream=True)).content.startswith(silent), "the time has passed"
+        assert r.metric("interrupted_streams_total") == 1, "and ended one of the two"
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert b'data: {"error":' in (await read_all(reader))[-1000:], "from then on it counts again"
 
 
 async def test_no_hop_waits_for_more_to_send() -> None:

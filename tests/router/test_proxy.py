@@ -9,6 +9,13 @@ from typing import Any
 import openai
 import pytest
 
+from argosy_engine.protocol.errors import (
+    ApiError,
+    BadRequest,
+    InternalError,
+    TooManyRequests,
+    Unavailable,
+)
 from argosy_engine.protocol.fleet import FleetDocument
 from argosy_engine.protocol.keys import internal_key
 from argosy_engine.protocol.openai import decode_request
@@ -398,6 +405,22 @@ async def test_nobody_there() -> None:
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert response.headers["x-should-retry"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (InternalError("a bug"), b"x-should-retry: false"),
+        (Unavailable("not yet"), b"x-should-retry: true"),
+        (TooManyRequests("too much"), b"x-should-retry: true"),
+        (BadRequest("nonsense"), None),  # nobody repeats it anyway
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_sdks_are_told_whether_to_try_again(error: ApiError, advice: bytes | None) -> None:
+    async with rig([]) as r:
+        lines = r.router.dispatcher.error_headers(error).splitlines()
+        assert [line for line in lines if b"retry:" in line] == ([advice] if advice else [])
 
 
 async def test_refused_connections_go_elsewhere_and_eject() -> None:
