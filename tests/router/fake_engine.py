@@ -239,7 +239,13 @@ class FakeEngine:
             and request.headers.get("authorization") != f"Bearer {self.key}"
         ):
             connection.answer(401, b'{"error":{"message":"no"}}')
-        elif request.path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+        elif request.path in (
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/embeddings",
+            "/tokenize",
+            "/detokenize",
+        ):
             self.requests.append(request)
             await self.script(connection, request)
         elif request.path == "/v1/models":

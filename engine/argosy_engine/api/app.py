@@ -29,6 +29,7 @@ from argosy_engine.api.responses import WatchedResponse, event_stream, json_resp
 from argosy_engine.api.serving import Serving, to_api_error
 from argosy_engine.api.stats_log import StatsLog
 from argosy_engine.api.telemetry import TelemetryHub
+from argosy_engine.api.tokenization import detokenize, tokenize
 from argosy_engine.errors import EngineError
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.protocol import headers
@@ -47,6 +48,7 @@ from argosy_engine.protocol.openai import (
     GenerationRequest,
     decode_request,
 )
+from argosy_engine.protocol.tokenization import decode_detokenize_request, decode_tokenize_request
 
 logger = logging.getLogger("argosy.api")
 
@@ -178,6 +180,18 @@ def build_app(engine: Engine) -> FastAPI:
         body = decode_embedding_request(await request.body())
         request_id = _request_id(request, body.request_id)
         return _answer(embed(engine.serving, body, request_id), request_id)
+
+    @app.post("/tokenize")
+    async def tokenized(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        answer = tokenize(engine.serving, decode_tokenize_request(raw), len(raw))
+        return _answer(answer, _request_id(request, None))
+
+    @app.post("/detokenize")
+    async def detokenized(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        answer = detokenize(engine.serving, decode_detokenize_request(raw), len(raw))
+        return _answer(answer, _request_id(request, None))
 
     @app.get("/v1/models")
     async def models() -> Response:

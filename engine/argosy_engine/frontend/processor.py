@@ -20,7 +20,7 @@ from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
 from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.structured_outputs import structured_outputs
-from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
 from argosy_engine.models.config import read_json
 from argosy_engine.protocol.chunks import chain_seed
 from argosy_engine.protocol.openai import (
@@ -70,19 +70,32 @@ class InputProcessor:
         Raises:
             InvalidRequest: the template cannot take the messages, or the model has no template.
         """
-        if self.template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        if request.continue_final_message:
-            raise InvalidRequest("continue_final_message is not supported", param="continue_final_message")
         (segments,) = prompt_view(request)
-        if self._control_tokens.concern(segments):
-            text, cuts = self._control_tokens.reveal(self.template.render(request, self._control_tokens.hide))
-        else:
-            text, cuts = self.template.render(request), []
+        text, cuts = self._chat_text(request, segments)
         prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
         if not self.has_thinking:
             return prompt
         return prompt._replace(reasoning=reasoning_after(text, THINK, END_THINK, *self._think_ids))
+
+    def _chat_text(self, request: ChatCompletionRequest, segments: list[Segment]) -> tuple[str, list[int]]:
+        """The rendered chat, and where its tokens are cut."""
+        if self.template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        if request.continue_final_message:
+            raise InvalidRequest("continue_final_message is not supported", param="continue_final_message")
+        if self._control_tokens.concern(segments):
+            return self._control_tokens.reveal(self.template.render(request, self._control_tokens.hide))
+        return self.template.render(request), []
+
+    def chat_tokens(self, request: ChatCompletionRequest) -> list[int]:
+        """The tokens of a chat's prompt, also of one that is too long for the model.
+
+        Raises:
+            InvalidRequest: as `chat_prompt`.
+        """
+        (segments,) = prompt_view(request)
+        text, cuts = self._chat_text(request, segments)
+        return self.encode(text, add_special_tokens=False, cuts=cuts).ids
 
     def completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
         """Tokenises each prompt of the batch."""
@@ -108,6 +121,16 @@ class InputProcessor:
         add_special_tokens: bool,
         cuts: Sequence[int] = (),
     ) -> Prompt:
+        encoded = self.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
+        self._check_length(len(encoded))
+        return Prompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
+
+    def encode(self, text: str, *, add_special_tokens: bool, cuts: Sequence[int] = ()) -> Encoded:
+        """
+        Raises:
+            PromptTooLong: no model's token is so long that this could be a prompt.
+            InvalidRequest: it is not text.
+        """
         limit = self.config.max_model_len
         if len(text) > limit and len(text) > (most := limit * self.tokenizer.max_token_chars):
             raise PromptTooLong(
@@ -116,11 +139,9 @@ class InputProcessor:
                 param="prompt",
             )
         try:
-            encoded = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
         except UnicodeEncodeError:
             raise InvalidRequest("the prompt contains lone surrogates, which are not text") from None
-        self._check_length(len(encoded))
-        return Prompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
 
     def _token_prompt(
         self, token_ids: list[int], segments: list[Segment], request: GenerationRequest

@@ -95,6 +95,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_strs(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them; an id without a token is empty."""
+        return [self.backend.id_to_token(token_id) or "" for token_id in ids]
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, which alone need not be UTF-8; empty for an id without a token."""
         if token_id in self._added:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_engine.protocol.errors import BadRequest
-from argosy_engine.protocol.json_bound import check_values
+from argosy_engine.protocol.json_bound import decode_body
 from argosy_engine.protocol.openai import MAX_REQUEST_ID, MAX_TOKENS, CompletionRequest, ModelField, TokenId
 
 
@@ -78,16 +78,7 @@ def decode_embedding_request(body: bytes) -> EmbeddingRequest:
         BadRequest: not JSON, wrong types or out of bounds; `param` names the field.
         PayloadTooLarge: it has too many values.
     """
-    check_values(body)
-    try:
-        return _decoder.decode(body)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at ")
-        raise BadRequest(message, param=path.partition("$.")[2].rstrip("`") or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"request body is not valid JSON: {str(error)[:200]}") from None
-    except RecursionError:
-        raise BadRequest("request body is nested too deeply") from None
+    return decode_body(_decoder, body)
 
 
 def encode_vector(vector: list[float], encoding_format: Literal["float", "base64"]) -> list[float] | str:

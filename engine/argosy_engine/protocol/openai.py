@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_engine.protocol.errors import BadRequest
-from argosy_engine.protocol.json_bound import check_values
+from argosy_engine.protocol.json_bound import decode_body
 
 MAX_MODEL_NAME = 512
 MAX_MESSAGES = 4096
@@ -252,17 +252,7 @@ def decode_request(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | C
         BadRequest: not JSON, nested too deeply, wrong types or out of bounds; `param` names the field.
         PayloadTooLarge: it has too many values.
     """
-    check_values(body)
-    decoder = _CHAT if endpoint == "chat/completions" else _COMPLETION
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at ")
-        raise BadRequest(message, param=path.partition("$.")[2].rstrip("`") or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"request body is not valid JSON: {str(error)[:200]}") from None
-    except RecursionError:
-        raise BadRequest("request body is nested too deeply") from None
+    return decode_body(_CHAT if endpoint == "chat/completions" else _COMPLETION, body)
 
 
 class PromptTokensDetails(Struct, frozen=True):

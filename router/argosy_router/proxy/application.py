@@ -48,6 +48,8 @@ _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/chat/completions": "chat/completions",
     b"/v1/completions": "completions",
     b"/v1/embeddings": "embeddings",
+    b"/tokenize": "tokenize",
+    b"/detokenize": "detokenize",
 }
 
 Answer = Callable[[], tuple[int, bytes, bytes]]

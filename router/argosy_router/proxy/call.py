@@ -25,6 +25,7 @@ from argosy_engine.protocol.openai import (
     decode_request,
 )
 from argosy_engine.protocol.prompt_view import prompt_view
+from argosy_engine.protocol.tokenization import only_model
 from argosy_router.admission.accounts import Account
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
@@ -112,7 +113,7 @@ SESSION_HEADER = b"x-session-id"
 EXPECTED_OUTPUT_TOKENS = 256
 """Of an answer without a limit: an ordinary chat answer. Shares and reservations rest on it until usage is known."""
 
-RoutedEndpoint = Endpoint | Literal["embeddings"]
+RoutedEndpoint = Endpoint | Literal["embeddings", "tokenize", "detokenize"]
 
 _JSON = b"application/json"
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -188,7 +189,9 @@ def decode_call(
 def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
     if endpoint == "embeddings":
         return decode_embedding_request(body).as_completion()
-    return decode_request(endpoint, body)
+    if endpoint in ("chat/completions", "completions"):
+        return decode_request(endpoint, body)
+    return only_model(body)
 
 
 def find_service(fleet: Fleet, decoded: GenerationRequest) -> tuple[Service, str]:

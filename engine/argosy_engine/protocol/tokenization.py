@@ -1,0 +1,84 @@
+"""Wire types of /tokenize and /detokenize: vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from argosy_engine.protocol.json_bound import decode_body
+from argosy_engine.protocol.openai import (
+    MAX_TOKENS,
+    ChatCompletionRequest,
+    ModelField,
+    TokenId,
+)
+
+
+class TextTokenizeRequest(Struct, kw_only=True):
+    prompt: str
+    model: ModelField = ""
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class ChatTokenizeRequest(ChatCompletionRequest, kw_only=True, omit_defaults=True):
+    """A chat, of which only what shapes the prompt counts."""
+
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    model: ModelField = ""
+
+
+class TokenizeResponse(Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    """As the vocabulary spells them."""
+
+
+class DetokenizeResponse(Struct, frozen=True, kw_only=True):
+    prompt: str
+
+
+class _Form(Struct):
+    """Which of the two requests it is, and whose."""
+
+    model: ModelField = ""
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+_FORM = msgspec.json.Decoder(_Form)
+_TEXT = msgspec.json.Decoder(TextTokenizeRequest)
+_CHAT = msgspec.json.Decoder(ChatTokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def decode_tokenize_request(body: bytes) -> TextTokenizeRequest | ChatTokenizeRequest:
+    """
+    Raises:
+        BadRequest: not JSON, wrong types or out of bounds; `param` names the field.
+        PayloadTooLarge: it has too many values.
+    """
+    if bytes(decode_body(_FORM, body).messages) in (b"", b"null"):
+        return decode_body(_TEXT, body)
+    return decode_body(_CHAT, body)
+
+
+def decode_detokenize_request(body: bytes) -> DetokenizeRequest:
+    """Raises: as `decode_tokenize_request`."""
+    return decode_body(_DETOKENIZE, body)
+
+
+def only_model(body: bytes) -> ChatCompletionRequest:
+    """What a router needs to know of either: a chat of nothing with this model, since nothing is computed or cached.
+
+    Raises:
+        BadRequest, PayloadTooLarge: as `decode_tokenize_request`.
+    """
+    return ChatCompletionRequest(messages=[], model=decode_body(_FORM, body).model, max_tokens=0)

@@ -1,0 +1,95 @@
+"""/tokenize and /detokenize: the tokens that a generation would be given."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from argosy_engine.api.app import Engine, build_app
+from argosy_engine.api.serving import Serving
+from argosy_engine.frontend.processor import InputProcessor
+from argosy_engine.models.source import resolve_model
+from argosy_engine.protocol.openai import decode_request
+
+LIMIT = 64
+TEXT = "The quick brown fox"
+CHAT = {"messages": [{"role": "user", "content": TEXT}]}
+
+
+@pytest.fixture(scope="module")
+def processor() -> InputProcessor:
+    config = SimpleNamespace(
+        model_path=str(resolve_model("builtin://tiny")),
+        model_name="tiny",
+        vocab_size=1024,
+        max_model_len=LIMIT,
+        logits_processors=(),
+    )
+    return InputProcessor(config)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def http(processor: InputProcessor) -> AsyncIterator[httpx.AsyncClient]:
+    llm = SimpleNamespace(is_dead=False, heartbeat_age_s=0.0, is_sleeping=False, processor=processor)
+    engine = Engine(("tiny",))
+    engine.llm, engine._serving = llm, Serving(llm, ("tiny",))  # type: ignore[assignment, arg-type]
+    transport = httpx.ASGITransport(app=build_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        yield client
+
+
+async def tokens(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await http.post("/tokenize", json={"model": "tiny", **body})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == LIMIT
+    return answer
+
+
+async def test_they_are_the_ones_a_prompt_has(http: httpx.AsyncClient, processor: InputProcessor) -> None:
+    text = decode_request("completions", msgspec.json.encode({"prompt": TEXT}))
+    chat = decode_request("chat/completions", msgspec.json.encode(CHAT))
+    (of_text,) = processor.completion_prompts(text)  # type: ignore[arg-type]
+    assert (await tokens(http, prompt=TEXT))["tokens"] == of_text.token_ids
+    of_chat = processor.chat_prompt(chat)  # type: ignore[arg-type]
+    assert (await tokens(http, **CHAT))["tokens"] == of_chat.token_ids
+    assert (await tokens(http, **CHAT, add_generation_prompt=False))["count"] < len(of_chat.token_ids)
+
+
+async def test_there_and_back(http: httpx.AsyncClient) -> None:
+    answer = await tokens(http, prompt=TEXT, add_special_tokens=False, return_token_strs=True)
+    assert len(answer["token_strs"]) == answer["count"] > 1
+    assert "".join(answer["token_strs"]).startswith("The")
+    back = await http.post("/detokenize", json={"model": "tiny", "tokens": answer["tokens"]})
+    assert back.json() == {"prompt": TEXT}
+
+
+async def test_what_is_too_long_for_the_model_can_be_counted(http: httpx.AsyncClient) -> None:
+    assert (await tokens(http, prompt="fox " * LIMIT))["count"] >= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {"prompt": ["a", "b"]}, 400, "prompt"),
+        ("/tokenize", {}, 400, None),
+        ("/tokenize", {"prompt": "x" * 1_000_000}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "model": "large"}, 404, "model"),
+        ("/detokenize", {"tokens": [1024]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "large"}, 404, "model"),
+    ],
+)
+async def test_bad_input_is_told_what_is_wrong(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    answer = await http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
