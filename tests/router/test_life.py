@@ -170,9 +170,16 @@ async def test_drain_has_an_end() -> None:
 async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
     go_on = asyncio.Event()
 
-    async def slow(connection: Connection, _: Received) -> None:
-        await go_on.wait()
-        connection.answer(200, b'{"late":true}')
+    async def slow(connection: Connection, request: Received) -> None:
+        if request.json.get("stream"):
+            connection.begin_stream()
+            connection.chunk(event("a"))
+            await go_on.wait()
+            connection.chunk(event("b") + DONE)
+            connection.end_stream()
+        else:
+            await go_on.wait()
+            connection.answer(200, b'{"late":true}')
 
     async with FakeEngine(script=slow) as engine:
         path = tmp_path / "fleet.json"
@@ -197,23 +204,30 @@ async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
         )
         try:
             await until(lambda: bool(engine.telemetry), 60.0)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request_bytes())
-            await until(lambda: bool(engine.requests))
+            unary, *streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            unary[1].write(request_bytes())
+            for reader, writer in streams:
+                writer.write(request_bytes(stream=True))
+                await reader.readuntil(event("a"))
+            await until(lambda: len(engine.requests) == 4)
             soft, _ = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
             assert soft == 4096, "a router needs more files than the usual soft limit"
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
             async with asyncio.timeout(20):
-                while b"draining 1 requests" not in (line := await process.stderr.readline()):
+                while b"draining 4 requests" not in (line := await process.stderr.readline()):
                     assert line, "ended without draining"
             go_on.set()
-            assert (await reader.read()).endswith(b'{"late":true}')
-            writer.close()
+            assert (await unary[0].read()).endswith(b'{"late":true}')
+            for reader, _ in streams:
+                rest = await reader.read()
+                assert event("b") in rest
+                assert rest.endswith(DONE + b"\r\n0\r\n\r\n")
+            for _, writer in (unary, *streams):
+                writer.close()
             log = await process.stderr.read()
             assert await process.wait() == 0
-            assert b"status=200" in log
-            assert b"replica=r0" in log
+            assert log.count(b"status=200") == log.count(b"replica=r0") == 4
         finally:
             if process.returncode is None:
                 process.kill()

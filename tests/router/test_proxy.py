@@ -415,7 +415,6 @@ async def test_nobody_there() -> None:
         (TooManyRequests("too much"), b"x-should-retry: true"),
         (BadRequest("nonsense"), None),  # nobody repeats it anyway
     ],
-    ids=lambda value: type(value).__name__,
 )
 async def test_sdks_are_told_whether_to_try_again(error: ApiError, advice: bytes | None) -> None:
     async with rig([]) as r:
