@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -137,6 +138,15 @@ ENDLESS = {
     "a header's name": OK + b"a" * 70_000,
     "a reason": b"HTTP/1.1 200 " + b"a" * 70_000,
 }
+REASONS = {
+    "version": (told(b"HTTP/2.0 200"), "HTTP/2.0 is not supported"),
+    "status": (told(b"HTTP/1.1 099"), "status 99 cannot be passed on"),
+    "a protocol switch": (REFUSED["a protocol switch"], "status 101 cannot be passed on"),
+    "llhttp's": (REFUSED["two equal lengths"], "Duplicate Content-Length"),
+    "bytes after the end": (AFTER["more than its length"], "bytes after the response"),
+    "size": (ENDLESS["a header"], "response headers are too large"),
+}
+"""What the log says of it."""
 ANSWERED = {
     "a length": (GOOD, BODY),
     "chunks": (CHUNKED, BODY),
@@ -218,6 +228,16 @@ async def test_what_is_not_clearly_one_response_is_refused(data: bytes) -> None:
         assert (await r.chat()).content == OTHER
         assert not teller.is_reused
         await r.until(teller.connections[0].writer.is_closing)
+
+
+@pytest.mark.parametrize(("data", "reason"), REASONS.values(), ids=REASONS.keys())
+async def test_the_log_says_why_a_response_is_refused(
+    data: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="argosy_router")
+    async with rig([FakeEngine(script=Teller(data))]) as r:
+        assert (await r.chat()).status_code == 502
+    assert f"replica r0 failed a request: malformed ({reason})" in caplog.text
 
 
 @pytest.mark.parametrize(("data", "body"), ANSWERED.values(), ids=ANSWERED.keys())

@@ -174,8 +174,8 @@ class ClientConnection(asyncio.Protocol):
         self._wire_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(MalformedResponse(f"malformed response: {error.__context__ or error}"))
+        except httptools.HttpParserError as error:
+            self._fail(MalformedResponse(str(error.__context__ or error)))
             return
         if not self._has_head and self._wire_bytes > self._limits.max_header_bytes:  # a line without an end
             self._fail(MalformedResponse("response headers are too large"))
@@ -199,11 +199,9 @@ class ClientConnection(asyncio.Protocol):
         version: str = self._parser.get_http_version()
         status: int = self._parser.get_status_code()
         if version not in ("1.1", "1.0"):
-            raise ValueError("HTTP version is not supported")
-        if status == 101:
-            raise ValueError("protocol switch")
-        if not 100 <= status <= 599:
-            raise ValueError("not a status")
+            raise ValueError(f"HTTP/{version} is not supported")
+        if not 100 <= status <= 599 or status == 101:
+            raise ValueError(f"status {status} cannot be passed on")
         may_have_body = status >= 200 and status not in (204, 304)
         is_framed = self._is_framed(is_http10=version == "1.0", may_have_body=may_have_body)
         self._status = status
