@@ -40,8 +40,8 @@ def measured(value: bytes) -> bytes:
     return OK + b"content-length: " + value + b"\r\n\r\n" + BODY
 
 
-def folded(line: bytes) -> bytes:
-    """A good answer with something else between its header lines."""
+def beside(line: bytes) -> bytes:
+    """A good answer with `line` among its headers."""
     return OK + line + LENGTH + b"\r\n" + BODY
 
 
@@ -101,12 +101,12 @@ REFUSED = {
     "length among the trailers": OK + CODING + b"\r\n" + CHUNKS + b"0\r\ncontent-length: 5\r\n\r\n",
     "bare LF line ends": GOOD.replace(b"\r\n", b"\n"),
     "bare LF after the status line": GOOD.replace(b"\r\n", b"\n", 1),
-    "folded header": folded(b"x-a: b\r\n c\r\n"),
-    "NUL in a header": folded(b"x-a: b\0c\r\n"),
-    "bare CR in a header": folded(b"x-a: b\rcontent-length: 5\r\n"),
+    "folded header": beside(b"x-a: b\r\n c\r\n"),
+    "NUL in a header": beside(b"x-a: b\0c\r\n"),
+    "bare CR in a header": beside(b"x-a: b\rcontent-length: 5\r\n"),
     "space before a colon": OK + b"content-length : %d\r\n\r\n" % len(BODY) + BODY,
-    "header without a colon": folded(b"x-a\r\n"),
-    "header without a name": folded(b": a\r\n"),
+    "header without a colon": beside(b"x-a\r\n"),
+    "header without a name": beside(b": a\r\n"),
     "space before the first header": GOOD.replace(b"\r\n", b"\r\n ", 1),
     "HTTP/0.9 in name": told(b"HTTP/0.9 200"),
     "HTTP/0.9": BODY,
@@ -129,7 +129,7 @@ REFUSED = {
     "length of a 204": b"HTTP/1.1 204 No Content\r\n" + LENGTH + b"\r\n",
     "length of a 304": b"HTTP/1.1 304 Not Modified\r\n" + LENGTH + b"\r\n",
     "coding of a 204": b"HTTP/1.1 204 No Content\r\n" + CODING + b"\r\n",
-    "many headers": folded(b"x-a: b\r\n" * 10_000),
+    "many headers": beside(b"x-a: b\r\n" * 10_000),
     "trailers without an end": OK + CODING + b"\r\n" + CHUNKS + b"0\r\n" + b"x-a: b\r\n" * 10_000,
     "TLS hello": b"\x16\x03\x01\x02\x00\x01\x00",
 }
@@ -168,7 +168,7 @@ ANSWERED = {
     ),
     "204": (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
     "204 with a length of zero": (b"HTTP/1.1 204 No Content\r\ncontent-length: 0\r\n\r\n", b""),
-    "an upgrade offered": (folded(b"upgrade: h2c\r\nconnection: upgrade\r\n"), BODY),
+    "an upgrade offered": (beside(b"upgrade: h2c\r\nconnection: upgrade\r\n"), BODY),
 }
 ENDING = {
     "HTTP/1.0": told(b"HTTP/1.0 200"),
