@@ -168,18 +168,18 @@ async def test_drain_has_an_end() -> None:
 
 
 async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
-    go_on = asyncio.Event()
+    says = {name: asyncio.Queue[bytes]() for name in ("answer", "stream 1", "stream 2", "stream 3")}
 
     async def slow(connection: Connection, request: Received) -> None:
-        if request.json.get("stream"):
-            connection.begin_stream()
-            connection.chunk(event("a"))
-            await go_on.wait()
-            connection.chunk(event("b") + DONE)
-            connection.end_stream()
-        else:
-            await go_on.wait()
-            connection.answer(200, b'{"late":true}')
+        said = says[request.json["messages"][0]["content"]]
+        if not request.json["stream"]:
+            connection.answer(200, await said.get())
+            return
+        connection.begin_stream()
+        while (data := await said.get()) != DONE:
+            connection.chunk(data)
+        connection.chunk(DONE)
+        connection.end_stream()
 
     async with FakeEngine(script=slow) as engine:
         path = tmp_path / "fleet.json"
@@ -204,12 +204,13 @@ async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
         )
         try:
             await until(lambda: bool(engine.telemetry), 60.0)
-            unary, *streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
-            unary[1].write(request_bytes())
-            for reader, writer in streams:
-                writer.write(request_bytes(stream=True))
-                await reader.readuntil(event("a"))
-            await until(lambda: len(engine.requests) == 4)
+            clients = {name: await asyncio.open_connection("127.0.0.1", port) for name in says}
+            for name, (reader, writer) in clients.items():
+                writer.write(request_bytes(content=name, stream=name != "answer"))
+                if name != "answer":
+                    says[name].put_nowait(event("first"))
+                    await reader.readuntil(event("first"))
+            await until(lambda: len(engine.requests) == len(says))
             soft, _ = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
             assert soft == 4096, "a router needs more files than the usual soft limit"
             process.send_signal(signal.SIGTERM)
@@ -217,13 +218,14 @@ async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
             async with asyncio.timeout(20):
                 while b"draining 4 requests" not in (line := await process.stderr.readline()):
                     assert line, "ended without draining"
-            go_on.set()
-            assert (await unary[0].read()).endswith(b'{"late":true}')
-            for reader, _ in streams:
+            for name, (reader, writer) in clients.items():
+                for number in range(0 if name == "answer" else 50):  # the last one goes on alone
+                    says[name].put_nowait(event(f"{number}"))
+                    await reader.readuntil(event(f"{number}"))
+                last = b'{"late":true}' if name == "answer" else DONE
+                says[name].put_nowait(last)
                 rest = await reader.read()
-                assert event("b") in rest
-                assert rest.endswith(DONE + b"\r\n0\r\n\r\n")
-            for _, writer in (unary, *streams):
+                assert rest.endswith(last if name == "answer" else last + b"\r\n0\r\n\r\n"), name
                 writer.close()
             log = await process.stderr.read()
             assert await process.wait() == 0
