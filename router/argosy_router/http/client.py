@@ -94,6 +94,7 @@ class ClientConnection(asyncio.Protocol):
         self._keeps_alive = False
         self._ends_with_connection = False
         self._wire_bytes = 0
+        self._refusal = ""
 
     # what the owner calls
 
@@ -175,7 +176,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(MalformedResponse(str(error.__context__ or error)))
+            self._fail(MalformedResponse(self._refusal or str(error)))
             return
         if not self._has_head and self._wire_bytes > self._limits.max_header_bytes:  # a line without an end
             self._fail(MalformedResponse("response headers are too large"))
@@ -184,14 +185,19 @@ class ClientConnection(asyncio.Protocol):
 
     # parsing: what these raise stops llhttp, and fails the request
 
+    def _refused(self, reason: str) -> ValueError:
+        """Kept here, too: what llhttp raises for it has as its context whatever exception was being handled."""
+        self._refusal = reason
+        return ValueError(reason)
+
     def on_message_begin(self) -> None:
         if self._is_complete:
-            raise ValueError("bytes after the response")
+            raise self._refused("bytes after the response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value) + 4
         if self._header_bytes > self._limits.max_header_bytes:
-            raise ValueError("response headers are too large")
+            raise self._refused("response headers are too large")
         if not self._has_head:  # trailers are dropped
             self._headers.append((name.lower(), value))
 
@@ -199,9 +205,9 @@ class ClientConnection(asyncio.Protocol):
         version: str = self._parser.get_http_version()
         status: int = self._parser.get_status_code()
         if version not in ("1.1", "1.0"):
-            raise ValueError(f"HTTP/{version} is not supported")
+            raise self._refused(f"HTTP/{version} is not supported")
         if not 100 <= status <= 599 or status == 101:
-            raise ValueError(f"status {status} cannot be passed on")
+            raise self._refused(f"status {status} cannot be passed on")
         may_have_body = status >= 200 and status not in (204, 304)
         is_framed = self._is_framed(is_http10=version == "1.0", may_have_body=may_have_body)
         self._status = status
@@ -216,11 +222,11 @@ class ClientConnection(asyncio.Protocol):
         for name, value in self._headers:
             if name == b"transfer-encoding":
                 if is_framed or is_http10 or not may_have_body or value.lower() != b"chunked":
-                    raise ValueError("transfer-encoding must be chunked, once, where a body may be")
+                    raise self._refused("transfer-encoding must be chunked, once, where a body may be")
                 is_framed = True
             elif name == b"content-length":  # once, digits, and no coding beside it: llhttp has seen to that
                 if not may_have_body and int(value):
-                    raise ValueError("a body that the status forbids")
+                    raise self._refused("a body that the status forbids")
                 is_framed = True
         return is_framed
 

@@ -98,18 +98,21 @@ class TelemetryClient:
         replica = self._replica
         failures = 0
         while True:
+            is_foreign = False
             try:
                 failures = 0 if await self._follow() else failures + 1
             except Foreign as reason:
+                is_foreign = True
                 if replica.link != "foreign":
                     log.info("replica %s is not one of ours: %s", replica.name, reason)
+            except (UpstreamError, TelemetryError) as error:
+                failures = 0 if replica.is_synced else failures + 1
+                self._stream_failed(error)
+            if is_foreign:  # awaited here, because compiled code is still handling an exception while it waits in `except`
                 replica.health.is_suspect = False
                 self._set_link("foreign")
                 await self._foreign.poll(POLLS_PER_RETRY)
                 continue
-            except (UpstreamError, TelemetryError) as error:
-                failures = 0 if replica.is_synced else failures + 1
-                self._stream_failed(error)
             pause = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(failures, 10))
             await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
 
