@@ -108,9 +108,8 @@ class TelemetryClient:
             except (UpstreamError, TelemetryError) as error:
                 failures = 0 if replica.is_synced else failures + 1
                 self._stream_failed(error)
-            if (
-                is_foreign
-            ):  # awaited here: compiled code that waits in `except` has everybody handle the exception
+            # Not awaited in `except`: there, compiled code has everybody else handle the exception, too.
+            if is_foreign:
                 replica.health.is_suspect = False
                 self._set_link("foreign")
                 await self._foreign.poll(POLLS_PER_RETRY)
