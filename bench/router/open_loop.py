@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import httptools
+from overhead import HEAD
 from prompts import MODEL
 from shared_prefixes import Arrival
 
@@ -21,7 +22,6 @@ PATIENCE_S = 300.0
 """A request without a complete answer after this long is an error."""
 START_S = 0.1
 """Between the call and the load's time zero."""
-_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 _DONE = b"data: [DONE]"
 
 
@@ -63,7 +63,7 @@ class Client(asyncio.Protocol):
         self._body = bytearray()
         self._first_token = 0.0
         self._answered = asyncio.get_running_loop().create_future()
-        self._transport.write(_HEAD % len(body) + body)
+        self._transport.write(HEAD % len(body) + body)
         await self._answered
         status = self._parser.get_status_code()
         if status != 200:
