@@ -11,16 +11,15 @@ from collections.abc import Callable, Sequence
 from prompts import MODEL
 
 from argosy_engine.protocol.telemetry import (
-    SNAPSHOT_SLICE_CHUNKS,
     Frame,
     Hello,
     Load,
     Removed,
-    Snapshot,
     Stored,
     encode_frame,
     pack_u32,
     pack_u64,
+    snapshot_of,
 )
 
 LOAD_INTERVAL_S = 0.1
@@ -49,16 +48,8 @@ class Announcer:
 
     def greet(self, reader: asyncio.WriteTransport) -> None:
         """A router connected: it gets what it missed, and all that follows."""
-        hashes, tokens = list(self._resident), list(self._resident.values())
-        reader.write(encode_frame(self._hello))
-        starts = range(0, max(len(hashes), 1), SNAPSHOT_SLICE_CHUNKS)
-        for start in starts:
-            part = slice(start, start + SNAPSHOT_SLICE_CHUNKS)
-            first, last = start == starts[0], start == starts[-1]
-            held = {"hashes": pack_u64(hashes[part]), "tokens": pack_u32(tokens[part])}
-            slice_ = Snapshot(**held, first=first, last=last)
-            reader.write(encode_frame(slice_))
-        reader.write(encode_frame(self._load()))
+        for frame in (self._hello, *snapshot_of(self._resident), self._load()):
+            reader.write(encode_frame(frame))
         self._readers.add(reader)
 
     def leave(self, reader: asyncio.WriteTransport) -> None:

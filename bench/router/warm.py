@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import random
 import statistics
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -23,21 +22,13 @@ from multiprocessing.connection import Connection
 
 import uvloop
 from announcer import Announcer
-from engine_http import EngineConnection
-from mock_engine import idle
-from overhead import free_ports, process
+from mock_engine import MockEngine, idle
+from overhead import KEY, command, free_ports, process
 
 ENGINES = 4
 DEADLINE_S = 120.0
 STATES = "argosy_router_replica_state{"
 CHUNKS = "argosy_router_index_chunks{"
-
-
-class Speechless(EngineConnection):
-    """Announces, and completes nothing."""
-
-    def complete(self, body: bytes) -> None:
-        raise NotImplementedError
 
 
 async def announce(ports: list[int], chunks: int, ready: Connection) -> None:
@@ -50,7 +41,7 @@ async def announce(ports: list[int], chunks: int, ready: Connection) -> None:
             announcer = Announcer(str(port), idle, kv_cache_tokens=64 * chunks, max_num_seqs=256)
             announcer.announce(list(held), list(held.values()))
             tasks.create_task(announcer.report_load())
-            await loop.create_server(lambda a=announcer: Speechless(a), "127.0.0.1", port)
+            await loop.create_server(lambda a=announcer: MockEngine(1, a), "127.0.0.1", port)
         ready.send(None)
         await asyncio.Event().wait()
 
@@ -61,8 +52,11 @@ def engines(ports: list[int], chunks: int, ready: Connection) -> None:
 
 
 def read(port: int) -> str:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics", headers={"authorization": f"Bearer {KEY}"}
+    )
     with contextlib.suppress(urllib.error.URLError, ConnectionError):
-        return urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S).read().decode()
+        return urllib.request.urlopen(request, timeout=DEADLINE_S).read().decode()
     return ""
 
 
@@ -99,20 +93,9 @@ def main() -> None:
     playing = multiprocessing.Process(target=engines, args=(ports, arguments.chunks, theirs), daemon=True)
     playing.start()
     ours.recv()
-    replicas = [part for port in ports for part in ("--replica", f"http://127.0.0.1:{port}")]
-    command = [
-        sys.executable,
-        "-m",
-        "argosy_router.main",
-        "--port",
-        str(router),
-        "--admin-port",
-        "-1",
-        *replicas,
-    ]
     took = []
     for _ in range(arguments.runs):
-        with process(*command, path=os.environ.get("PYTHONPATH", "")):
+        with process(*command("argosy", "", router, ports), path=os.environ.get("PYTHONPATH", "")):
             took.append(start(router, ENGINES * arguments.chunks))
     answers, knows = (statistics.median(seconds) for seconds in zip(*took, strict=True))
     print(f"answers after {answers:.2f} s, knows {ENGINES * arguments.chunks} chunks after {knows:.2f} s")

@@ -16,18 +16,17 @@ from argosy_engine.core.messages import EngineCoreOutputs, ResidencyDelta, Sched
 from argosy_engine.frontend.async_llm import AsyncLLM, Observer
 from argosy_engine.protocol.telemetry import (
     HEARTBEAT_INTERVAL_S,
-    SNAPSHOT_SLICE_CHUNKS,
     Cleared,
     Draining,
     Frame,
     Hello,
     Load,
     Removed,
-    Snapshot,
     Stored,
     encode_frame,
     pack_u32,
     pack_u64,
+    snapshot_of,
 )
 
 MAX_READERS = 64
@@ -119,16 +118,7 @@ class TelemetryHub(Observer):
                 engine_version=__version__,
             )
         ]
-        slices = _slices(self._resident)
-        for index, (hashes, tokens) in enumerate(slices):
-            frames.append(
-                Snapshot(
-                    hashes=pack_u64(hashes),
-                    tokens=pack_u32(tokens),
-                    first=index == 0,
-                    last=index == len(slices) - 1,
-                )
-            )
+        frames += snapshot_of(self._resident)
         frames.append(self._load())
         if self._is_draining:
             frames.append(Draining())
@@ -185,10 +175,3 @@ class TelemetryHub(Observer):
                 await asyncio.sleep(wait)
             else:
                 self._send_load()
-
-
-def _slices(resident: dict[int, int]) -> list[tuple[list[int], list[int]]]:
-    """The mirror in slices of (hashes, tokens); at least one, possibly empty, so that a snapshot always ends."""
-    hashes, tokens = list(resident), list(resident.values())
-    starts = range(0, max(len(hashes), 1), SNAPSHOT_SLICE_CHUNKS)
-    return [(hashes[i : i + SNAPSHOT_SLICE_CHUNKS], tokens[i : i + SNAPSHOT_SLICE_CHUNKS]) for i in starts]

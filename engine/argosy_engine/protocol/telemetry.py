@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -168,6 +168,21 @@ class FrameReader:
             raise TelemetryError(f"malformed frame: {error}") from None
         self.skipped += 1
         return None
+
+
+def snapshot_of(resident: Mapping[int, int]) -> list[Snapshot]:
+    """Chunks, each with the prompt tokens up to its end, in slices; at least one, so that a snapshot always ends."""
+    hashes, tokens = list(resident), list(resident.values())
+    starts = range(0, max(len(hashes), 1), SNAPSHOT_SLICE_CHUNKS)
+    return [
+        Snapshot(
+            hashes=pack_u64(hashes[start : start + SNAPSHOT_SLICE_CHUNKS]),
+            tokens=pack_u32(tokens[start : start + SNAPSHOT_SLICE_CHUNKS]),
+            first=start == starts[0],
+            last=start == starts[-1],
+        )
+        for start in starts
+    ]
 
 
 def pack_u64(values: Sequence[int]) -> bytes:

@@ -54,7 +54,7 @@ async def fetch(
     """
     connection = await pool.connect()
     collector = _Collector(limit)
-    connection.send(collector, request_head(pool, path, key), timeout_s, timeout_s)
+    connection.send(collector, request_head(pool, path, key), timeout_s)
     try:
         return await collector.done
     finally:

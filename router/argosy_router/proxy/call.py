@@ -8,7 +8,6 @@ would not know the name the client used, of `priority` where the client's key or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -30,6 +29,7 @@ from argosy_router.admission.accounts import Account
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
+from argosy_router.proxy.body import with_another, with_fields
 from argosy_router.proxy.migration import StreamShape, resumable_shape
 from argosy_router.proxy.renaming import Renaming
 from argosy_router.proxy.usage import asking_usage
@@ -116,7 +116,6 @@ EXPECTED_OUTPUT_TOKENS = 256
 RoutedEndpoint = Endpoint | Literal["embeddings", "tokenize", "detokenize"]
 
 _JSON = b"application/json"
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def decode_call(
@@ -153,15 +152,18 @@ def decode_call(
     if forwarded != decoded.priority:
         changes["priority"] = forwarded
     salt = account.cache_salt(decoded.cache_salt)
-    if salt is not None and salt != decoded.cache_salt:
-        body = with_salt(body, salt, is_salted=decoded.cache_salt is not None)
-        decoded.cache_salt = salt  # the prompt's hashes must be those that the engine tells
+    asked = decoded.cache_salt
+    decoded.cache_salt = salt  # the router's hashes must equal the engine's
+    if asked is not None and salt is not None and salt != asked:
+        changes["cache_salt"] = salt
     options = decoded.stream_options
     hides_usage = decoded.stream and not (options is not None and options.include_usage)
     if hides_usage and options is not None:
         changes["stream_options"] = msgspec.structs.replace(options, include_usage=True)
     if changes:
         body = with_fields(body, changes)
+    if asked is None and salt is not None:
+        body = with_another(body, b'"cache_salt":"%b"' % salt.encode())  # hexadecimal
     if hides_usage and options is None:
         body = asking_usage(body)
     prompt = prompt_of(service, decoded, session, adapter)
@@ -250,25 +252,3 @@ def _expected_output_tokens(request: ChatCompletionRequest | CompletionRequest) 
 
 def unknown_model(name: str) -> NotFound:
     return NotFound(f"the model `{name[:256]}` does not exist", param="model", code="model_not_found")
-
-
-def with_salt(body: bytes, salt: str, *, is_salted: bool) -> bytes:
-    """A request with the JSON object `body`, some field of which is set, and the hexadecimal `salt`.
-
-    Args:
-        is_salted: there is one already, to be replaced; only this rare case takes reading the body.
-    """
-    if is_salted:
-        return with_fields(body, {"cache_salt": salt})
-    return b'%b,"cache_salt":"%b"}' % (body[: body.rindex(b"}")], salt.encode())
-
-
-def with_fields(body: bytes, changes: Mapping[str, str | int | StreamOptions]) -> bytes:
-    """`body` with other values of some fields; all others keep their bytes.
-
-    A key given twice keeps its last value, which is what every JSON decoder on the way reads.
-    """
-    fields = _fields.decode(body)
-    for name, value in changes.items():
-        fields[name] = msgspec.Raw(msgspec.json.encode(value))
-    return msgspec.json.encode(fields)

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from argosy_router.proxy.body import with_another
+
 TAIL_BYTES: Final = 2048
 """Longest usage that is understood; with details it takes a few hundred bytes."""
 
@@ -94,7 +96,7 @@ def num_events(events: bytes) -> int:
 
 def asking_usage(body: bytes) -> bytes:
     """A request with the JSON object `body` and without stream options, whose stream ends by telling its usage."""
-    return b'%b,"stream_options":{"include_usage":true}}' % body[: body.rindex(b"}")]
+    return with_another(body, b'"stream_options":{"include_usage":true}')
 
 
 def without_usage(events: bytes) -> bytes:

@@ -1,0 +1,33 @@
+"""Changing a few fields of a request's JSON object while all others keep their bytes.
+
+Must not know: which fields, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from argosy_engine.protocol.openai import StreamOptions
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def with_fields(body: bytes, changes: Mapping[str, str | int | StreamOptions]) -> bytes:
+    """`body` with other values of some fields.
+
+    A key given twice keeps its last value, which is what every JSON decoder on the way reads.
+    """
+    fields = _fields.decode(body)
+    for name, value in changes.items():
+        fields[name] = msgspec.Raw(msgspec.json.encode(value))
+    return msgspec.json.encode(fields)
+
+
+def with_another(body: bytes, field: bytes) -> bytes:
+    """`body`, some field of which is set, with one more behind the others, given as JSON (`"name":value`).
+
+    Nothing is decoded for it. If `body` has one of the name after all, as null, the last one counts.
+    """
+    return b"%b,%b}" % (body[: body.rindex(b"}")], field)
