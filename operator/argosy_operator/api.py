@@ -1,4 +1,4 @@
-"""The Kubernetes API as the operator uses it: seven verbs on a handful of kinds.
+"""The Kubernetes API as the operator uses it: a few verbs on a handful of kinds.
 
 Owns the client (`kubernetes.aio`), deadlines, and the translation of its errors. Must not know what is
 written or why. `Api` is the seam tests put a fake behind. Invariant: every call has a deadline and raises
@@ -29,6 +29,10 @@ Object = dict[str, Any]
 
 DEADLINE: Final = 15.0
 """Seconds for one request. The API server answers in milliseconds; what takes longer is tried again."""
+
+
+METADATA_ONLY: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+"""Media type of an answer that leaves out everything but the metadata."""
 
 
 class Kind(Struct, frozen=True):
@@ -75,9 +79,18 @@ class Api(Protocol):
         """The object; None if there is none."""
         ...
 
+    async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """The object with nothing but its metadata (managedFields included); None if there is none. Needs the
+        permission to patch, none to read."""
+        ...
+
+    async def create_only(self, manifest: Object) -> Object:
+        """Creates the object. `ApiError` 409 if one of this name exists."""
+        ...
+
     async def apply(self, manifest: Object) -> Object:
         """Server-side apply with the operator's field manager, conflicts forced. Returns the object as
-        stored."""
+        stored. `ApiError` 409 if the manifest has a UID and the object of this name another, or none exists."""
         ...
 
     async def patch_status(
@@ -159,6 +172,26 @@ class KubernetesApi:
             if error.status == 404:
                 return None
             raise
+
+    async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        try:
+            return await self._request(  # the dry run of a patch that changes nothing
+                "patch",
+                self._path(kind, namespace, name),
+                body={},
+                content_type="application/merge-patch+json",
+                dry_run="All",
+                field_manager=FIELD_MANAGER,
+                header_params={"Accept": METADATA_ONLY},
+            )
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def create_only(self, manifest: Object) -> Object:
+        path = self._resource(kind_of(manifest)).path(namespace=manifest["metadata"]["namespace"])
+        return await self._request("post", path, body=manifest, field_manager=FIELD_MANAGER)
 
     async def apply(self, manifest: Object) -> Object:
         metadata = manifest["metadata"]

@@ -157,6 +157,7 @@ class Controller:
                 listed = await self._api.list(kind, namespace=namespace, labels=labels)
                 self.store.replace(kind, [_with_kind(obj, kind) for obj in listed], namespace=namespace)
         self._refresh_routers()
+        self._reconciler.key_secrets.check_all_again()
         for obj in self.store.all(INFERENCE_SERVICES):
             self.queue.add(object_name(obj))
         self.queue.add(FLEET)

@@ -14,6 +14,7 @@ from msgspec import Struct
 from argosy_engine.protocol.fleet import NameConflict
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
 from argosy_operator.overlay import ENGINE_CONTAINER
+from argosy_operator.spec import InferenceService
 
 Object = Mapping[str, Any]
 """A Kubernetes object as JSON."""
@@ -75,6 +76,12 @@ class Observed(Struct, frozen=True, kw_only=True):
     conflicts: tuple[NameConflict, ...] = ()
     lacks_canary: bool = False
     """Whether the service names a canary that does not exist."""
+
+
+def is_owned(obj: Object, service: InferenceService) -> bool:
+    """Whether the resource controls the object."""
+    owners = obj["metadata"].get("ownerReferences", ())
+    return any(owner.get("controller") and owner["uid"] == service.metadata.uid for owner in owners)
 
 
 def read_pod(obj: Object) -> Pod:

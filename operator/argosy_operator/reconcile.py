@@ -20,7 +20,6 @@ from argosy_operator.api import (
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     PODS,
-    SECRETS,
     SERVICES_KIND,
     Api,
     Kind,
@@ -31,9 +30,10 @@ from argosy_operator.desired import Plan, desired
 from argosy_operator.drift import must_apply, stamped
 from argosy_operator.errors import ApiError, ChildNotOwned, OperatorError
 from argosy_operator.gate import decide, gate_patch
+from argosy_operator.key_secret import KeySecrets
 from argosy_operator.metrics import OperatorMetrics
 from argosy_operator.names import APPLIED_ANNOTATION, child_name
-from argosy_operator.observed import Observed, Problem, Routers, read_pod
+from argosy_operator.observed import Observed, Problem, Routers, is_owned, read_pod
 from argosy_operator.pods import KEY_ANNOTATION
 from argosy_operator.spec import InferenceService, parse
 from argosy_operator.status import invalid_status, status
@@ -66,6 +66,7 @@ class Reconciler:
         self._metrics = metrics
         self._now = now
         self._routers = routers
+        self.key_secrets = KeySecrets(api, metrics)
         self._stubborn: dict[tuple[Kind, Name], tuple[str, int]] = {}
         """Objects that differ right after being applied (a mutating webhook): what was sent, and the
         generation it led to. They are left alone until either changes, else the two would write for ever."""
@@ -151,8 +152,8 @@ class Reconciler:
         )
 
     async def _apply(self, service: InferenceService, plan: Plan) -> None:
-        if self._must_apply_secret(service, plan):
-            await self._write(stamped(plan.secret))
+        is_suspect = self._is_key_suspect(service, plan)
+        await self.key_secrets.ensure(service, stamped(plan.secret), is_suspect=is_suspect)
         for manifest in (plan.service, plan.budget, plan.deployment):
             wanted = stamped(manifest)
             kind, name = kind_of(wanted), object_name(wanted)
@@ -164,16 +165,16 @@ class Reconciler:
             sent = (wanted["metadata"]["annotations"][APPLIED_ANNOTATION], _generation(live))
             if self._stubborn.get((kind, name)) == sent:
                 continue
-            stored = await self._write(wanted)
+            stored = await self._write(wanted, live)
             if must_apply(wanted, stored):
                 logger.warning(
                     "%s %s/%s is changed by another writer as soon as it is applied", kind.name, *name
                 )
                 self._stubborn[kind, name] = (sent[0], _generation(stored))
 
-    def _must_apply_secret(self, service: InferenceService, plan: Plan) -> bool:
-        """Without reading Secrets, which the operator may not: the Deployment, applied after the Secret,
-        carries its digest, and a pod says when the Secret is gone."""
+    def _is_key_suspect(self, service: InferenceService, plan: Plan) -> bool:
+        """Whether the Secret may be missing or old. Told without reading it: the Deployment, applied after the
+        Secret, carries its digest, and a pod says when the Secret is gone."""
         observed = self._observe(service, ())
         if observed.deployment is None:
             return True
@@ -184,12 +185,15 @@ class Reconciler:
             for pod in observed.pods
         )
 
-    async def _write(self, manifest: Object) -> Object:
+    async def _write(self, manifest: Object, live: Mapping[str, Any] | None) -> Object:
+        """Applies to exactly the object that was looked at, or to none: the store may lag behind, and what took
+        the object's place since may be somebody else's."""
         kind = kind_of(manifest)
         self._metrics.writes.labels(kind.name, "apply").inc()
+        if live is not None:
+            manifest = {**manifest, "metadata": {**manifest["metadata"], "uid": live["metadata"]["uid"]}}
         stored = await self._api.apply(manifest)
-        if kind != SECRETS:
-            self._store.put(kind, stored)
+        self._store.put(kind, stored)
         return stored
 
     async def _patch_status(self, kind: Kind, name: Name, patch: Object, *, strategic: bool) -> Object:
@@ -230,12 +234,6 @@ class Reconciler:
                 raise
         else:
             self._store.put(INFERENCE_SERVICES, stored)
-
-
-def is_owned(obj: Mapping[str, Any], service: InferenceService) -> bool:
-    """Whether the resource controls the object."""
-    owners = obj["metadata"].get("ownerReferences", ())
-    return any(owner.get("controller") and owner["uid"] == service.metadata.uid for owner in owners)
 
 
 def _generation(obj: Mapping[str, Any] | None) -> int:

@@ -78,6 +78,9 @@ class FakeApiServer:
                 labels = request.query.get("labelSelector", "")
                 if request.query.get("watch") == "true":
                     return await self._watch(request, kind, namespace, labels)
+                if request.method == "POST":
+                    assert request.query["fieldManager"] == "argosy-operator"
+                    return web.json_response(await self.cluster.create_only(await request.json()), status=201)
                 items = await self.cluster.list(kind, namespace=namespace, labels=labels)
                 version = str(next(self.cluster._counter))
                 return web.json_response({"items": items, "metadata": {"resourceVersion": version}})
@@ -99,6 +102,13 @@ class FakeApiServer:
             await self.cluster.delete(kind, namespace, name, uid=body["preconditions"]["uid"])
             return web.json_response({})
         assert request.method == "PATCH"
+        if request.query.get("dryRun") == "All":
+            assert body == {}, "a dry run of the operator changes nothing"
+            assert "as=PartialObjectMetadata" in request.headers["Accept"]
+            found = await self.cluster.read_metadata(kind, namespace, name)
+            if found is None:
+                raise ApiError("PATCH", 404, f"{name} not found")
+            return web.json_response(found)
         if request.content_type == "application/apply-patch+yaml":
             assert request.query["fieldManager"] == "argosy-operator"
             assert request.query["force"] == "true"

@@ -45,6 +45,8 @@ class FakeKubernetes:
         """Writes of the operator: verb, kind, name. Reads cost nothing and are not kept."""
         self.before_write: Callable[[int], None] = lambda number: None
         """Called with the number of the write that is about to happen; may raise."""
+        self.metadata_reads: list[Key] = []
+        """Dry runs by which the operator read an object's metadata."""
         self._written = 0
         self._counter = itertools.count(1)
         self._applied: dict[Key, Object] = {}
@@ -66,12 +68,43 @@ class FakeKubernetes:
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         return _copy(self.objects.get((kind, namespace, name)))
 
+    async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        key = (kind, namespace, name)
+        live = self.objects.get(key)
+        if live is None:
+            return None
+        self.metadata_reads.append(key)
+        return {"metadata": {**_copy(live["metadata"]), "managedFields": [self._managed_data(key)]}}
+
+    def _managed_data(self, key: Key) -> Object:
+        """The operator's fields under `data`: those it wrote that nobody has changed since."""
+        live, applied = self.objects[key].get("data", {}), self._applied.get(key, {}).get("data", {})
+        fields = {f"f:{name}": {} for name, value in applied.items() if live.get(name) == value}
+        return {
+            "manager": FIELD_MANAGER,
+            "operation": "Apply",
+            "fieldsType": "FieldsV1",
+            "fieldsV1": {"f:data": {".": {}, **fields}},
+        }
+
+    async def create_only(self, manifest: Object) -> Object:
+        kind, metadata = kind_of(manifest), manifest["metadata"]
+        key = (kind, metadata["namespace"], metadata["name"])
+        self._write("create", key)
+        if key in self.objects:
+            raise ApiError("POST", 409, "already exists")
+        self._applied[key] = _copy(manifest)
+        return self._store(key, _copy(manifest))
+
     async def apply(self, manifest: Object) -> Object:
         kind, metadata = kind_of(manifest), manifest["metadata"]
         key = (kind, metadata["namespace"], metadata["name"])
         self._write("apply", key)
         manifest = _copy(manifest)
         live = self.objects.get(key)
+        uid = manifest["metadata"].pop("uid", None)  # a precondition, not a field that is owned
+        if uid is not None and (live is None or live["metadata"]["uid"] != uid):
+            raise ApiError("PATCH", 409, "the UID in the precondition does not match")
         if live is None:
             merged = manifest
         else:
@@ -128,6 +161,10 @@ class FakeKubernetes:
         key = (INFERENCE_SERVICES, namespace, name)
         obj = _copy(self.objects[key])
         change(obj["spec"])
+        self._store(key, obj)
+
+    def overwrite(self, key: Key, obj: Object) -> None:
+        """`kubectl replace`."""
         self._store(key, obj)
 
     def remove(self, key: Key) -> None:

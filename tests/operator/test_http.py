@@ -90,10 +90,10 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
             await asyncio.gather(operator, return_exceptions=True)
     assert cluster.children() == {}
     paths = [(method, path) for method, path, _, _ in server.requests]
-    assert not [path for _, path in paths if path.endswith("secrets")], (
-        "Secrets are written, never listed or watched"
+    assert not [path for method, path in paths if method == "GET" and "secrets" in path], (
+        "Secrets are written, never read, listed or watched"
     )
-    assert not [path for method, path in paths if method == "GET" and "secrets" in path]
+    assert ("POST", "/api/v1/namespaces/team/secrets") in paths
     assert not [
         path for _, path in paths if "customresourcedefinitions" in path or path.endswith("/namespaces")
     ]

@@ -1,0 +1,69 @@
+"""Keeps each service's Secret with the engines' internal key, without reading Secrets.
+
+Owns when the Secret is checked, and what a check may lead to. Must not know how the key is made.
+Invariants: a Secret that the service does not control is never written; the content of a Secret never reaches
+the operator; an intact Secret costs one dry run per resync and no write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from argosy_operator.api import SECRETS, Api
+from argosy_operator.drift import contains
+from argosy_operator.errors import ChildNotOwned
+from argosy_operator.metrics import OperatorMetrics
+from argosy_operator.names import FIELD_MANAGER
+from argosy_operator.observed import is_owned
+from argosy_operator.spec import InferenceService
+from argosy_operator.store import Object, object_name
+
+
+class KeySecrets:
+    """The Secrets of all services. Bounded by the number of services."""
+
+    def __init__(self, api: Api, metrics: OperatorMetrics) -> None:
+        self._api = api
+        self._metrics = metrics
+        self._checked: set[str] = set()
+        """UIDs of the services whose Secret was found intact, or made so, since the last resync."""
+
+    def check_all_again(self) -> None:
+        """A resync: what was changed behind our back is found by the next `ensure`."""
+        self._checked.clear()
+
+    async def ensure(self, service: InferenceService, wanted: Object, *, is_suspect: bool) -> None:
+        """Creates or heals the Secret. Asks the API server once per resync, or whenever something speaks for it
+        that the Secret is not as it should be.
+
+        Raises:
+            ChildNotOwned: somebody else's Secret has this name.
+            ApiError: the API server refused, or the Secret was replaced meanwhile; try again.
+        """
+        name, uid = object_name(wanted), service.metadata.uid
+        if uid in self._checked and not is_suspect:
+            return
+        self._checked.discard(uid)
+        live = await self._api.read_metadata(SECRETS, *name)
+        if live is None:
+            self._metrics.writes.labels(SECRETS.name, "create").inc()
+            await self._api.create_only(wanted)
+        elif not is_owned(live, service):
+            raise ChildNotOwned(SECRETS.name, name[1])
+        elif not is_intact(live, wanted):
+            self._metrics.writes.labels(SECRETS.name, "apply").inc()
+            same = {**wanted["metadata"], "uid": live["metadata"]["uid"]}
+            await self._api.apply({**wanted, "metadata": same})
+        self._checked.add(uid)
+
+
+def is_intact(live: Mapping[str, Any], wanted: Object) -> bool:
+    """Whether metadata tell that the Secret is as it was written: its labels and annotations (the hash of the
+    content among them) are ours, and so is the management of each field of its data. The API server takes a
+    field's management away from us when another writer changes or removes it."""
+    ours: set[str] = set()
+    for entry in live["metadata"].get("managedFields", ()):
+        if entry.get("manager") == FIELD_MANAGER:
+            ours |= entry.get("fieldsV1", {}).get("f:data", {}).keys()
+    return contains(live["metadata"], wanted["metadata"]) and ours >= {f"f:{key}" for key in wanted["data"]}
