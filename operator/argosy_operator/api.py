@@ -195,14 +195,20 @@ class KubernetesApi:
 
     async def apply(self, manifest: Object) -> Object:
         metadata = manifest["metadata"]
-        return await self._request(
-            "patch",
-            self._path(kind_of(manifest), metadata["namespace"], metadata["name"]),
-            body=manifest,
-            content_type="application/apply-patch+yaml",
-            field_manager=FIELD_MANAGER,
-            force_conflicts="true",
-        )
+        try:
+            return await self._request(
+                "patch",
+                self._path(kind_of(manifest), metadata["namespace"], metadata["name"]),
+                body=manifest,
+                content_type="application/apply-patch+yaml",
+                field_manager=FIELD_MANAGER,
+                force_conflicts="true",
+            )
+        except ApiError as error:
+            if error.status == 422 and '"field":"metadata.uid"' in error.message:
+                # The API server calls another object's UID an attempt to change an immutable field.
+                raise ApiError(error.action, 409, "another object has this name") from error
+            raise
 
     async def patch_status(
         self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool

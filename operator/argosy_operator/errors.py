@@ -25,6 +25,7 @@ class ApiError(OperatorError):
 
     def __init__(self, action: str, status: int, message: str) -> None:
         super().__init__(f"{action}: {status or 'no answer'}: {message[:512]}")
+        self.action = action
         self.status = status
         self.message = message
 

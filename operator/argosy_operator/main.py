@@ -15,14 +15,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import aiohttp
 import kopf
 from aiohttp import web
+from msgspec import Struct
 
-from argosy_operator.api import Kind, KubernetesApi
+from argosy_operator.api import PODS, Kind, KubernetesApi
 from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.controller import WATCHED, Controller
 from argosy_operator.errors import OperatorError
@@ -82,22 +83,24 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
         controller = Controller(api, config, fetch=fetch)
         async with _served(controller, config, health_port):
             await controller.start()  # before kopf, which finds out once which resources are served
-            stop, ready = asyncio.Event(), asyncio.Event()
+            stop = asyncio.Event()
             work = asyncio.create_task(controller.run(), name="controller")
-            source = asyncio.create_task(
-                event_source(controller, config, stop=stop, ready=ready), name="kopf"
-            )
+            ready = [asyncio.Event() for _ in scopes(config)]
+            sources = [
+                asyncio.create_task(event_source(controller, scope, stop=stop, ready=each), name="kopf")
+                for scope, each in zip(scopes(config), ready, strict=True)
+            ]
             signals = asyncio.create_task(_stop_signal(ready), name="signals")
             try:
-                await asyncio.wait((work, source, signals), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((work, *sources, signals), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 # The controller first: kopf would wait for tasks it does not know.
                 work.cancel()
                 signals.cancel()
                 await asyncio.gather(work, signals, return_exceptions=True)
                 stop.set()
-                await asyncio.gather(source, return_exceptions=True)
-            for task in (work, source):
+                await asyncio.gather(*sources, return_exceptions=True)
+            for task in (work, *sources):
                 error = None if task.cancelled() else task.exception()
                 if isinstance(error, OperatorError):
                     raise error
@@ -107,9 +110,10 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
             return 0
 
 
-async def _stop_signal(ready: asyncio.Event) -> None:
+async def _stop_signal(ready: Sequence[asyncio.Event]) -> None:
     """Returns at SIGTERM or SIGINT; takes them over from kopf once that runs."""
-    await ready.wait()
+    for each in ready:
+        await each.wait()
     stopped = asyncio.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -135,17 +139,35 @@ class _served:  # noqa: N801 - used like a function
         await self._runner.cleanup()
 
 
+class Scope(Struct, frozen=True, kw_only=True):
+    """What one kopf operator watches, and where."""
+
+    namespaces: tuple[str, ...]
+    """All if empty."""
+    watched: Mapping[Kind, str]
+
+
+def scopes(config: OperatorConfig) -> tuple[Scope, ...]:
+    """Everything in the namespaces that are served, and the routers' pods where the operator lives: it has no
+    permission to list anything else there. kopf watches the same kinds in all of its namespaces, so the latter
+    takes a kopf operator of its own, unless the operator's namespace is served anyway."""
+    served = Scope(namespaces=tuple(sorted({*config.watch_namespaces})), watched=WATCHED)
+    if not config.watch_namespaces or config.namespace in config.watch_namespaces:
+        return (served,)
+    return served, Scope(namespaces=(config.namespace,), watched={PODS: WATCHED[PODS]})
+
+
 async def event_source(
-    controller: Controller, config: OperatorConfig, *, stop: asyncio.Event, ready: asyncio.Event
+    controller: Controller, scope: Scope, *, stop: asyncio.Event, ready: asyncio.Event
 ) -> None:
     """Runs kopf; every event of what is watched goes to the controller."""
     await kopf.operator(
-        registry=handlers(controller),
-        settings=kopf_settings(),
+        registry=handlers(controller, scope.watched),
+        settings=kopf_settings(scope.watched),
         identity=kopf_identity(),
         standalone=True,
-        clusterwide=not config.watch_namespaces,
-        namespaces=sorted({*config.watch_namespaces, config.namespace}) if config.watch_namespaces else (),
+        clusterwide=not scope.namespaces,
+        namespaces=scope.namespaces,
         stop_flag=stop,
         ready_flag=ready,
     )
@@ -159,20 +181,20 @@ def kopf_identity() -> Any:
     return Identity(os.environ.get("HOSTNAME", "argosy-operator"))
 
 
-def kopf_settings() -> kopf.OperatorSettings:
+def kopf_settings(watched: Mapping[Kind, str]) -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = NoDiffBase()
     settings.persistence.progress_storage = NoProgress()
     # What is watched is known: no permission on CRDs and namespaces is needed to find it out.
     settings.scanning.disabled = True
-    for kind, labels in WATCHED.items():
+    for kind, labels in watched.items():
         if labels:
             settings.watching.label_selectors[kind.group, kind.version, kind.plural] = labels
     return settings
 
 
-def handlers(controller: Controller) -> kopf.OperatorRegistry:
+def handlers(controller: Controller, watched: Mapping[Kind, str]) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
@@ -181,7 +203,7 @@ def handlers(controller: Controller) -> kopf.OperatorRegistry:
             return kopf.login_with_kubeconfig(**kwargs)
         return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
 
-    for kind in WATCHED:
+    for kind in watched:
         _listen(registry, controller, kind)
     return registry
 

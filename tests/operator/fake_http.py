@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -11,6 +12,9 @@ from fake_kubernetes import FakeKubernetes, Object, selects
 
 from argosy_operator.api import KINDS, Kind
 from argosy_operator.errors import ApiError
+
+Authorize = Callable[[str, Kind, str, str | None, str | None], bool]
+"""Whether a request is allowed: verb, kind, resource with subresource, namespace, name."""
 
 
 class FakeApiServer:
@@ -20,6 +24,9 @@ class FakeApiServer:
         self.cluster = cluster
         self.requests: list[tuple[str, str, str, str]] = []
         """Method, path, query and content type of every request."""
+        self.authorize: Authorize = lambda *_: True
+        self.forbidden: list[str] = []
+        """Requests that were answered with 403."""
         self._watches: list[tuple[Kind, str | None, str, asyncio.Queue[tuple[str, Object]]]] = []
         cluster.listeners.append(self._tell)
 
@@ -74,6 +81,11 @@ class FakeApiServer:
         kind = next(kind for kind in KINDS.values() if kind.plural == info["plural"])
         namespace, name = info.get("namespace"), info.get("name")
         try:
+            verb, sub = _verb(request), info.get("sub")
+            resource = f"{info['plural']}/{sub}" if sub else info["plural"]
+            if not self.authorize(verb, kind, resource, namespace, name):
+                self.forbidden.append(f"{verb} {resource} in {namespace or 'all namespaces'}")
+                raise ApiError(verb, 403, self.forbidden[-1])
             if name is None:
                 labels = request.query.get("labelSelector", "")
                 if request.query.get("watch") == "true":
@@ -85,7 +97,7 @@ class FakeApiServer:
                 version = str(next(self.cluster._counter))
                 return web.json_response({"items": items, "metadata": {"resourceVersion": version}})
             assert namespace is not None
-            return await self._one(request, kind, namespace, name, info.get("sub"))
+            return await self._one(request, kind, namespace, name, sub)
         except ApiError as error:
             return web.json_response({"code": error.status, "message": error.message}, status=error.status)
 
@@ -142,6 +154,13 @@ class FakeApiServer:
                 and selects(labels, obj)
             ):
                 events.put_nowait((event, obj))
+
+
+def _verb(request: web.Request) -> str:
+    """RBAC's name for what a request does."""
+    if request.method == "GET" and "name" not in request.match_info:
+        return "watch" if request.query.get("watch") == "true" else "list"
+    return {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}[request.method]
 
 
 VERBS = ["create", "delete", "get", "list", "patch", "watch"]

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from chart_rules import helper_rules
 
 from argosy_operator.controller import WATCHED
 from argosy_operator.validate import load_manifests
@@ -51,20 +52,10 @@ def test_the_schema_leaves_no_object_open() -> None:
     assert all(map(closed, SCHEMA["$defs"].values()))
 
 
-def rules(name: str) -> list[dict[str, Any]]:
-    """A list of RBAC rules from the chart's helpers."""
-    text = (CHART / "templates" / "_helpers.tpl").read_text()
-    body = re.search(rf'define "{name}" -}}}}\n(.*?)\{{\{{- end', text, re.DOTALL)
-    assert body is not None
-    found = yaml.safe_load(body.group(1))
-    assert isinstance(found, list)
-    return found
-
-
 def grants(name: str) -> dict[str, set[str]]:
     return {
         f"{group}/{resource}": set(rule["verbs"])
-        for rule in rules(name)
+        for rule in helper_rules(name)
         for group in rule["apiGroups"]
         for resource in rule["resources"]
     }
