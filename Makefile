@@ -6,6 +6,7 @@ PORT   ?= 8080
 MODEL  ?= tiny
 PROMPT ?= Hello! What can you do?
 PIP_ARGS ?=
+ATTACK_S ?= 3600
 export PROMPT
 
 BIN  := .venv/bin
@@ -15,7 +16,7 @@ INSTALLED_DEV := .venv/.installed-dev-$(HASH)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev up down test test-compiled lint e2e bench bench-engine clean
+.PHONY: help install install-dev up down test test-compiled attack lint e2e bench bench-engine clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +59,9 @@ test-compiled: $(INSTALLED_DEV) ## compile the router into build/compiled, and r
 	rm -rf build/compiled
 	$(BIN)/python -m argosy_router.compile build/compiled
 	PYTHONPATH=build/compiled $(BIN)/python -P -m pytest tests/router
+
+attack: $(INSTALLED_DEV) ## attack a local fleet for ATTACK_S seconds (an hour) beside clients that must not notice
+	PYTHONPATH=tests:tests/support $(BIN)/python -P -m attack --seconds $(ATTACK_S) $(ATTACK_ARGS)
 
 lint: $(INSTALLED_DEV) ## style, types, import contracts
 	$(BIN)/ruff check .

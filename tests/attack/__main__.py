@@ -1,0 +1,55 @@
+"""Attacks a local fleet for a while, and says what a client beside it felt.
+
+    make attack                # an hour; ATTACK_S=120 for a sample
+    PYTHONPATH=tests:tests/support python -P -m attack --seconds 600 --families grammars nesting -o result.json
+
+Exit code 1 if a request of the canary failed, answered something else, or waited too long; if a replica was ejected by
+bad input, bad input got a server error, a gauge did not return to zero, or a process kept growing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import uvloop
+
+from .fleet import Fleet
+from .rotation import FAMILIES, rotation
+from .run import PHASE_S, Run
+
+
+def main() -> int:
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=3600.0, help="how long to attack (%(default)g)")
+    parser.add_argument("--phase-seconds", type=float, default=PHASE_S, help="of one attack (%(default)g)")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="attacks by name")
+    parser.add_argument("--folder", type=Path, help="for logs (a temporary one, kept after findings)")
+    parser.add_argument("-o", "--output", type=Path, help="JSON of the whole run")
+    arguments = parser.parse_args()
+    attacks = [
+        attack for attack in rotation(arguments.families) if attack.name in (arguments.only or [attack.name])
+    ]
+    if not attacks:
+        parser.error("no attack of that name: " + ", ".join(a.name for a in rotation(list(FAMILIES))))
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="argosy-attack-"))
+    run = Run(Fleet(folder), attacks, arguments.seconds, arguments.phase_seconds)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        result = runner.run(run.run())
+    print("\n" + result.report(folder))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(asdict(result), indent=1) + "\n")
+    return 1 if result.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The attacks, one module per family. Each module has `ATTACKS`; `attack.rotation` lists the modules."""

@@ -1,0 +1,149 @@
+"""Structured outputs that cost much to compile or to apply, and clients that leave meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from ..fleet import ATTACKER_KEY, MODEL
+from ..target import CHAT, COMPLETIONS, Attack, Target
+from ..wire import leave
+
+REGEXES = (
+    '".*"' * 1000,
+    '".*"' * 2000,
+    "(a{1,1000}){1,1000}",
+    "(" * 500 + "a" + ")*" * 500,
+    "(a|aa)*" * 400,
+    "[^x]{0,60000}",
+    "(.*a.*b.*c){40}",
+    "(?:x{0,100}y?){0,100}",
+)
+GRAMMARS = (
+    "root ::= " + " | ".join(f'"{number:04}" a*' for number in range(1500)) + '\na ::= "x" | "y" a',
+    "root ::= " + "(" * 600 + '"a"' + ")*" * 600,
+    "\n".join(["root ::= r0", *(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(30)), 'r30 ::= "a"']),
+    'root ::= root root | "a" | ""',
+    'root ::= "a"{1,100000}',
+)
+
+
+def _schema_bombs(number: int) -> list[dict[str, Any]]:
+    text = {"type": "string", "pattern": "^" + "(a|b){0,200}" * 40 + "$"}
+    wide = {f"field{n}_{number}": {"type": "integer"} for n in range(800)}
+    deep: dict[str, Any] = {"type": "null"}
+    for _ in range(200):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    return [
+        {"type": "object", "properties": {"a": text}},
+        {"type": "object", "properties": wide, "required": list(wide)},
+        {"type": "array", "items": {"type": "string"}, "minItems": 100_000},
+        {"type": "string", "minLength": 1 << 20},
+        {"anyOf": [{"const": f"{number} {n}"} for n in range(3000)]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}},
+        {"type": "integer", "minimum": -(10**18), "maximum": 10**18 + number},
+        {"type": "number", "multipleOf": 0.0001, "minimum": 0, "maximum": number + 1},
+        deep,
+    ]
+
+
+def _structured(number: int, kind: str, value: object) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": f"Go {number}"}],
+        "max_tokens": 16,
+        "structured_outputs": {kind: value},
+    }
+
+
+async def regexes(target: Target) -> None:
+    async def once(number: int) -> None:
+        # one more literal each time, so that no cache of grammars helps
+        regex = REGEXES[number % len(REGEXES)] + f"{number}"
+        await target.ask(CHAT, _structured(number, "regex", regex))
+
+    await target.volley(once)
+
+
+async def grammars(target: Target) -> None:
+    async def once(number: int) -> None:
+        grammar = GRAMMARS[number % len(GRAMMARS)] + f'\nunused{number} ::= "{number}"'
+        await target.ask(CHAT, _structured(number, "grammar", grammar))
+
+    await target.volley(once)
+
+
+async def schemas(target: Target) -> None:
+    async def once(number: int) -> None:
+        bombs = _schema_bombs(number)
+        await target.ask(CHAT, _structured(number, "json", bombs[number % len(bombs)]))
+
+    await target.volley(once)
+
+
+async def cancelled(target: Target) -> None:
+    """Clients that ask for a grammar and leave while it compiles, or in the middle of its answer."""
+    rng = random.Random(0)
+
+    async def once(number: int) -> None:
+        bombs = [
+            _structured(number, "regex", REGEXES[number % len(REGEXES)] + f"c{number}"),
+            _structured(number, "json", _schema_bombs(number)[number % 9]),
+        ]
+        body = {**bombs[number % 2], "stream": True, "max_tokens": 200}
+        await leave(
+            target.fleet.port, CHAT, body, key=ATTACKER_KEY, after_events=0, wait_s=rng.random() * 0.3
+        )
+        target.outcomes["left"] += 1
+
+    await target.volley(once, in_flight=6)
+
+
+async def structural_tags(target: Target) -> None:
+    async def once(number: int) -> None:
+        pattern = REGEXES[number % len(REGEXES)] + f"t{number}"
+        tag = {
+            "type": "structural_tag",
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<f="],
+                "tags": [
+                    {"begin": f"<f={n}>", "end": "</f>", "content": {"type": "regex", "pattern": pattern}}
+                    for n in range(20)
+                ],
+            },
+        }
+        await target.ask(CHAT, _structured(number, "structural_tag", tag))
+
+    await target.volley(once)
+
+
+async def slow_steps(target: Target) -> None:
+    """Grammars under which a single mask is expensive, on long generations."""
+
+    async def once(number: int) -> None:
+        body = {
+            "model": MODEL,
+            "prompt": f"{number}",
+            "max_tokens": 64,
+            "ignore_eos": True,
+            "temperature": 2.0,
+            "structured_outputs": {
+                "regex": "(" + "|".join(f"[a-z]{{0,{n}}}{number}x" for n in range(1, 60)) + ")*"
+            },
+        }
+        await target.ask(COMPLETIONS, body)
+        await asyncio.sleep(0)
+
+    await target.volley(once)
+
+
+ATTACKS = (
+    Attack("regexes", regexes),
+    Attack("grammars", grammars),
+    Attack("JSON schemas", schemas),
+    Attack("structural tags", structural_tags),
+    Attack("expensive masks", slow_steps),
+    Attack("cancelled grammars", cancelled),
+)

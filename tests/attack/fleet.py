@@ -1,0 +1,211 @@
+"""The fleet under attack: one router with keys over three engines on the tiny model, as processes of this machine.
+
+Owns: the processes, their restarts after a kill, and what `/proc` says of them. Must not know: attacks, clients.
+Everything listens on loopback. Engines are small (64 MiB of KV cache, 32 sequences), so that bounds are reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from processes import children, free_port, is_alive
+
+from .wire import Broken, ask
+
+MODEL = "tiny"
+PARTIAL_ALIAS = "small"
+"""A name that only the first engine has."""
+UNKNOWN_ADAPTER = "poet"
+"""An adapter that the fleet document lists and no engine has."""
+CANARY_KEY, ATTACKER_KEY, ENGINE_KEY = "sk-attack-canary", "sk-attack-attacker", "sk-attack-engine"
+MAX_CONNECTIONS = 512
+"""Of the router: few enough for an attack to take them all."""
+START_S = 120.0
+ENGINE_FLAGS = (
+    *("--threads", "1", "--dtype", "float32", "--max-num-seqs", "32"),
+    *("--kv-cache-memory-bytes", str(64 << 20), "--structured-outputs-cache-bytes", str(16 << 20)),
+    *("--api-key", ENGINE_KEY, "--shutdown-timeout", "0", "--disable-log-stats"),
+)
+"""float32, in which a stream that moved to another replica goes on exactly as it would have."""
+
+
+@dataclass
+class Process:
+    """One server: started, killed, started again."""
+
+    name: str
+    port: int
+    arguments: tuple[str, ...]
+    log: Path
+    popen: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+
+    @property
+    def pid(self) -> int:
+        assert self.popen is not None
+        return self.popen.pid
+
+    def start(self) -> None:
+        self.starts += 1
+        with self.log.open("ab") as output:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", *self.arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """Ends it and what it started."""
+        if self.popen is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGCONT)
+            self.popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(20)
+            os.killpg(self.pid, signal.SIGKILL)
+        self.popen.wait()
+
+    @property
+    def has_exited(self) -> bool:
+        return self.popen is None or self.popen.poll() is not None
+
+
+class Engine(Process):
+    """One replica: an API process and its core."""
+
+    @property
+    def core(self) -> int:
+        """Process id of its core; 0 if it has none now."""
+        with contextlib.suppress(OSError):
+            for pid in children(self.pid):
+                if b"argosy_engine.core.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+        return 0
+
+    def signal_core(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if core := self.core:
+                os.kill(core, number)
+
+
+class Fleet:
+    """Router and engines, until `stop`."""
+
+    def __init__(self, folder: Path, engines: int = 3) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.engines = [self._engine(number) for number in range(engines)]
+        self.router = self._router()
+
+    def _engine(self, number: int) -> Engine:
+        names = (MODEL, PARTIAL_ALIAS) if number == 0 else (MODEL,)
+        port = free_port()
+        arguments = (
+            *("argosy_engine.api.serve", "builtin://tiny", "--port", str(port), *ENGINE_FLAGS),
+            *("--served-model-name", *names),
+        )
+        return Engine(f"r{number}", port, arguments, self.folder / f"r{number}.log")
+
+    def _router(self) -> Process:
+        document = FleetDocument(
+            services=(
+                FleetService(
+                    namespace="default",
+                    name="tiny",
+                    uid="attack",
+                    model=MODEL,
+                    aliases=(PARTIAL_ALIAS,),
+                    adapters=(UNKNOWN_ADAPTER,),
+                    endpoints=tuple(
+                        Endpoint(name=engine.name, url=f"http://127.0.0.1:{engine.port}")
+                        for engine in self.engines
+                    ),
+                    internal_key=ENGINE_KEY,
+                ),
+            )
+        )
+        fleet_file = self.folder / "fleet.json"
+        fleet_file.write_bytes(encode_fleet(document))
+        keys = self.folder / "keys"
+        keys.write_text(f"{CANARY_KEY} name=canary\n{ATTACKER_KEY} name=attacker\n")
+        port, self.admin_port = free_port(), free_port()
+        arguments = (
+            *("argosy_router.main", "--port", str(port), "--admin-port", str(self.admin_port)),
+            *("--fleet-file", str(fleet_file), "--api-keys-file", str(keys)),
+            *("--max-connections", str(MAX_CONNECTIONS), "--no-access-log"),
+        )
+        return Process("router", port, arguments, self.folder / "router.log")
+
+    @property
+    def port(self) -> int:
+        return self.router.port
+
+    @property
+    def processes(self) -> list[Process]:
+        return [self.router, *self.engines]
+
+    async def start(self) -> None:
+        """Until every replica is synced with the router.
+
+        Raises:
+            RuntimeError: a process ended, or not all are ready within `START_S`.
+        """
+        for process in self.processes:
+            process.start()
+        await self.until_synced(START_S)
+
+    async def restart(self, engine: Engine) -> None:
+        """Waits for the end of a process that was killed, and starts it anew; until it is synced."""
+        assert engine.popen is not None
+        await asyncio.to_thread(engine.popen.wait, START_S)
+        engine.start()
+        await self.until_synced(START_S)
+
+    async def until_synced(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while await self._synced() < len(self.engines):
+            if ended := [process.name for process in self.processes if process.has_exited]:
+                raise RuntimeError(f"{', '.join(ended)} ended; logs are in {self.folder}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not all replicas are synced after {timeout_s:.0f} s: {self.folder}")
+            await asyncio.sleep(0.2)
+
+    async def _synced(self) -> int:
+        with contextlib.suppress(OSError, TimeoutError, Broken):
+            text = (await ask(self.admin_port, "/metrics", timeout_s=5.0)).body.decode()
+            return sum(
+                line.endswith(" 1.0") and 'state="synced"' in line
+                for line in text.splitlines()
+                if line.startswith("argosy_router_replica_state{")
+            )
+        return 0
+
+    @property
+    def mortals(self) -> list[Engine]:
+        """Those that attacks may kill. The first one lives as long as the run, so that its memory tells something."""
+        return self.engines[1:]
+
+    def pids(self) -> dict[str, int]:
+        """Name of every living process of the fleet, cores included, -> its id."""
+        found = {}
+        for process in self.processes:
+            if not process.has_exited:
+                found[f"{process.name} #{process.starts}"] = process.pid
+                if isinstance(process, Engine) and (core := process.core) and is_alive(core):
+                    found[f"{process.name} core #{process.starts}"] = core
+        return found
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.stop()

@@ -1,0 +1,45 @@
+"""Which attacks there are, and in which order they come.
+
+Kills are spread among the others, so that every family meets a fleet that has just lost a replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from .families import (
+    connections,
+    grammars,
+    identities,
+    leaving,
+    markers,
+    nesting,
+    processes,
+    sampling,
+    scraping,
+)
+from .target import Attack
+
+FAMILIES = {
+    "grammars": grammars.ATTACKS,
+    "nesting": nesting.ATTACKS,
+    "markers": markers.ATTACKS,
+    "sampling": sampling.ATTACKS,
+    "connections": connections.ATTACKS,
+    "identities": identities.ATTACKS,
+    "leaving": leaving.ATTACKS,
+    "scraping": scraping.ATTACKS,
+    "processes": processes.ATTACKS,
+}
+
+
+def rotation(families: Sequence[str]) -> list[Attack]:
+    """One attack of each family in turn, until all have been taken."""
+    columns = zip_longest(*(FAMILIES[name] for name in families))
+    return [attack for column in columns for attack in column if attack is not None]
+
+
+def endless(attacks: Sequence[Attack]) -> Iterator[Attack]:
+    while True:
+        yield from attacks

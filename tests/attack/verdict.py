@@ -1,0 +1,137 @@
+"""What a run must not show, and the judgement of what it showed.
+
+Owns: the limits. Must not know: processes, sockets, clocks; everything comes in as records, so that the judgement
+itself is tested on made-up ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from .canary import Record
+
+STALL_S = 2.0
+"""Longest time without news for a client of a fleet that is not being killed."""
+MEMORY_WARM_UP_SHARE = 0.3
+"""Of a process's samples, which are left out: its caches fill, its allocators find their size."""
+MEMORY_ROTATIONS = 3
+"""What a process must have lived through for its growth to be judged: every attack has its own peak of memory."""
+MEMORY_GROWTH_BYTES = 24 << 20
+"""Growth over all samples, by the median slope, that allocators and caches explain."""
+MEMORY_GROWTH_SHARE = 0.05
+"""The same, of what the process had: whichever is more."""
+
+
+@dataclass
+class Phase:
+    """One attack, once."""
+
+    name: str
+    began: float
+    ended: float = 0.0
+    stall_s: float = STALL_S
+    kills: bool = False
+    outcomes: dict[str, int] = field(default_factory=dict)
+    """Status, or kind of failure, -> requests of the attack."""
+    unexpected: dict[str, int] = field(default_factory=dict)
+    """Answers that bad input must not get."""
+    ejections: float = 0.0
+    foreign_cores: float = 0.0
+    """Cores that other programs kept busy meanwhile."""
+
+
+@dataclass
+class Finding:
+    """One thing that must not happen."""
+
+    kind: str
+    phase: str
+    text: str
+
+
+def during(record: Record, phases: Sequence[Phase]) -> list[Phase]:
+    """Phases that overlap the request's life."""
+    return [phase for phase in phases if phase.began <= record.ended_at and record.sent_at <= phase.ended]
+
+
+def canary_findings(
+    records: Sequence[Record], phases: Sequence[Phase], lag_between: Callable[[float, float], float]
+) -> list[Finding]:
+    """Failed requests, and waits that were too long once this process's own lag is taken off."""
+    found = []
+    for record in records:
+        around = during(record, phases)
+        names = ", ".join(dict.fromkeys(phase.name for phase in around)) or "between phases"
+        if record.failure:
+            found.append(Finding("canary failed", names, f"{record.kind}: {record.failure}"))
+        allowed = max((phase.stall_s for phase in around), default=STALL_S)
+        waits = [end - start - lag_between(start, end) for start, end in record.waits]
+        if waits and max(waits) > allowed:
+            where = "first event" if waits.index(max(waits)) == 0 else "next event"
+            found.append(
+                Finding("canary stalled", names, f"{record.kind}: {max(waits):.1f} s for the {where}")
+            )
+    return found
+
+
+def phase_findings(phases: Sequence[Phase]) -> list[Finding]:
+    """Server errors for bad input, and ejections by it."""
+    found = []
+    for phase in phases:
+        for answer, count in phase.unexpected.items():
+            found.append(Finding("bad answer", phase.name, f"{count} x {answer}"))
+        if phase.ejections and not phase.kills:
+            found.append(Finding("ejection", phase.name, f"{phase.ejections:g} replicas ejected"))
+    return found
+
+
+def gauge_findings(gauges: Mapping[str, float]) -> list[Finding]:
+    """Gauges that did not return to zero."""
+    return [
+        Finding("gauge not zero", "at the end", f"{name} is {value:g}")
+        for name, value in gauges.items()
+        if value
+    ]
+
+
+def median_slope(points: Sequence[tuple[float, float]]) -> float:
+    """Theil and Sen's: the median slope of all pairs, which single steps of an allocator do not move."""
+    return statistics.median(
+        (after - before) / (later - earlier)
+        for (earlier, before), (later, after) in combinations(points, 2)
+        if later > earlier
+    )
+
+
+def memory_growth(points: Sequence[tuple[float, float]], attacks: int) -> float | None:
+    """Bytes by which a process grew over its samples once warm; None if it did not live long enough to tell.
+
+    Args:
+        points: (when, bytes) after each attack.
+        attacks: of one rotation.
+    """
+    if len(points) < MEMORY_ROTATIONS * attacks:
+        return None
+    warm = _warm(points)
+    return median_slope(warm) * (warm[-1][0] - warm[0][0])
+
+
+def _warm(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    return points[int(MEMORY_WARM_UP_SHARE * len(points)) :]
+
+
+def memory_findings(samples: Mapping[str, Sequence[tuple[float, float]]], attacks: int) -> list[Finding]:
+    """Processes that kept growing."""
+    found = []
+    for name, points in samples.items():
+        growth = memory_growth(points, attacks)
+        if growth is None:
+            continue
+        allowed = max(MEMORY_GROWTH_BYTES, MEMORY_GROWTH_SHARE * _warm(points)[0][1])
+        if growth > allowed:
+            text = f"{name} grew by {growth / 2**20:.0f} MiB to {points[-1][1] / 2**20:.0f}"
+            found.append(Finding("memory grows", "whole run", text))
+    return found
