@@ -13,6 +13,7 @@ healthy --failures--> ejected --back-off over--> half-open (one probe request) -
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Literal
 
 CONSECUTIVE_FAILURES = 3
@@ -90,14 +91,25 @@ class Health:
         """Whether a request may be sent: healthy, or half-open with no probe under way."""
         return self._ejected_until is None or (now >= self._ejected_until and not self._is_probing)
 
-    def dispatched(self, now: float) -> None:
-        """A request is being sent; during half-open it is the probe."""
-        if self._ejected_until is not None and now >= self._ejected_until:
-            self._is_probing = True
+    def next_change(self, now: float) -> float:
+        """When `admits` or `is_resting` changes by the clock alone; infinity if it does not."""
+        ends = inf
+        if self._ejected_until is not None and now < self._ejected_until:
+            ends = self._ejected_until
+        return min(ends, self.rests_until) if now < self.rests_until else ends
 
-    def abandoned(self) -> None:
-        """A request ended without a verdict on the replica (the client left)."""
-        self._is_probing = False
+    def dispatched(self, now: float) -> bool:
+        """A request is being sent; during half-open it is the probe. Returns whether it is."""
+        is_probe = self._ejected_until is not None and now >= self._ejected_until
+        if is_probe:
+            self._is_probing = True
+        return is_probe
+
+    def abandoned(self) -> bool:
+        """A request ended without a verdict on the replica (the client left). Returns whether another request may be
+        sent now that was not admitted before."""
+        was_probing, self._is_probing = self._is_probing, False
+        return was_probing
 
     def succeeded(self) -> bool:
         """Returns whether this ended an ejection."""

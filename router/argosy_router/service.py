@@ -138,7 +138,8 @@ class Service:
         self.sequence = 0
         self._recent_since = 0.0
         """When work sent weighed one; later work weighs more, so that older work fades."""
-        self._candidates: Candidates | None = None
+        self._candidates: dict[str, Candidates] = {}
+        """By name: the empty one, and those of adapters and aliases that not all replicas have."""
         self._candidates_until = 0.0
         """When the first of those that are left out may be a candidate again."""
         self._unsalted_seed = chain_seed(spec.model)
@@ -253,14 +254,15 @@ class Service:
             candidates = self._with_slots(below)
         return candidates
 
-    def room(self, now: float) -> int:
-        """How many more requests all replicas together take before they are full; not above zero when they are.
+    def room(self, now: float, name: str = "") -> int:
+        """How many more requests the replicas that can answer as `name` take together before they are full; not above
+        zero when they are.
 
         Raises:
-            Unavailable: no replica is routable.
+            Unavailable: no such replica is routable.
         """
         limit = self.spec.limits.max_inflight_per_replica
-        candidates = self._healthy(now)
+        candidates = self._healthy(now, (), name)
         room = 0
         for replica in candidates.replicas:
             load = replica.load
@@ -273,25 +275,22 @@ class Service:
         return room
 
     def _healthy(self, now: float, tried: Collection[Replica] = (), name: str = "") -> Candidates:
-        if tried or name:
+        if tried:
             return self._with_slots(self._admitted(now, tried, name))
-        candidates = self._candidates
-        if (
-            candidates is None
-            or now >= self._candidates_until
-            or candidates.slot_changes != self.index.slot_changes
-        ):
-            candidates = self._with_slots(self._admitted(now, (), ""))
-            # An ejected replica comes back by the clock: until then nothing is remembered.
-            is_lasting = not any(r.health.is_ejected for r in self.replicas.values())
-            self._candidates = candidates if is_lasting else None
-            ends = [r.health.rests_until for r in self.replicas.values() if r.health.is_resting(now)]
-            self._candidates_until = min(ends, default=inf)
+        if now >= self._candidates_until:
+            self._candidates.clear()
+        candidates = self._candidates.get(name)
+        if candidates is None or candidates.slot_changes != self.index.slot_changes:
+            candidates = self._with_slots(self._admitted(now, (), name))
+            if not self._candidates:
+                changes = [replica.health.next_change(now) for replica in self.replicas.values()]
+                self._candidates_until = min(changes, default=inf)
+            self._candidates[name] = candidates
         return candidates
 
     def invalidate(self) -> None:
         """Some replica came, went, or changed its state: who is a candidate must be asked anew."""
-        self._candidates = None
+        self._candidates.clear()
 
     def _admitted(self, now: float, tried: Collection[Replica], name: str) -> list[Replica]:
         usable = [
@@ -328,7 +327,8 @@ class Service:
     def dispatched(self, choice: Choice, prompt: Prompt, now: float) -> None:
         """Records that the request goes to the chosen replica: followers of its prefix should too."""
         replica = choice.replica
-        replica.health.dispatched(now)
+        if replica.health.dispatched(now):
+            self.invalidate()
         self._count_work(replica.load, choice.uncached_tokens, now)
         residency, tokens = replica.residency, lambda: self.estimate_chunks(prompt)
         if replica.is_synced:

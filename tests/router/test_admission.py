@@ -416,7 +416,7 @@ class FakeReplicas:
         self.requests = 0
         FakeReplicas.current = self
 
-    def room(self, now: float) -> int:
+    def room(self, now: float, name: str = "") -> int:
         if self.seats is None:
             raise Unavailable("none")
         return self.seats - self.requests

@@ -12,15 +12,17 @@ from argosy_router.admission.accounts import Account
 class Entry:
     """As far as its turn goes."""
 
-    __slots__ = ("account", "cost", "priority", "size")
+    __slots__ = ("account", "cost", "name", "priority", "size")
 
-    def __init__(self, account: Account, priority: int, cost: float, size: int) -> None:
+    def __init__(self, account: Account, priority: int, cost: float, size: int, name: str = "") -> None:
         self.account = account
         self.priority = priority
         self.cost = cost
         """What it takes of the service, in tokens."""
         self.size = size
         """Bytes it holds."""
+        self.name = name
+        """Adapter or alias that only some replicas have; empty where any replica can answer."""
 
 
 class Waiter(Entry):
@@ -28,8 +30,8 @@ class Waiter(Entry):
 
     __slots__ = ("since",)
 
-    def __init__(self, account: Account, priority: int, cost: float, size: int) -> None:
-        super().__init__(account, priority, cost, size)
+    def __init__(self, account: Account, priority: int, cost: float, size: int, name: str = "") -> None:
+        super().__init__(account, priority, cost, size, name)
         self.since = 0.0
         """When it began to wait."""
 

@@ -8,6 +8,9 @@ is admitted past those who wait; who has waited longer than allowed is refused a
 A service takes as many requests as its replicas have room for together; to which of them a request goes is the policy's
 choice, made when it is admitted, not when it arrives. The room is looked up anew when the last answer is old or used
 up, so that a request of a service at ease costs two comparisons here.
+
+Requests for an adapter, or for an alias that not all replicas have, count the room of the replicas that can answer
+them. They wait in the same queue; those for which there is room go past those for which there is none.
 """
 
 from __future__ import annotations
@@ -62,13 +65,25 @@ class DrainRate:
         return self._sum * math.exp((self._time - now) / DRAIN_WINDOW_S)
 
 
+class _Standing:
+    """Whether some replica can answer requests for a name."""
+
+    __slots__ = ("is_deserted", "turned")
+
+    def __init__(self, now: float) -> None:
+        self.is_deserted = False
+        self.turned = now
+        """When the name last got its first replica or lost its last one."""
+
+
 class Lane:
     """The way in to one service. Times are a monotonic clock's, passed in."""
 
     def __init__(
-        self, model: str, room: Callable[[float], int], bounds: Callable[[], Bounds], now: float
+        self, model: str, room: Callable[[float, str], int], bounds: Callable[[], Bounds], now: float
     ) -> None:
-        """`room(now)` says how many more requests the replicas take now, or raises Unavailable when there is none."""
+        """`room(now, name)` says how many more requests for a name the replicas take now (the empty one is the model
+        itself), or raises Unavailable when none of them can answer it."""
         self._model = model
         self._room = room
         self._bounds = bounds
@@ -79,25 +94,29 @@ class Lane:
         self._allowed = 0
         """`active` may grow to this ..."""
         self._fresh_until = now
-        """... until then."""
-        self._is_deserted = False
-        self._turned = now
-        """When the service last got its first replica or lost its last one."""
+        """... until then ..."""
+        self._allowed_name = ""
+        """... by requests for this name."""
+        self._standings = {"": _Standing(now)}
+        """For the model itself, and each name that is waited for."""
 
     @property
     def waiting(self) -> int:
         return len(self._queue)
 
-    def enter(self, now: float) -> bool:
+    def enter(self, now: float, name: str = "") -> bool:
         """Whether a request is admitted at once; it is counted then. Otherwise it has to `wait`."""
         if self._queue:
-            return False
-        if self.active >= self._allowed or now >= self._fresh_until:
+            if self._queue.oldest_of(name) is not None:
+                return False
+            self._fresh_until = now  # what waits for other names may be about to take what was free
+        if self.active >= self._allowed or now >= self._fresh_until or name != self._allowed_name:
             try:
-                self._allowed = self.active + self._room(now)
+                self._allowed = self.active + self._room(now, name)
             except Unavailable:
                 return False
             self._fresh_until = now + ROOM_MAX_AGE_S
+            self._allowed_name = name
             if self.active >= self._allowed:
                 return False
         self.active += 1
@@ -115,17 +134,19 @@ class Lane:
             Unavailable: the service has no replica, and requests are not held until there is one.
             TooManyRequests: the queue is full.
         """
-        bounds = self._bounds()
-        self._look(now)
-        if self._is_deserted and not bounds.hold_timeout_s:
-            raise self._refusal(now)
+        bounds, name = self._bounds(), waiter.name
+        self._look(now, name)
         try:
+            if self._standings[name].is_deserted and not bounds.hold_timeout_s:
+                raise self._refusal(now, name)
             unlucky = self._queue.push(waiter, bounds.max_entries, bounds.max_bytes)
         except QueueFull:
-            raise self._refusal(now) from None
+            raise self._refusal(now, name) from None
+        finally:
+            self._forget_standings()
         waiter.since = now
         if unlucky is not None:
-            unlucky.refuse(self._refusal(now))
+            unlucky.refuse(self._refusal(now, unlucky.name))
 
     def leave(self, waiter: Waiter) -> None:
         """A waiting request is given up by its client."""
@@ -139,36 +160,53 @@ class Lane:
     def tick(self, now: float) -> None:
         """Admits as many as there is room for and refuses those who have waited too long. Call it when a request has
         ended, and now and then while somebody waits."""
-        room = self._look(now)
-        while room > 0 and self._queue:
+        self._look(now, "")
+        while names := [name for name in self._queue.names if self._look(now, name) > 0]:
+            waiter = self._queue.pop_named(names)
+            assert waiter is not None
             self.active += 1
-            waiter = self._queue.pop()
             waiter.admit()
-            room = self._look(now)
-        bounds = self._bounds()
-        patience_s = bounds.hold_timeout_s if self._is_deserted else bounds.queue_timeout_s
-        while (oldest := self._queue.oldest) is not None:
+        for name in self._queue.names:
+            self._expire(name, now)
+        self._forget_standings()
+
+    def _expire(self, name: str, now: float) -> None:
+        """Refuses those who have waited for `name` for too long."""
+        bounds, standing = self._bounds(), self._standings[name]
+        patience_s = bounds.hold_timeout_s if standing.is_deserted else bounds.queue_timeout_s
+        while (oldest := self._queue.oldest_of(name)) is not None:
             # A replica that comes and goes starts the wait anew, but not for ever.
             last = oldest.since + bounds.hold_timeout_s + bounds.queue_timeout_s
-            if min(last, max(oldest.since, self._turned) + patience_s) > now:
+            if min(last, max(oldest.since, standing.turned) + patience_s) > now:
                 return
             self._queue.remove(oldest)
-            oldest.refuse(self._refusal(now))
+            oldest.refuse(self._refusal(now, name))
 
-    def _look(self, now: float) -> int:
-        """The room there is; notes whether there are replicas at all."""
+    def _look(self, now: float, name: str) -> int:
+        """The room there is for `name`; notes whether there are replicas at all."""
+        standing = self._standings.get(name)
+        if standing is None:
+            standing = self._standings[name] = _Standing(now)
         try:
-            room, is_deserted = self._room(now), False
+            room, is_deserted = self._room(now, name), False
         except Unavailable:
             room, is_deserted = 0, True
-        if is_deserted is not self._is_deserted:
-            self._is_deserted = is_deserted
-            self._turned = now
+        if is_deserted is not standing.is_deserted:
+            standing.is_deserted = is_deserted
+            standing.turned = now
         return room
 
-    def _refusal(self, now: float) -> ApiError:
-        if self._is_deserted:
-            return Unavailable(f"no replica of model {self._model!r} is ready", retry_after_s=1.0)
+    def _forget_standings(self) -> None:
+        """Keeps those of names that are waited for."""
+        if len(self._standings) > 1:
+            waited_for = {"", *self._queue.names}
+            self._standings = {name: kept for name, kept in self._standings.items() if name in waited_for}
+
+    def _refusal(self, now: float, name: str) -> ApiError:
+        standing = self._standings.get(name)
+        if standing is not None and standing.is_deserted:
+            asked = f"{self._model}:{name}" if name else self._model
+            return Unavailable(f"no replica of model {asked!r} is ready", retry_after_s=1.0)
         return TooManyRequests(
             f"model {self._model!r} has more requests than it can take",
             retry_after_s=self._drain.retry_after_s(len(self._queue) + 1, now),

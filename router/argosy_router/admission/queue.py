@@ -10,6 +10,9 @@ over accounts: each has a virtual start; the one that started first goes next an
 One that comes back starts at the virtual time of the one that went last, so idling earns nothing. What leaves without
 having been sent costs its account nothing.
 
+Some entries need a replica that has a certain adapter or alias: their `name`. `pop` is told which names have room, and
+passes over entries of other names. An account whose entries are passed over earns no claim by that.
+
 A full queue does not let one account keep the others out: a newcomer takes the place of the newest entry of the account
 that has most entries for its weight, unless that is its own, or of anybody less urgent.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
+from collections.abc import Collection
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
@@ -47,6 +51,12 @@ class _Flow(Generic[E]):
         """Entries for its weight, with so many more."""
         return (len(self.entries) + more) / self.account.weight
 
+    def first(self, names: Collection[str] | None) -> E | None:
+        """The oldest entry with one of these names; None for `names` is any name."""
+        if names is None:
+            return next(iter(self.entries), None)
+        return next((entry for entry in self.entries if entry.name in names), None)
+
 
 class _Band(Generic[E]):
     """The flows of one priority."""
@@ -71,21 +81,29 @@ class _Band(Generic[E]):
         flow.entries[entry] = None
         self.count += 1
 
-    def pop(self) -> E:
-        """The band must not be empty."""
-        while True:
+    def pop(self, names: Collection[str] | None) -> E | None:
+        """The entry whose turn it is among those with these names, or None if there is none."""
+        passed_over: list[_Flow[E]] = []
+        entry: E | None = None
+        while entry is None and self._order:
             start, _, flow = heappop(self._order)
             flow.is_listed = False
             if not flow.entries:
                 continue
-            if start == flow.start:
-                break
-            self._list(flow)
-        entry, _ = flow.entries.popitem(last=False)
-        self.count -= 1
-        self._virtual = start
-        flow.start += entry.cost / flow.account.weight
-        if flow.entries:
+            if start != flow.start:
+                self._list(flow)
+                continue
+            entry = flow.first(names)
+            if entry is None:
+                passed_over.append(flow)
+                continue
+            del flow.entries[entry]
+            self.count -= 1
+            self._virtual = max(self._virtual, start)
+            flow.start = self._virtual + entry.cost / flow.account.weight
+            if flow.entries:
+                self._list(flow)
+        for flow in passed_over:
             self._list(flow)
         return entry
 
@@ -107,15 +125,26 @@ class FairQueue(Generic[E]):
         self._priorities: list[int] = []
         """Those with entries, most urgent first."""
         self._arrivals: OrderedDict[E, None] = OrderedDict()
+        self._by_name: dict[str, OrderedDict[E, None]] = {}
+        """The entries of each name that some entry has, in the order of arrival."""
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._arrivals)
 
     @property
+    def names(self) -> list[str]:
+        """Those that entries have."""
+        return list(self._by_name)
+
+    @property
     def oldest(self) -> E | None:
         """By arrival, or None when empty."""
         return next(iter(self._arrivals), None)
+
+    def oldest_of(self, name: str) -> E | None:
+        """The entry of this name that arrived first, or None when there is none."""
+        return next(iter(self._by_name.get(name, ())), None)
 
     def push(self, entry: E, max_entries: int, max_bytes: int) -> E | None:
         """Adds an entry. Returns the one that had to make room for it, which is out.
@@ -134,10 +163,23 @@ class FairQueue(Generic[E]):
 
     def pop(self) -> E:
         """Takes the entry whose turn it is. The queue must not be empty."""
-        band = self._bands[self._priorities[0]]
-        entry = band.pop()
-        self._forget(entry, band)
+        entry = self._pop(None)
+        assert entry is not None
         return entry
+
+    def pop_named(self, names: Collection[str]) -> E | None:
+        """Takes the entry whose turn it is among those with one of `names`; None if there is none."""
+        return self._pop(None if len(names) == len(self._by_name) else names)
+
+    def _pop(self, names: Collection[str] | None) -> E | None:
+        """`names` are some of those that entries have; None for all of them."""
+        for priority in self._priorities:
+            band = self._bands[priority]
+            entry = band.pop(names)
+            if entry is not None:
+                self._forget(entry, band)
+                return entry
+        return None
 
     def remove(self, entry: E) -> None:
         """Takes out an entry that waits."""
@@ -152,10 +194,18 @@ class FairQueue(Generic[E]):
             insort(self._priorities, entry.priority)
         band.push(entry)
         self._arrivals[entry] = None
+        namesakes = self._by_name.get(entry.name)
+        if namesakes is None:
+            namesakes = self._by_name[entry.name] = OrderedDict()
+        namesakes[entry] = None
         self.bytes += entry.size
 
     def _forget(self, entry: E, band: _Band[E]) -> None:
         del self._arrivals[entry]
+        namesakes = self._by_name[entry.name]
+        del namesakes[entry]
+        if not namesakes:
+            del self._by_name[entry.name]
         self.bytes -= entry.size
         if not band.count:
             del self._bands[entry.priority]

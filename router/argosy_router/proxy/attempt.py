@@ -97,7 +97,7 @@ class Attempt:
     def abandon(self) -> None:
         """Nobody wants its answer any more, which says nothing about the replica."""
         self.end()
-        self.replica.health.abandoned()
+        self._dispatcher.abandoned(self._call, self.replica)
 
     def pause(self) -> None:
         """The client cannot keep up."""

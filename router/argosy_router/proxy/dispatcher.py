@@ -135,7 +135,7 @@ class Dispatcher:
 
     def hedge(self, call: Call, tried: Sequence[Replica]) -> Choice | None:
         """Who else is asked for an answer that is overdue; None if nobody can be who is well and has room."""
-        if not self._gate.has_room(call.service, self.now()):
+        if not self._gate.has_room(call.service, self.now(), call.prompt.name):
             return None
         try:
             choice = self.choose(call, tried)
@@ -161,10 +161,15 @@ class Dispatcher:
         if isinstance(error, Refused) and error.is_busy:
             self._rest(call, replica, error.retry_after_s)
         if _is_no_fault(error):
-            replica.health.abandoned()
+            self.abandoned(call, replica)
             return
         refused = isinstance(error, ConnectFailed) and error.refused
         self._blame(call, replica, refused=refused)
+
+    def abandoned(self, call: Call, replica: Replica) -> None:
+        """An attempt ended, and says nothing about its replica."""
+        if replica.health.abandoned():
+            call.service.invalidate()
 
     def answered(self, call: Call, replica: Replica, status: int) -> None:
         """The client gets the replica's own answer."""

@@ -61,7 +61,7 @@ class Gate:
         """Waiting streams, in the order of when they next get a comment."""
         self._deadline = Deadline(wheel, self._tick)
         self._is_tick_near = False
-        self._now = time.monotonic
+        self.now = time.monotonic
         self._waits = Histogram(
             "queue_seconds", "Time in the queue, however it ended.", ("model", "outcome"), WAIT_SECONDS
         )
@@ -70,12 +70,24 @@ class Gate:
     def series(self) -> tuple[Series, ...]:
         """What it counts."""
         queued = Reading("gauge", "queued_requests", "Requests in the queue.", ("model",), self._queued)
-        return queued, self._waits, self._limited
+        admitted = Reading(
+            "gauge",
+            "admitted_requests",
+            "Requests past the queue and without an end.",
+            ("model",),
+            self._admitted,
+        )
+        return queued, admitted, self._waits, self._limited
 
     def _queued(self) -> Iterator[tuple[Labels, float]]:
         for service in self._fleet.services.values():
             lane = self._lanes.get(service)
             yield (service.spec.model,), lane.waiting if lane is not None else 0
+
+    def _admitted(self) -> Iterator[tuple[Labels, float]]:
+        for service in self._fleet.services.values():
+            lane = self._lanes.get(service)
+            yield (service.spec.model,), lane.active if lane is not None else 0
 
     def enter(self, exchange: Exchange, client: Client) -> None:
         """Sends a request, or has it wait, or answers why not."""
@@ -88,7 +100,7 @@ class Gate:
                 exchange.refuse(limited)
                 return
         lane = self._lanes.get(service) or self._add_lane(service, now)
-        if lane.enter(now):
+        if lane.enter(now, exchange.call.prompt.name):
             try:
                 exchange.start()
             except (Unavailable, TooManyRequests):  # the last look at the room is a moment old
@@ -107,10 +119,10 @@ class Gate:
         if not self._deadline.is_set:
             self._deadline.set(TICK_S)
 
-    def has_room(self, service: Service, now: float) -> bool:
-        """Whether a service with requests under way takes one more at once, and nobody waits for it."""
+    def has_room(self, service: Service, now: float, name: str = "") -> bool:
+        """Whether a service with requests under way takes one more for `name` at once, and nobody waits for it."""
         try:
-            return not self._lanes[service].waiting and service.room(now) > 0
+            return not self._lanes[service].waiting and service.room(now, name) > 0
         except Unavailable:
             return False
 
@@ -134,7 +146,7 @@ class Gate:
         """A request waits no longer."""
         self._silent.pop(waiting, None)
         model = waiting.exchange.call.service.spec.model
-        waiting.exchange.waited_s = waited_s = self._now() - waiting.since
+        waiting.exchange.waited_s = waited_s = self.now() - waiting.since
         self._waits.observe((model, outcome), waited_s)
 
     def _add_lane(self, service: Service, now: float) -> Lane:
@@ -157,7 +169,7 @@ class Gate:
 
     def _tick(self) -> None:
         self._is_tick_near = False
-        now = self._now()
+        now = self.now()
         busy = [lane for lane in self._lanes.values() if lane.waiting]
         if busy and not self._deadline.is_set:
             self._deadline.set(TICK_S)

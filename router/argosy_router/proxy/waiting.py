@@ -33,7 +33,7 @@ class Waiting(Waiter):
 
     def __init__(self, gate: Gate, lane: Lane, exchange: Exchange, client: Client) -> None:
         call = exchange.call
-        super().__init__(call.account, call.priority, call.expected_tokens, len(call.body))
+        super().__init__(call.account, call.priority, call.expected_tokens, len(call.body), call.prompt.name)
         self.since = exchange.started
         self.exchange = exchange
         self._gate = gate
@@ -47,6 +47,7 @@ class Waiting(Waiter):
         try:
             self.exchange.start()
         except ApiError as error:
+            self._lane.retract(self._gate.now())
             self.exchange.refuse(error)
 
     def refuse(self, error: ApiError) -> None:
