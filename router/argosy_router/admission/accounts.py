@@ -17,6 +17,12 @@ MAX_PRIORITY = (1 << 31) - 1
 """Bound of the request field `priority`."""
 
 
+USUAL_OUTPUT_TOKENS = 256.0
+"""Of an answer without `max_tokens`, until the account's own answers tell: an ordinary chat answer."""
+_LEARNING_RATE = 0.1
+"""Some twenty answers until a new habit is known."""
+
+
 class RateLimited(TooManyRequests):
     """An account is over one of its limits."""
 
@@ -38,6 +44,8 @@ class Account:
         self._limits = RateLimits()
         self._active = 0
         """Requests with an open reservation."""
+        self.usual_output_tokens = USUAL_OUTPUT_TOKENS
+        """Mean output of answers without `max_tokens`; of this key alone, so that other keys cannot drive it up."""
         self.apply(terms, now, secret)
 
     def apply(self, terms: KeyTerms, now: float, secret: bytes = b"") -> None:
@@ -97,6 +105,10 @@ class Account:
         self._limits.take(1, tokens)
         return Reservation(self, tokens, self._limits.header_lines())
 
+    def learn_output(self, tokens: float) -> None:
+        """An answer to a request without `max_tokens` took so many for each of its sequences."""
+        self.usual_output_tokens += _LEARNING_RATE * (tokens - self.usual_output_tokens)
+
     def close(self, requests: int, tokens: int) -> None:
         """For `Reservation` alone: takes the difference to what was reserved."""
         self._active -= 1
@@ -129,9 +141,10 @@ class Reservation:
         self.header_lines = header_lines
         """For the answer: what is left of the limits."""
 
-    def settle(self, tokens: int | None) -> None:
-        """The request is over, having used so many tokens; None leaves it at what was reserved."""
-        self._close(0, 0 if tokens is None else tokens - self._tokens)
+    def settle(self, tokens: int) -> None:
+        """The request is over, having used so many tokens. What it used beyond its reservation is owed: the bucket goes
+        into debt, and nothing passes until that is refilled."""
+        self._close(0, tokens - self._tokens)
 
     def cancel(self) -> None:
         """The request never reached a replica: it counts for nothing."""

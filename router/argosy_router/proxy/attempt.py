@@ -54,6 +54,7 @@ class Attempt:
             self.relay = StreamRelay(transcript, hides_usage=call.hides_usage)
             said = record.resumed_tokens = transcript.num_tokens
         self._charge = choice.replica.load.charge(choice.uncached_tokens + said)
+        self.started = dispatcher.now()
         self.status = 0
         self.headers = b""
         """Lines of the replica's answer as the client gets them."""

@@ -77,6 +77,8 @@ class Books:
         self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
         self._metrics.actual.add(labels, usage.cached_tokens)
         call.service.learn(call.prompt, usage.prompt_tokens)
+        if not call.estimate.has_limit:
+            call.account.learn_output(usage.completion_tokens / call.estimate.sequences)
 
     def counted(self, record: DecisionRecord, tokens: int) -> None:
         """The answer, or what the client has of it, tells no counts; it was sent so many tokens."""

@@ -30,6 +30,7 @@ from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
 from argosy_router.proxy.body import with_another, with_fields
+from argosy_router.proxy.estimate import TokenEstimate, estimate_of
 from argosy_router.proxy.migration import StreamShape, resumable_shape
 from argosy_router.proxy.renaming import Renaming
 from argosy_router.proxy.usage import asking_usage
@@ -53,7 +54,7 @@ class Call:
         "account",
         "body",
         "canary_of",
-        "expected_tokens",
+        "estimate",
         "headers",
         "hides_usage",
         "is_stream",
@@ -76,7 +77,7 @@ class Call:
         body: bytes,
         path: bytes,
         account: Account,
-        expected_tokens: int,
+        estimate: TokenEstimate,
     ) -> None:
         self.service = service
         self.prompt = prompt
@@ -86,8 +87,8 @@ class Call:
         self.body = body
         self.path = path
         self.account = account
-        self.expected_tokens = expected_tokens
-        """Prompt and completion, before either is known."""
+        self.estimate = estimate
+        """What it takes of its key's limits and of the service, before that is known."""
         self.priority = 0
         self.is_stream = False
         self.shape: StreamShape | None = None
@@ -109,9 +110,6 @@ class Call:
 
 SESSION_HEADER = b"x-session-id"
 """The header llm-d's and Dynamo's clients use too."""
-
-EXPECTED_OUTPUT_TOKENS = 256
-"""Of an answer without a limit: an ordinary chat answer. Shares and reservations rest on it until usage is known."""
 
 RoutedEndpoint = Endpoint | Literal["embeddings", "tokenize", "detokenize"]
 
@@ -175,7 +173,7 @@ def decode_call(
         body,
         request.path,
         account,
-        service.estimate_tokens(prompt) + _expected_output_tokens(decoded),
+        estimate_of(decoded, service.estimate_tokens(prompt), account.usual_output_tokens),
     )
     call.priority = priority
     call.is_stream = decoded.stream
@@ -241,13 +239,6 @@ def may_use(account: Account, name: str, service: Service, adapter: str = "") ->
     and one that lists `MODEL:ADAPTER` means the adapter by all its names."""
     model = service.model
     return account.may_use(name, model, service.name, f"{model}:{adapter}" if adapter else name)
-
-
-def _expected_output_tokens(request: ChatCompletionRequest | CompletionRequest) -> int:
-    limit = request.max_tokens
-    if isinstance(request, ChatCompletionRequest):
-        limit = request.max_completion_tokens or limit
-    return (EXPECTED_OUTPUT_TOKENS if limit is None else limit) * (request.n or 1)
 
 
 def unknown_model(name: str) -> NotFound:

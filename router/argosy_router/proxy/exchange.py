@@ -90,6 +90,11 @@ class Exchange:
         """Of the last attempt."""
         return self._attempt.record if self._attempt is not None else None
 
+    @property
+    def sent_at(self) -> float:
+        """When the last attempt began; when the request arrived if there was none."""
+        return self._attempt.started if self._attempt is not None else self.started
+
     # attempts
 
     def start(self) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from argosy_engine.protocol.errors import ApiError, TooManyRequests, Unavailable
+from argosy_engine.protocol.openai import MAX_TOKENS
 from argosy_router.admission.accounts import RateLimited
 from argosy_router.admission.lane import Bounds, Lane
 from argosy_router.fleet import Fleet
@@ -94,7 +95,7 @@ class Gate:
         account, service, now = exchange.call.account, exchange.call.service, exchange.started
         if account.is_limited:
             try:
-                exchange.reservation = account.reserve(exchange.call.expected_tokens, now)
+                exchange.reservation = account.reserve(exchange.call.estimate.total, now)
             except RateLimited as limited:
                 self._limited.add((account.name,))
                 exchange.refuse(limited)
@@ -131,7 +132,7 @@ class Gate:
         reservation = exchange.reservation
         if reservation is not None:
             if exchange.attempts:
-                reservation.settle(_tokens_used(exchange))
+                reservation.settle(_tokens_used(exchange, now))
             else:
                 reservation.cancel()
         if exchange.attempts:
@@ -181,10 +182,15 @@ class Gate:
             self._silent[waiting] = now + self._limits.keep_alive_s
 
 
-def _tokens_used(exchange: Exchange) -> int | None:
-    """What a request that was sent counts for, or None where that is not known: its answer was cut, or tells no
-    usage."""
-    record = exchange.record
+def _tokens_used(exchange: Exchange, now: float) -> int:
+    """What a request that was sent counts for: its usage, an estimate of what was computed for an answer without one,
+    nothing for an error."""
+    record, choice, estimate = exchange.record, exchange.choice, exchange.call.estimate
     if record is not None and record.completion_tokens is not None:
-        return record.prompt_tokens + record.completion_tokens
-    return None if exchange.status in (200, CLIENT_GONE) else 0
+        return estimate.used(record.prompt_tokens, record.completion_tokens)
+    if choice is None or exchange.status not in (200, CLIENT_GONE):
+        return 0
+    replica = choice.replica
+    max_tokens = replica.hello.max_model_len if replica.hello is not None else MAX_TOKENS
+    generating_s = now - exchange.sent_at - choice.predicted_ttft_s
+    return estimate.generated_in(generating_s, replica.load.decode_step_s, max_tokens)

@@ -33,7 +33,7 @@ class Waiting(Waiter):
 
     def __init__(self, gate: Gate, lane: Lane, exchange: Exchange, client: Client) -> None:
         call = exchange.call
-        super().__init__(call.account, call.priority, call.expected_tokens, len(call.body), call.prompt.name)
+        super().__init__(call.account, call.priority, call.estimate.total, len(call.body), call.prompt.name)
         self.since = exchange.started
         self.exchange = exchange
         self._gate = gate

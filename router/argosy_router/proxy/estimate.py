@@ -1,0 +1,86 @@
+"""What a request is expected to take of its key's limits, in tokens.
+
+Owns: the estimate before the answer, and the one for answers that end without telling their usage.
+Must not know: limits, queues, answers.
+
+Before the answer: the prompts, and for each sequence that is generated its `max_tokens`, or what the key's answers
+without one have taken on average. A batch has a sequence for each prompt, times `n`, or times the beam width.
+
+After an answer that was cut: the prompts, and what the replica's rate allows to have been generated since the expected
+first token, up to what was asked for. A client that leaves thus pays for what was computed, and gets the rest back.
+"""
+
+from __future__ import annotations
+
+from argosy_engine.protocol.openai import MAX_TOKENS, ChatCompletionRequest, CompletionRequest
+
+
+class TokenEstimate:
+    """What one request is expected to take."""
+
+    __slots__ = ("beams_per_choice", "has_limit", "output_tokens", "prompt_tokens", "sequences")
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        sequences: int,
+        output_tokens: int,
+        *,
+        has_limit: bool,
+        beams_per_choice: float = 1.0,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        """Of all prompts."""
+        self.sequences = sequences
+        """Generated side by side."""
+        self.output_tokens = output_tokens
+        """Of each sequence."""
+        self.has_limit = has_limit
+        """Whether the request bounds its output."""
+        self.beams_per_choice = beams_per_choice
+        """Sequences computed for each that is returned: a beam search may be wider than its answer."""
+
+    @property
+    def total(self) -> int:
+        """What is reserved."""
+        return self.prompt_tokens + self.sequences * self.output_tokens
+
+    def used(self, prompt_tokens: int, completion_tokens: int) -> int:
+        """What counts for an answer with this usage."""
+        return prompt_tokens + int(completion_tokens * self.beams_per_choice)
+
+    def generated_in(self, seconds: float, decode_step_s: float, max_tokens: int = MAX_TOKENS) -> int:
+        """What counts for a request that was generating for so long, at most `max_tokens` in a sequence, and told no
+        usage. Before its first token the time is not positive."""
+        if seconds <= 0.0:
+            return self.prompt_tokens
+        bound = min(self.output_tokens, max_tokens) if self.has_limit else max_tokens
+        return self.prompt_tokens + self.sequences * min(bound, int(seconds / decode_step_s))
+
+
+def estimate_of(
+    request: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, usual_output_tokens: float
+) -> TokenEstimate:
+    """
+    Args:
+        usual_output_tokens: of an answer without a limit.
+
+    Raises:
+        BadRequest: the prompts of a batch are of different kinds, or too many.
+    """
+    choices = width = request.n or 1
+    prompts = 1
+    limit = request.max_tokens
+    if isinstance(request, CompletionRequest):
+        prompts = len(request.prompts())
+        if request.best_of is not None:
+            width = max(width, request.best_of)
+    else:
+        limit = request.max_completion_tokens or limit
+    return TokenEstimate(
+        prompt_tokens,
+        prompts * width,
+        int(usual_output_tokens) if limit is None else limit,
+        has_limit=limit is not None,
+        beams_per_choice=width / choices,
+    )
