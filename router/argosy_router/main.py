@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import resource
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from argosy_engine.protocol.fleet import RoutingPolicy
+from argosy_engine.protocol.log_format import configure_logging
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.limits import ServerLimits
 from argosy_router.http.seats import SPARE_DESCRIPTORS, default_connections, open_files_limit
@@ -312,11 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     stderr = LineWriter(2)
-    logging.basicConfig(
-        level=arguments.log_level.upper(),
-        handlers=[LineHandler(stderr)],
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    configure_logging(arguments.log_level.upper(), LineHandler(stderr))
     _raise_file_limit()
     try:
         config = config_of(arguments, dict(os.environ))

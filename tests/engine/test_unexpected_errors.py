@@ -11,6 +11,7 @@ import pytest
 from argosy_engine.api.app import Engine, build_app
 from argosy_engine.api.serving import Serving
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.protocol.log_format import MAX_TRACEBACK_BYTES
 
 SECRET = "my diagnosis is"
 
@@ -45,6 +46,27 @@ async def test_it_is_logged_once_and_quotes_no_prompt(stream: bool, caplog: pyte
     assert "KeyError" in text
     assert "in chat_prompt" in text, "the traceback reaches to where it was raised"
     assert SECRET not in caplog.text
+
+
+def recurse(levels: int) -> None:
+    if levels:
+        recurse(levels - 1)
+    raise RecursionError(SECRET)
+
+
+async def test_a_request_too_deep_for_the_stack_is_the_clients_fault() -> None:
+    answer = await answer_of(RecursionError(SECRET), stream=False)
+    assert answer.status_code == 400
+    assert "nested too deeply" in answer.json()["error"]["message"]
+
+
+async def test_the_frames_that_are_logged_are_few(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        recurse(500)
+    except RecursionError as error:
+        await answer_of(error, stream=False)
+    (record,) = (record for record in caplog.records if record.levelno >= logging.ERROR)
+    assert len(record.getMessage()) < MAX_TRACEBACK_BYTES + 1024
 
 
 async def test_what_is_expected_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

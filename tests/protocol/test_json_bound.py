@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_engine.protocol import json_bound
 from argosy_engine.protocol.embeddings import decode_embedding_request
-from argosy_engine.protocol.errors import PayloadTooLarge
+from argosy_engine.protocol.errors import BadRequest, PayloadTooLarge
 from argosy_engine.protocol.json_bound import MAX_VALUES
 from argosy_engine.protocol.openai import decode_request
 
@@ -59,6 +60,38 @@ VALUES = st.recursive(
         | st.dictionaries(st.text(alphabet='b"\\,', max_size=4), inner, max_size=4)
     ),
 )
+
+
+def depth(value: Any) -> int:
+    if not isinstance(value, list | dict):
+        return 0
+    return 1 + max(map(depth, value if isinstance(value, list) else value.values()), default=0)
+
+
+@given(VALUES, st.integers(0, 6))
+def test_only_nested_values_are_too_deep_whatever_strings_contain(value: Any, limit: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_bound, "MAX_DEPTH", limit)
+        for indent in (None, 1):
+            body = json.dumps(value, ensure_ascii=False, indent=indent).encode()
+            assert json_bound.is_too_deep(body) == (depth(value) > limit)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"a": 1, "b": {"c": [[%s]]}}', "b"),
+        (b'{"a]": "[[[", "x\\"y": %s}', 'x\\"y'),
+        (b"[%s]", None),
+        (b'{"a": [' + b"1," * 20_000 + b'2], "b": "' + b"[" * 500 + b'", "c": %s}', "c"),
+        (b'{"a": [' + b"[]," * 20_000 + b'2], "c": %s}', None),
+    ],
+)
+def test_the_field_that_is_too_deep_is_named(body: bytes, field: str | None) -> None:
+    for deep in (b"[" * 200 + b"]" * 200, b'{"k":' * 200 + b"1" + b"}" * 200):
+        with pytest.raises(BadRequest, match="nested too deeply") as caught:
+            json_bound.decode_body(msgspec.json.Decoder(), body % deep)
+        assert caught.value.param == field
 
 
 def separators(value: Any) -> int:

@@ -61,8 +61,9 @@ def test_the_protocol_imports_nothing_heavy() -> None:
     ("body", "param", "message"),
     [
         ("{", None, "not valid JSON"),
-        ("[" * 100_000, None, "Expected `object`"),
-        ('{"messages":[{"role":"user"}],"chat_template_kwargs":{"a":' + "[" * 100_000, None, "nested too deeply"),
+        ("[" * 100_000, None, "nested too deeply"),
+        ("[1]", None, "Expected `object`"),
+        ('{"messages":[{"role":"user"}],"documents":[{"a":' + "[" * 100_000, "documents", "nested too deeply"),
         ('{"messages":[]}', "messages", "length >= 1"),
         ('{"messages":[{"role":1}]}', "messages[0].role", "Expected `str`"),
         ('{"messages":[{"role":"user"}],"n":1.5}', "n", "Expected `int"),

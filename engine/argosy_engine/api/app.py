@@ -10,7 +10,6 @@ import logging
 import re
 import secrets
 import time
-import traceback
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
 
@@ -42,6 +41,7 @@ from argosy_engine.protocol.errors import (
     TooManyRequests,
     Unavailable,
 )
+from argosy_engine.protocol.log_format import format_frames
 from argosy_engine.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -289,8 +289,9 @@ def _stream(events: AsyncGenerator[Any, None], request_id: str) -> WatchedRespon
 def _logged(error: Exception) -> ApiError:
     """`to_api_error`, and a record of what nobody expected, without its message: that may quote a prompt."""
     if not isinstance(error, ApiError | EngineError):
-        frames = "".join(traceback.format_tb(error.__traceback__))
-        logger.error("a request failed with %s\n%s", type(error).__qualname__, frames)
+        logger.error(
+            "a request failed with %s\n%s", type(error).__qualname__, format_frames(error.__traceback__)
+        )
     return to_api_error(error)
 
 

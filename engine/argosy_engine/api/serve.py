@@ -23,6 +23,7 @@ from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.budget import budget_table
 from argosy_engine.protocol.keys import KeyRing
+from argosy_engine.protocol.log_format import configure_logging
 
 logger = logging.getLogger("argosy.api")
 
@@ -36,11 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server; exit code 0 after a drain, 1 when the engine died, 2 for wrong usage."""
     started = time.perf_counter()
     options, args = parse_args(argv)
-    logging.basicConfig(
-        level=options.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging(options.log_level.upper())
     try:
         import uvloop
 
@@ -67,6 +64,7 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float) 
             port=options.port,
             http=BoundedProtocol,
             ws="none",  # the guard knows HTTP only
+            log_config=None,  # its records take our format, too
             log_level="warning",
             access_log=False,
             lifespan="off",

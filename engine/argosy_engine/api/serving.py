@@ -182,6 +182,8 @@ def to_api_error(error: Exception) -> ApiError:
             return Unavailable(f"{error}; retry later", retry_after_s=error.retry_after_s)
         case RequestFailed():
             return InternalError(str(error))
+        case RecursionError():
+            return BadRequest("the request is nested too deeply")
         case EngineDead():
             return Unavailable("the engine is not running; retry", retry_after_s=1.0)
         case _:

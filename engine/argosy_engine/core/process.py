@@ -42,6 +42,7 @@ from argosy_engine.core.messages import (
 )
 from argosy_engine.errors import ConfigError, EngineBusy
 from argosy_engine.executor.lifeline import die_with_parent
+from argosy_engine.protocol.log_format import configure_logging
 from argosy_engine.worker.memory import check_model
 
 logger = logging.getLogger("argosy.core")
@@ -259,7 +260,7 @@ def _exit_with_parent(directory: Path) -> None:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging("INFO")
     # The terminal's Ctrl-C goes to the whole group; the API process decides when the core ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -23,6 +23,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastReader, Framed, ReaderEnds
 from argosy_engine.executor.lifeline import die_with_parent
+from argosy_engine.protocol.log_format import configure_logging
 from argosy_engine.worker.step import GrammarBitmask, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Failure(Struct, array_like=True):
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging("INFO")
     # Ctrl-C goes to the whole group; the core decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -87,7 +87,7 @@ class Census:
             try:
                 response = await fetch(pool, "/v1/models", self._key, TIMEOUT_S)
                 served = _served(msgspec.json.decode(response.body, type=_Models).data)
-            except (UpstreamError, msgspec.MsgspecError) as error:
+            except (UpstreamError, msgspec.MsgspecError, RecursionError) as error:
                 log.debug("replica %s does not tell its models: %s", member.url, error)
                 served = None
             if served is not None and served != self._served.get(member):

@@ -18,6 +18,7 @@ import msgspec
 from argosy_engine import __version__
 from argosy_engine.protocol.errors import (
     ApiError,
+    BadRequest,
     MethodNotAllowed,
     NotFound,
     Unauthorized,
@@ -174,7 +175,10 @@ class RouterApplication:
         trace = None
         if self._tracer is not None:
             trace, request.headers = self._tracer.begin(request.headers, endpoint)
-        call = decode_call(self._fleet, endpoint, request, request_id, account)
+        try:
+            call = decode_call(self._fleet, endpoint, request, request_id, account)
+        except RecursionError:
+            raise BadRequest("the request is nested too deeply") from None
         if trace is not None:
             call.trace = trace
         request.body = b""  # the call has it, rewritten or not: one copy is enough

@@ -115,7 +115,7 @@ class Transcript:
             while (end := events.find(b"\n\n", start)) >= 0:
                 self._read_event(events[start:end])
                 start = end + 2
-        except (msgspec.DecodeError, LookupError, OverflowError, ValueError):
+        except (msgspec.DecodeError, LookupError, OverflowError, RecursionError, ValueError):
             return False
         return start == len(events)
 

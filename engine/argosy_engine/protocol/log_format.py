@@ -1,0 +1,60 @@
+"""The programs' log format: one line per record, tracebacks bounded in frames and bytes.
+
+An error that a client can provoke, a thousand frames deep, must not fill a disk.
+Must not know: what is logged, and where to.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from types import TracebackType
+from typing import TypeAlias
+
+MAX_FRAMES = 24
+"""Innermost frames shown of each exception: of the outer ones, most belong to the server's own machinery."""
+MAX_TRACEBACK_BYTES = 8 * 1024
+"""Of a whole traceback, the exceptions that led to it included."""
+MAX_RECORD_BYTES = 32 * 1024
+"""Of a record with everything in it."""
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_ExcInfo: TypeAlias = (
+    tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+)
+
+
+class BoundedFormatter(logging.Formatter):
+    """Formats records for people; what exceeds the bounds is left out in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__(_FORMAT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _shortened(super().format(record), MAX_RECORD_BYTES)
+
+    def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's name
+        kind, error, frames = ei
+        if kind is None or error is None:
+            return ""
+        lines = traceback.format_exception(kind, error, frames, limit=-MAX_FRAMES)
+        return _shortened("".join(lines).rstrip("\n"), MAX_TRACEBACK_BYTES)
+
+
+def format_frames(frames: TracebackType | None) -> str:
+    """The frames of a traceback without the exception's message, which may quote a prompt; bounded like all others."""
+    return _shortened("".join(traceback.format_tb(frames, limit=-MAX_FRAMES)), MAX_TRACEBACK_BYTES)
+
+
+def configure_logging(level: str, handler: logging.Handler | None = None) -> None:
+    """Sends every logger's records to `handler` (standard error by default) in this format."""
+    handler = handler or logging.StreamHandler()
+    handler.setFormatter(BoundedFormatter())
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def _shortened(text: str, limit: int) -> str:
+    """The text without its middle where it has more characters than `limit`."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n... {len(text) - limit} characters left out ...\n{text[-limit // 2 :]}"

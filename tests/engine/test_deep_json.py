@@ -1,0 +1,184 @@
+"""Deeply nested and odd JSON on every endpoint of a real engine: the client's fault, answered as such."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from argosy_engine.protocol.json_bound import MAX_DEPTH
+from processes import Server, free_port, running
+
+LEVELS = (MAX_DEPTH + 1, 900, 100_000)
+USER = {"role": "user", "content": "Hi"}
+SLOT = '"SLOT"'
+
+FIELDS: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "/v1/chat/completions",
+        "tools",
+        {
+            "messages": [USER],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": "SLOT"}}],
+        },
+    ),
+    ("/v1/chat/completions", "tools", {"messages": [USER], "tools": ["SLOT"]}),
+    ("/v1/chat/completions", "documents", {"messages": [USER], "documents": [{"a": "SLOT"}]}),
+    ("/v1/chat/completions", "documents", {"messages": [USER], "documents": ["SLOT"]}),
+    ("/v1/chat/completions", "messages", {"messages": "SLOT"}),
+    ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "SLOT"}]}),
+    ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": [{"x": "SLOT"}]}]}),
+    (
+        "/v1/chat/completions",
+        "messages",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "SLOT"}}]}]},
+    ),
+    (
+        "/v1/chat/completions",
+        "chat_template_kwargs",
+        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": "SLOT"}},
+    ),
+    ("/v1/chat/completions", "tool_choice", {"messages": [USER], "tool_choice": {"function": "SLOT"}}),
+    ("/v1/chat/completions", "response_format", {"messages": [USER], "response_format": {"a": "SLOT"}}),
+    (
+        "/v1/chat/completions",
+        "structured_outputs",
+        {"messages": [USER], "structured_outputs": {"json": "SLOT"}},
+    ),
+    ("/v1/chat/completions", "unknown", {"messages": [USER], "unknown": "SLOT"}),
+    ("/v1/completions", "prompt", {"prompt": "SLOT"}),
+    ("/v1/completions", "structured_outputs", {"prompt": "a", "structured_outputs": {"json": "SLOT"}}),
+    ("/v1/completions", "response_format", {"prompt": "a", "response_format": {"json_schema": "SLOT"}}),
+    ("/v1/completions", "logit_bias", {"prompt": "a", "logit_bias": "SLOT"}),
+    ("/v1/completions", "vllm_xargs", {"prompt": "a", "vllm_xargs": {"a": "SLOT"}}),
+    ("/v1/embeddings", "input", {"input": "SLOT"}),
+    ("/tokenize", "prompt", {"prompt": "SLOT"}),
+    ("/tokenize", "messages", {"messages": [{"role": "user", "content": "SLOT"}]}),
+    ("/tokenize", "tools", {"messages": [USER], "tools": [{"a": "SLOT"}]}),
+    ("/detokenize", "tokens", {"tokens": "SLOT"}),
+]
+
+
+def arguments(text: str) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    return {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+def nested(levels: int, kind: str) -> str:
+    opening, closing = ("[", "]") if kind == "list" else ('{"a":', "}")
+    return opening * levels + "1" + closing * levels
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log, port = tmp_path_factory.mktemp("deep") / "log", free_port()
+    command = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--port", str(port)]
+    with running(command, log, port=port) as up:
+        yield up
+        text = log.read_text()
+        assert "Traceback" not in text
+        assert "failed with" not in text
+
+
+def ask(server: Server, path: str, body: str) -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    return httpx.post(server.url + path, content=body.encode(), headers=headers, timeout=60)
+
+
+@pytest.mark.parametrize("kind", ["list", "object"])
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize(("path", "field", "body"), FIELDS)
+def test_deep_json_in_a_body_is_refused_and_the_field_named(
+    server: Server, path: str, field: str, body: dict[str, Any], levels: int, kind: str
+) -> None:
+    for stream in (False, True) if path.endswith("completions") else (False,):
+        text = json.dumps({**body, "max_tokens": 1, "stream": stream}).replace(SLOT, nested(levels, kind))
+        answer = ask(server, path, text)
+        error = answer.json()["error"]
+        assert answer.status_code == 400, error
+        assert "nested" in error["message"]
+        assert error["param"] == field
+
+
+@pytest.mark.parametrize("kind", ["list", "object"])
+@pytest.mark.parametrize(("path", "field", "body"), FIELDS)
+def test_the_deepest_body_allowed_never_fails_the_engine(
+    server: Server, path: str, field: str, body: dict[str, Any], kind: str
+) -> None:
+    """It may have the wrong type, but no code behind the bound runs out of stack."""
+    empty = json.dumps({**body, "max_tokens": 1})
+    outer = depth_at_slot(empty)
+    answer = ask(server, path, empty.replace(SLOT, nested(MAX_DEPTH - outer, kind)))
+    assert answer.status_code in (200, 400), answer.text
+    assert "nested too deeply" not in answer.text
+
+
+def depth_at_slot(text: str) -> int:
+    before = text[: text.index(SLOT)]
+    return sum(before.count(mark) for mark in "[{") - sum(before.count(mark) for mark in "]}")
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        ("[" * 100_000, 400, "nested too deeply"),
+        ("[" * 900 + "]" * 900, 400, "nested too deeply"),
+        ('{"a":' * 900 + "1" + "}" * 900, 400, "nested too deeply"),
+        ("[" + "[]," * 2_000_000 + "1]", 413, "JSON values"),
+        ("[1,", 400, "not valid JSON"),
+        (nested(MAX_DEPTH, "list"), 200, ""),
+        ('{"a": "' + "[" * 200 + '"}', 200, ""),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_tool_call_arguments_in_text_have_the_same_bounds(
+    server: Server, path: str, text: str, status: int, message: str
+) -> None:
+    answer = ask(server, path, json.dumps({**arguments(text), "max_tokens": 1}))
+    assert answer.status_code == status, answer.text[:500]
+    if status != 200:
+        error = answer.json()["error"]
+        assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+        assert message in error["message"]
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("field", ["json", "structural_tag"])
+def test_schemas_in_text_have_the_same_bounds(server: Server, field: str, levels: int) -> None:
+    schema = '{"type": "array", "items": ' * levels + "{}" + "}" * levels
+    body = {"prompt": "a", "structured_outputs": {field: schema}}
+    answer = ask(server, "/v1/completions", json.dumps(body))
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == f"structured_outputs.{field}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "[",
+        "{",
+        "]" * 300,
+        "[" * 300,
+        '{"a":' * 300,
+        '{"prompt": "' + "[" * 300,
+        '{"prompt": "' + "\\",
+        '{"prompt": ' + "[}" * 300,
+        "\ufeff{}",
+        '{"prompt": 1e999}',
+        '{"prompt": NaN}',
+        '{"prompt": "\\ud800"}',
+        '{"prompt": ["\\ud800"], "logit_bias": {"x": 1}}',
+        "null",
+        "[]",
+        '"text"',
+    ],
+)
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
+)
+def test_what_is_no_request_is_the_clients_fault(server: Server, path: str, body: str) -> None:
+    assert 400 <= ask(server, path, body).status_code < 500
