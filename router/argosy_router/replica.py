@@ -98,6 +98,11 @@ class Replica:
         return self.hello.model_fingerprint if self.hello is not None and self.link != "foreign" else ""
 
     @property
+    def is_ours(self) -> bool:
+        """Whether the process that answers there has shown itself to be our engine."""
+        return self.hello is not None and self.link != "foreign"
+
+    @property
     def is_synced(self) -> bool:
         return self.link == "synced"
 

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from argosy_engine.protocol.headers import TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
+from argosy_engine.protocol.headers import RESPONSE_ID, TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
 from argosy_engine.protocol.telemetry import FrameReader, Hello, Load, Snapshot, Stored, unpack_u32
 from processes import Server, answers, free_port, running, wait_until
 
@@ -204,6 +204,18 @@ def test_tool_calls_have_openai_shape_or_stay_text(client: openai.OpenAI) -> Non
             json.loads(call.function.arguments)  # type: ignore[union-attr]
     else:
         assert not choice.message.tool_calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_response_ids_are_those_of_the_router_s_request(http: httpx.Client, stream: bool) -> None:
+    """All attempts of a router share them; the id of each attempt is echoed in the header only."""
+    headers = {"x-request-id": "attempt-1", RESPONSE_ID: "job-1"}
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 2, "stream": stream}
+    answer = http.post("/v1/completions", json=body, headers=headers)
+    assert answer.headers["x-request-id"] == "attempt-1"
+    assert '"id":"cmpl-job-1"' in answer.text
+    unsafe = http.post("/v1/completions", json=body, headers={**headers, RESPONSE_ID: '"},{"'})
+    assert '"id":"cmpl-attempt-1"' in unsafe.text
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from argosy_engine.protocol.headers import RESUME
+from argosy_engine.protocol.headers import RESPONSE_ID, RESUME
 
 from .fake_engine import DONE, MODEL, Connection, Received
 
@@ -46,7 +46,7 @@ def events(request: Received) -> list[bytes]:
     with_ids = RESUME in request.headers or body.get("return_token_ids", False)
     assert with_ids or resume is None
     head = {
-        "id": "cmpl-" + request.headers["x-request-id"],
+        "id": "cmpl-" + (request.headers.get(RESPONSE_ID) or request.headers["x-request-id"]),
         "object": "chunk",
         "created": resume["created"] if resume else 1000,
         "model": MODEL,

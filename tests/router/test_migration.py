@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from argosy_engine.protocol.errors import InternalError, Unavailable
 from argosy_engine.protocol.fleet import ServiceLimits
-from argosy_engine.protocol.headers import RESUME
+from argosy_engine.protocol.headers import RESPONSE_ID, RESUME
 from argosy_engine.protocol.openai import CompletionRequest, StreamOptions
 from argosy_router.http.client import ClientLimits
 from argosy_router.proxy import migration
@@ -26,7 +26,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 
 def received(path: str, body: dict[str, Any]) -> Received:
-    headers = {"x-request-id": "same", RESUME: "1"}
+    headers = {RESPONSE_ID: "same", RESUME: "1"}
     return Received("POST", path, headers, json.dumps(body).encode())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from argosy_engine.protocol.headers import RESPONSE_ID
 from argosy_router.config import ConfigError, RouterConfig
 
 from .fake_engine import Connection, FakeEngine, Received, completion
@@ -84,7 +85,7 @@ async def test_a_request_is_one_span_between_client_and_engine(collector: Collec
     assert span.name == "chat/completions"
     assert span.end_time_unix_nano > span.start_time_unix_nano
     values = _values(span.attributes)
-    assert values["gen_ai.response.id"] == passed_on["x-request-id"]
+    assert values["gen_ai.response.id"] == passed_on[RESPONSE_ID]
     expected = {
         "gen_ai.request.model": "tiny",
         "argosy.replica": "r0",

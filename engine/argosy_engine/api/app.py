@@ -158,10 +158,11 @@ def build_app(engine: Engine) -> FastAPI:
         assert isinstance(body, ChatCompletionRequest)
         _check_resume(request, body)
         request_id, serving = _request_id(request, body.request_id), engine.serving
+        response_id = _response_id(request, request_id)
         if body.stream:
-            chunks = chat_stream(serving, body, request_id, len(raw), resumable=_is_resumable(request))
+            chunks = chat_stream(serving, body, response_id, len(raw), resumable=_is_resumable(request))
             return _stream(chunks, request_id)
-        return _answer(chat(serving, body, request_id, len(raw)), request_id)
+        return _answer(chat(serving, body, response_id, len(raw)), request_id)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> WatchedResponse:
@@ -170,16 +171,17 @@ def build_app(engine: Engine) -> FastAPI:
         assert isinstance(body, CompletionRequest)
         _check_resume(request, body)
         request_id, serving = _request_id(request, body.request_id), engine.serving
+        response_id = _response_id(request, request_id)
         if body.stream:
-            chunks = completion_stream(serving, body, request_id, len(raw), resumable=_is_resumable(request))
+            chunks = completion_stream(serving, body, response_id, len(raw), resumable=_is_resumable(request))
             return _stream(chunks, request_id)
-        return _answer(completion(serving, body, request_id, len(raw)), request_id)
+        return _answer(completion(serving, body, response_id, len(raw)), request_id)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> WatchedResponse:
         body = decode_embedding_request(await request.body())
         request_id = _request_id(request, body.request_id)
-        return _answer(embed(engine.serving, body, request_id), request_id)
+        return _answer(embed(engine.serving, body, _response_id(request, request_id)), request_id)
 
     @app.post("/tokenize")
     async def tokenized(request: Request) -> WatchedResponse:
@@ -259,6 +261,12 @@ def _request_id(request: Request, in_body: str | None) -> str:
         if candidate is not None and _REQUEST_ID.fullmatch(candidate):
             return candidate
     return f"{int(time.time()):x}{secrets.token_hex(12)}"
+
+
+def _response_id(request: Request, request_id: str) -> str:
+    """What ids in the response derive from: the same for all attempts that a router makes at one request."""
+    given = request.headers.get(headers.RESPONSE_ID)
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else request_id
 
 
 def _is_resumable(request: Request) -> bool:

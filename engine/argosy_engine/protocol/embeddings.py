@@ -11,10 +11,17 @@ from msgspec import Meta, Struct
 
 from argosy_engine.protocol.errors import BadRequest
 from argosy_engine.protocol.json_bound import decode_body
-from argosy_engine.protocol.openai import MAX_REQUEST_ID, MAX_TOKENS, CompletionRequest, ModelField, TokenId
+from argosy_engine.protocol.openai import (
+    MAX_REQUEST_ID,
+    MAX_TOKENS,
+    CompletionRequest,
+    InternalFields,
+    ModelField,
+    TokenId,
+)
 
 
-class EmbeddingRequest(Struct, kw_only=True, omit_defaults=True):
+class EmbeddingRequest(InternalFields, kw_only=True, omit_defaults=True):
     input: (
         str
         | Annotated[

@@ -29,6 +29,10 @@ INTERNAL_PREFIX: Final = "x-argosy-internal-"
 RESUME: Final = INTERNAL_PREFIX + "resume"
 """Request: the sender can resume a stream: chunks carry `token_ids`, and the body's `resume` is the sender's own."""
 
+RESPONSE_ID: Final = INTERNAL_PREFIX + "response-id"
+"""Request: what response ids and tool call ids derive from. All attempts at one client request have the same, so that a
+stream another engine goes on with keeps its ids; `x-request-id` differs in each."""
+
 TELEMETRY_PATH: Final = "/internal/telemetry"
 TELEMETRY_CONTENT_TYPE: Final = "application/vnd.argosy.telemetry"
 """Content type of the telemetry stream. A replica that answers anything else is not one of ours."""

@@ -25,6 +25,10 @@ MAX_DEPTH = 128
 """Levels of lists and objects; serde_json, and with it every router and gateway written in Rust, has the same. A tool's
 schema takes three levels per level of its arguments. Python's stack has 1000 frames, and `copy.deepcopy`, for one,
 takes three per level."""
+
+_ONLY_NULL = "Expected `null`, "
+"""How a message about a field begins that takes no value (`openai.InternalFields`)."""
+
 MAX_VALUES = 1 << 20
 """A prompt of a million token ids. Ten million empty lists fit into the largest body and take seconds to decode, which
 a thread would not help: the decoder keeps the interpreter's lock."""
@@ -51,7 +55,10 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at ")
-        raise BadRequest(message, param=path.partition("$.")[2].rstrip("`") or None) from None
+        param = path.partition("$.")[2].rstrip("`")
+        if message.startswith(_ONLY_NULL):
+            message = f"{param} is internal to engines and refused from clients"
+        raise BadRequest(message, param=param or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"request body is not valid JSON: {str(error)[:200]}") from None
     except RecursionError:  # called with hardly any stack left

@@ -80,7 +80,24 @@ class Resume(Struct, kw_only=True, omit_defaults=True):
     choices: Annotated[list[ResumedChoice], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
-class GenerationRequest(Struct, kw_only=True, omit_defaults=True):
+class InternalFields(Struct, kw_only=True, omit_defaults=True):
+    """Fields by which engines, and routers in front of them, direct each other: transfers of KV caches, ranks, adapters
+    by path, sessions, code. Any value but null is refused, so that no client has an engine do it."""
+
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    bootstrap_host: None = None
+    bootstrap_port: None = None
+    bootstrap_room: None = None
+    data_parallel_rank: None = None
+    routed_dp_rank: None = None
+    disagg_prefill_dp_rank: None = None
+    lora_path: None = None
+    session_params: None = None
+    custom_logit_processor: None = None
+
+
+class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     """Fields that chat completions and completions share. `None` means: the model's generation config decides."""
 
     model: ModelField = ""

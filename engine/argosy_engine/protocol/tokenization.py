@@ -11,12 +11,13 @@ from argosy_engine.protocol.json_bound import decode_body
 from argosy_engine.protocol.openai import (
     MAX_TOKENS,
     ChatCompletionRequest,
+    InternalFields,
     ModelField,
     TokenId,
 )
 
 
-class TextTokenizeRequest(Struct, kw_only=True):
+class TextTokenizeRequest(InternalFields, kw_only=True):
     prompt: str
     model: ModelField = ""
     add_special_tokens: bool = True
@@ -29,7 +30,7 @@ class ChatTokenizeRequest(ChatCompletionRequest, kw_only=True, omit_defaults=Tru
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Struct, kw_only=True):
+class DetokenizeRequest(InternalFields, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     model: ModelField = ""
 
@@ -46,7 +47,7 @@ class DetokenizeResponse(Struct, frozen=True, kw_only=True):
     prompt: str
 
 
-class _Form(Struct):
+class _Form(InternalFields):
     """Which of the two requests it is, and whose."""
 
     model: ModelField = ""

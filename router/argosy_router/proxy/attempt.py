@@ -118,10 +118,15 @@ class Attempt:
             return
         self._connection = connection
         call, transcript = self._call, self.transcript
+        self.record.upstream_id = upstream_id = self._dispatcher.upstream_ids.next()
+        if not self.replica.is_ours:
+            call.reduce_body()
         body = call.body if transcript is None else transcript.continuing(call.body)
         connection.send(
             self,
-            self._dispatcher.request_head(call, self.replica, len(body), is_resumable=bool(self.fingerprint)),
+            self._dispatcher.request_head(
+                call, self.replica, upstream_id, len(body), is_resumable=bool(self.fingerprint)
+            ),
             self._dispatcher.first_byte_timeout_s(call, self.choice),
             body=body,
         )

@@ -3,23 +3,26 @@
 Owns: what the router needs to know about a request after reading it. Must not know: connections, replicas.
 Invariant: the body that is forwarded is the client's own bytes, except for the value of `model` where the engine
 would not know the name the client used, of `priority` where the client's key or the engine has a say in it, of
-`cache_salt` where the key's cache is private, and of `stream_options` where a stream would not tell its usage.
+`cache_salt` where the key's cache is private, and of `stream_options` where a stream would not tell its usage. Towards
+engines that are not ours it also lacks the fields that `foreign_body` does not list.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from argosy_engine.protocol.embeddings import decode_embedding_request
 from argosy_engine.protocol.errors import BadRequest, NotFound
+from argosy_engine.protocol.headers import RESPONSE_ID
 from argosy_engine.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     Endpoint,
     GenerationRequest,
+    InternalFields,
     StreamOptions,
     decode_request,
 )
@@ -31,6 +34,7 @@ from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
 from argosy_router.proxy.body import with_another, with_fields
 from argosy_router.proxy.estimate import TokenEstimate, estimate_of
+from argosy_router.proxy.foreign_body import foreign_body
 from argosy_router.proxy.migration import StreamShape, resumable_shape
 from argosy_router.proxy.renaming import Renaming
 from argosy_router.proxy.usage import asking_usage
@@ -57,6 +61,8 @@ class Call:
         "estimate",
         "headers",
         "hides_usage",
+        "internal_headers",
+        "is_for_any_engine",
         "is_stream",
         "path",
         "priority",
@@ -83,8 +89,12 @@ class Call:
         self.prompt = prompt
         self.request_id = request_id
         self.headers = headers
-        """Lines as every replica gets them, without the length."""
+        """Lines as every replica gets them, without ids and the length."""
+        self.internal_headers = b"%b: %b\r\n" % (_RESPONSE_ID, request_id)
+        """Lines that our own engines get besides."""
         self.body = body
+        self.is_for_any_engine = False
+        """Whether `body` has been reduced to what engines of another make get."""
         self.path = path
         self.account = account
         self.estimate = estimate
@@ -102,14 +112,24 @@ class Call:
         self.trace: Trace | None = None
         """Where requests are traced."""
 
+    def reduce_body(self) -> None:
+        """Leaves of the body what engines of another make get. Ours would ignore the rest."""
+        if not self.is_for_any_engine:
+            self.is_for_any_engine = True
+            self.body = foreign_body(self.body)
+
     @property
     def key_name(self) -> str:
         """Name of the client's API key; empty where no keys are needed."""
         return self.account.name
 
 
+_RESPONSE_ID: Final = RESPONSE_ID.encode()
+
 SESSION_HEADER = b"x-session-id"
 """The header llm-d's and Dynamo's clients use too."""
+
+_INTERNAL: Final = frozenset(InternalFields.__struct_fields__)
 
 RoutedEndpoint = Endpoint | Literal["embeddings", "tokenize", "detokenize"]
 
@@ -134,6 +154,8 @@ def decode_call(
     decoded = _decode(endpoint, body)
     if decoded.resume is not None:
         raise BadRequest("resume is an internal field", param="resume")
+    if decoded.vllm_xargs and not _INTERNAL.isdisjoint(decoded.vllm_xargs):
+        raise BadRequest("vllm_xargs has a field that is internal to engines", param="vllm_xargs")
     service, adapter = find_service(fleet, decoded)
     if not may_use(account, decoded.model, service, adapter):
         raise unknown_model(decoded.model)
@@ -169,7 +191,7 @@ def decode_call(
         service,
         prompt,
         request_id,
-        b"%bx-request-id: %b\r\n" % (headers.forwarded(request.headers), request_id),
+        headers.forwarded(request.headers),
         body,
         request.path,
         account,

@@ -21,7 +21,7 @@ client left before."""
 FIELDS = (
     *("time", "request_id", "model", "replica", "reason", "attempt", "prompt_tokens"),
     *("predicted_cached_tokens", "predicted_ttft_s", "cost_s", "mode", "resumed_tokens"),
-    *("hedge", "status", "cached_tokens", "completion_tokens", "ttft_s"),
+    *("hedge", "status", "cached_tokens", "completion_tokens", "ttft_s", "upstream_id"),
 )
 
 
@@ -70,9 +70,13 @@ class DecisionRecord:
         """By the same usage; where there is none, what a stream's client was sent."""
         self.ttft_s: float | None = None
         """Streams only."""
+        self.upstream_id = b""
+        """What the engine, and its log, call the attempt; empty until it is sent."""
 
     def as_dict(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in FIELDS}
+        values: dict[str, object] = {name: getattr(self, name) for name in FIELDS}
+        values["upstream_id"] = self.upstream_id.decode()
+        return values
 
 
 class DecisionLog:

@@ -26,6 +26,7 @@ from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.gate import Gate
 from argosy_router.proxy.hedging import Hedging
 from argosy_router.proxy.retry import RetryBudget
+from argosy_router.proxy.upstream_ids import UpstreamIds
 from argosy_router.proxy.usage import TokenUsage
 from argosy_router.proxy.verdict import CONSECUTIVE_ERRORS, Refused, is_fault
 from argosy_router.replica import Replica
@@ -69,6 +70,7 @@ class Dispatcher:
         self.now = time.monotonic
         """Not the loop's clock, which stands still between turns and counts milliseconds."""
         self._budget = RetryBudget(self.now())
+        self.upstream_ids = UpstreamIds()
         self.inflight = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -109,16 +111,21 @@ class Dispatcher:
         call.service.dispatched(choice, call.prompt, self.now())
         return self._books.dispatched(call, choice, attempt)
 
-    def request_head(self, call: Call, replica: Replica, body_bytes: int, *, is_resumable: bool) -> bytes:
+    def request_head(
+        self, call: Call, replica: Replica, upstream_id: bytes, body_bytes: int, *, is_resumable: bool
+    ) -> bytes:
         """Everything before the body."""
         key = f"authorization: Bearer {call.service.key}\r\n".encode("latin-1") if call.service.key else b""
         resume = _RESUME if is_resumable else b""
-        return b"POST %b HTTP/1.1\r\nhost: %b\r\n%b%b%bcontent-length: %d\r\n\r\n" % (
+        internal = call.internal_headers if replica.is_ours else b""
+        return b"POST %b HTTP/1.1\r\nhost: %b\r\n%b%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             call.path,
             replica.pool.authority_bytes,
             key,
             resume,
+            internal,
             call.headers,
+            upstream_id,
             body_bytes,
         )
 

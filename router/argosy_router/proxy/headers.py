@@ -1,8 +1,8 @@
 """Which headers cross the router, and request ids.
 
 Owns: header rules of both directions. Must not know: routing.
-Invariant: nothing a client sends can look like the router's own word to an engine, and nothing an engine sends can
-look like the router's own word to a client.
+Invariant: only the headers listed here cross the router. So nothing a client sends can look like the word of a router
+to an engine, ours or another make's (`x-data-parallel-rank`), and nothing an engine sends like ours to a client.
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ import secrets
 from itertools import count
 from typing import Final
 
-from argosy_router.http.messages import HOP_BY_HOP, Headers, connection_options, render_headers
+from argosy_router.http.messages import Headers, connection_options, render_headers
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-_NOT_FORWARDED: Final = HOP_BY_HOP | {
-    b"accept-encoding",  # answers are read for usage and event boundaries: no compression inside the fleet
-    b"api-key",  # like x-api-key a credential, by the name another service has for it
-    b"authorization",  # the client's key is for us; the engine gets its own
-    b"content-length",
-    b"cookie",
-    b"expect",
-    b"forwarded",
-    b"host",
-    b"via",
-    b"x-api-key",
-    b"x-request-id",
-    b"x-real-ip",
-}
-_NOT_RETURNED: Final = HOP_BY_HOP | {b"content-length", b"server", b"set-cookie", b"x-request-id"}
-_RESERVED: Final = (b"x-argosy-", b"x-forwarded-", b"x-ratelimit-")
+_FORWARDED: Final = frozenset((b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"))
+"""Towards engines: what describes the body and the answer, trace context, and who asks, for the engine's log. Not
+`accept-encoding`: answers are read for usage and event boundaries."""
+_RETURNED: Final = frozenset(
+    (
+        b"cache-control",
+        b"content-encoding",
+        b"content-language",
+        b"content-type",
+        b"date",
+        b"openai-model",
+        b"openai-processing-ms",
+        b"openai-version",
+        b"retry-after",
+        b"retry-after-ms",
+        b"x-accel-buffering",
+        b"x-should-retry",
+    )
+)
+"""Towards clients: what describes the body, and what OpenAI's SDKs and proxies in front of the router obey."""
 
 _process: Final = secrets.token_hex(8).encode()
 _numbers: Final = count(1)
@@ -45,24 +49,14 @@ def request_id(sent: bytes | None) -> bytes:
 
 def forwarded(headers: Headers) -> bytes:
     """A client's headers as an engine gets them."""
-    return _without(headers, _NOT_FORWARDED)
+    return _only(headers, _FORWARDED)
 
 
 def returned(headers: Headers) -> bytes:
     """An engine's headers as the client gets them."""
-    return _without(headers, _NOT_RETURNED)
+    return _only(headers, _RETURNED)
 
 
-def _without(headers: Headers, dropped: frozenset[bytes]) -> bytes:
+def _only(headers: Headers, names: frozenset[bytes]) -> bytes:
     options = connection_options(headers)
-    return render_headers(
-        [
-            (name, value)
-            for name, value in headers
-            if name not in dropped and name not in options and not _is_reserved(name)
-        ]
-    )
-
-
-def _is_reserved(name: bytes) -> bool:
-    return name.startswith(b"x-") and name.startswith(_RESERVED)  # few names get as far as the second
+    return render_headers([(name, value) for name, value in headers if name in names and name not in options])

@@ -1,0 +1,78 @@
+"""Which fields of a request reach an engine that is not ours.
+
+Owns: that list. Must not know: what the fields mean to an engine.
+
+Other makes of engine take fields by which a router of theirs directs them: where to fetch a KV cache, which rank
+computes, which adapter to load, whose session to go on with, which id to abort by. So only documented fields of a
+client's request pass: OpenAI's, and vLLM's and SGLang's for sampling, templates and output. All others are dropped, as
+engines themselves ignore fields they do not know: clients send many fields of other vendors, and refusing those would
+break them. Fields known to be internal are refused by name (`protocol.openai.InternalFields`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+_OPENAI: Final = frozenset(
+    (
+        *(
+            "best_of",
+            "dimensions",
+            "echo",
+            "encoding_format",
+            "frequency_penalty",
+            "function_call",
+            "functions",
+        ),
+        *("input", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "messages", "metadata"),
+        *("modalities", "model", "n", "parallel_tool_calls", "prediction", "presence_penalty", "prompt"),
+        *("prompt_cache_key", "reasoning_effort", "response_format", "safety_identifier", "seed"),
+        *(
+            "service_tier",
+            "stop",
+            "store",
+            "stream",
+            "stream_options",
+            "suffix",
+            "temperature",
+            "tool_choice",
+        ),
+        *("tools", "top_logprobs", "top_p", "user", "verbosity", "web_search_options"),
+    )
+)
+_VLLM: Final = frozenset(
+    (
+        *("add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt"),
+        *("chat_template", "chat_template_kwargs", "continue_final_message", "documents", "guided_choice"),
+        *("guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex"),
+        *("guided_whitespace_pattern", "ignore_eos", "include_reasoning", "include_stop_str_in_output"),
+        *("length_penalty", "logprob_token_ids", "min_p", "min_tokens", "mm_processor_kwargs", "normalize"),
+        *("priority", "prompt_logprobs", "repetition_detection", "repetition_penalty", "return_prompt_text"),
+        *("return_token_ids", "return_token_offsets", "return_token_strs", "return_tokens_as_token_ids"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids", "stream_interval"),
+        *("structural_tag", "structured_outputs", "thinking_token_budget", "tokens", "top_k"),
+        *("truncate_prompt_tokens", "truncation_side", "use_beam_search", "vllm_xargs"),
+    )
+)
+"""Not among them: `prompt_embeds` (a pickled tensor), `media_io_kwargs` (options of decoders), `request_id`."""
+_SGLANG: Final = frozenset(
+    (
+        *("ebnf", "json_schema", "no_stop_trim", "reasoning", "regex", "return_prompt_token_ids"),
+        *("separate_reasoning", "stop_regex", "stream_reasoning", "task"),
+    )
+)
+"""Not among them: `input_ids` of a chat (the router could not tell its prefix), `extra_key`, `rid`, `session_id`, and
+what makes answers large (`return_hidden_states`, `return_routed_experts`)."""
+FOREIGN_FIELDS: Final = _OPENAI | _VLLM | _SGLANG
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def foreign_body(body: bytes) -> bytes:
+    """The JSON object `body` with known fields only; itself where it has no others."""
+    fields = _fields.decode(body)
+    if FOREIGN_FIELDS.issuperset(fields):
+        return body
+    return msgspec.json.encode({name: value for name, value in fields.items() if name in FOREIGN_FIELDS})
