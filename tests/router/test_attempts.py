@@ -143,9 +143,9 @@ async def die_on_request(connection: Connection, request: Received) -> None:
 async def test_a_stale_connection_is_retried_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "FLOOR_PER_S", 0.0)
     monkeypatch.setattr(retry, "RATIO", 0.0)
+    monkeypatch.setattr(retry, "MAX_CREDIT", 5.0)
     engine = FakeEngine(script=die_on_request)
     async with rig([engine]) as r:
-        r.router.dispatcher._budget._credit = 5.0
         for _ in range(20):
             assert (await r.chat("warm")).status_code == 200
             assert (await r.chat("kill")).status_code == 502

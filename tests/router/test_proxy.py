@@ -22,6 +22,7 @@ from argosy_engine.protocol.keys import internal_key
 from argosy_engine.protocol.openai import decode_request
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits
+from argosy_router.proxy import retry
 from argosy_router.proxy.relay import MAX_BUFFERED_BYTES
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
@@ -445,11 +446,11 @@ async def test_each_attempt_goes_to_another_replica() -> None:
         assert sorted(len(engine.requests) for engine in engines) == [0, 0, 1, 1, 1]
 
 
-async def test_the_retry_budget_ends_retries() -> None:
+async def test_the_retry_budget_ends_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FLOOR_PER_S", 0.0)
+    monkeypatch.setattr(retry, "MAX_CREDIT", 3.0)
     engines = [FakeEngine(script=unavailable) for _ in range(2)]
     async with rig(engines) as r:
-        r.router.dispatcher._budget._credit = 3.0
-        r.router.dispatcher._budget._time = r.router.dispatcher.now() + 3600  # no refill
         for _ in range(20):
             assert (await r.chat()).status_code == 429
         assert r.metric("retries_total") <= 3 + 20 * 0.2

@@ -87,8 +87,9 @@ async def test_a_replica_that_always_fails_does_not_attract_the_traffic() -> Non
         await asyncio.gather(*map(ask, range(workers)))
         assert r.replica(0).health.is_ejected
         # Until the ejection each worker may have one more under way; then one probe at a time.
-        assert statuses[500] < CONSECUTIVE_ERRORS + 2 * workers
-        assert r.metric('upstream_failures_total{model="tiny",reason="status",replica="r0"}') == statuses[500]
+        failures = r.metric('upstream_failures_total{model="tiny",reason="status",replica="r0"}')
+        assert CONSECUTIVE_ERRORS <= failures < CONSECUTIVE_ERRORS + 2 * workers
+        assert statuses == {200: 10 * workers}, "another one answered"
 
 
 async def test_one_requests_error_is_the_clients_and_ejects_nobody() -> None:
@@ -102,7 +103,7 @@ async def test_one_requests_error_is_the_clients_and_ejects_nobody() -> None:
             assert (await r.chat("good")).status_code == 200
             assert (await r.chat("good")).status_code == 200
         assert not any(replica.health.is_ejected for replica in r.router.fleet.replicas())
-        assert r.metric("retries_total") == 0
+        assert r.metric("retries_total") == 2 * CONSECUTIVE_ERRORS, "each was tried once more"
 
 
 async def test_errors_do_not_end_an_ejection() -> None:

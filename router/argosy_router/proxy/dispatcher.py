@@ -25,12 +25,12 @@ from argosy_router.proxy.decisions import DecisionRecord, HedgeOutcome
 from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.gate import Gate
 from argosy_router.proxy.hedging import Hedging
-from argosy_router.proxy.retry import RetryBudget
+from argosy_router.proxy.retry import KEPT_CREDIT, RetryBudget
 from argosy_router.proxy.upstream_ids import UpstreamIds
 from argosy_router.proxy.usage import TokenUsage
-from argosy_router.proxy.verdict import CONSECUTIVE_ERRORS, Refused, is_fault
+from argosy_router.proxy.verdict import CONSECUTIVE_ERRORS, Refused, is_error, is_fault
 from argosy_router.replica import Replica
-from argosy_router.service import Choice
+from argosy_router.service import Choice, Service
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Dispatcher:
         self._request_timeout_s = request_timeout_s
         self.now = time.monotonic
         """Not the loop's clock, which stands still between turns and counts milliseconds."""
-        self._budget = RetryBudget(self.now())
+        self._budgets: dict[Service, RetryBudget] = {}
         self.upstream_ids = UpstreamIds()
         self.inflight = 0
         self.idle = asyncio.Event()
@@ -77,17 +77,20 @@ class Dispatcher:
 
     def begin(self, exchange: Exchange, client: Client) -> None:
         """A request was accepted; `finished` ends it."""
-        self._budget.earn()
+        self._budget(exchange.call.service).earn()
         if not self.inflight:
             self.idle.clear()
         self.inflight += 1
         client.attach(exchange)
         self._gate.enter(exchange, client)
 
-    def choose(self, call: Call, tried: Sequence[Replica], fingerprint: str = "") -> Choice:
+    def choose(
+        self, call: Call, tried: Sequence[Replica], fingerprint: str = "", *, is_admitted: bool = False
+    ) -> Choice:
         """
         Args:
             fingerprint: of the model that must go on with a stream, which was admitted before; empty for any.
+            is_admitted: the request has left the seat that it had; the in-flight limit does not stop it.
 
         Raises:
             ApiError: no replica can take the request.
@@ -102,7 +105,7 @@ class Dispatcher:
             self._fleet.rng,
             tried,
             self._fleet.policy,
-            is_admitted=bool(fingerprint),
+            is_admitted=is_admitted or bool(fingerprint),
         )
         self._metrics.decision.observe((), self.now() - started)
         return choice
@@ -135,8 +138,17 @@ class Dispatcher:
             return whole
         return min(whole, max(self._first_byte_timeout_s, TTFT_FACTOR * choice.predicted_ttft_s))
 
-    def may_retry(self) -> bool:
-        return self._budget.spend(self.now())
+    def may_retry(self, call: Call, *, is_error: bool = False) -> bool:
+        """Takes a retry from the service's budget; `is_error` for a request that an engine answered with an error."""
+        return self._budget(call.service).spend(self.now(), keep=KEPT_CREDIT if is_error else 0.0)
+
+    def _budget(self, service: Service) -> RetryBudget:
+        budget = self._budgets.get(service)
+        if budget is None:
+            for gone in set(self._budgets).difference(self._fleet.services.values()):
+                del self._budgets[gone]
+            budget = self._budgets[service] = RetryBudget(self.now())
+        return budget
 
     # hedging
 
@@ -163,10 +175,14 @@ class Dispatcher:
         self._metrics.retries.add((call.service.spec.model, reason))
 
     def attempt_failed(self, call: Call, replica: Replica, error: UpstreamError) -> None:
+        """An attempt gave no answer. Whose fault an open error is, `found_at_fault` or `abandoned` will tell."""
         self._metrics.failures.add((call.service.spec.model, replica.name, error.reason))
         log.info("replica %s failed a request: %s (%s)", replica.name, error.reason, error)
-        if isinstance(error, Refused) and error.is_busy:
-            self._rest(call, replica, error.retry_after_s)
+        if isinstance(error, Refused):
+            if error.is_open:
+                return
+            if error.is_busy:
+                self._rest(call, replica, error.retry_after_s)
         if _is_no_fault(error):
             self.abandoned(call, replica)
             return
@@ -178,12 +194,13 @@ class Dispatcher:
         if replica.health.abandoned():
             call.service.invalidate()
 
-    def answered(self, call: Call, replica: Replica, status: int) -> None:
-        """The client gets the replica's own answer."""
-        if is_fault(status):
-            self._metrics.failures.add((call.service.spec.model, replica.name, "status"))
-            self._blame(call, replica, after=CONSECUTIVE_ERRORS)
-        elif replica.health.succeeded():
+    def found_at_fault(self, call: Call, replica: Replica, status: int) -> None:
+        """The replica answered with this error, and another one could answer the same request."""
+        self._blame(call, replica, after=CONSECUTIVE_ERRORS if is_error(status) else CONSECUTIVE_FAILURES)
+
+    def answered(self, replica: Replica) -> None:
+        """The client gets the replica's own answer, which is whole and no error."""
+        if replica.health.succeeded():
             self._fleet.changed()
 
     def _blame(

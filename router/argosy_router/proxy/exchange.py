@@ -36,7 +36,7 @@ from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.migration import Transcript
 from argosy_router.proxy.relay import StreamRelay, UnaryRelay
-from argosy_router.proxy.verdict import Refused, is_fault, refusal
+from argosy_router.proxy.verdict import EngineError, Refused, Suspects, is_error, refusal
 from argosy_router.replica import Replica
 from argosy_router.service import Choice
 
@@ -77,6 +77,7 @@ class Exchange:
         """The one beside it, until one of the two answers or fails."""
         self._tried: list[Replica] = []
         """Since the client was last sent something."""
+        self._suspects = Suspects()
         self._is_over = False
         self._is_started = False
 
@@ -132,6 +133,8 @@ class Exchange:
             return
         attempt.end()
         self._dispatcher.attempt_failed(self.call, attempt.replica, error)
+        if isinstance(error, Refused) and error.is_open:
+            self._suspects.add(attempt.replica, error.status)
         if self._hedge is not None:
             self._leave_to_other(attempt, self._hedge)
         elif self._is_started:
@@ -142,12 +145,14 @@ class Exchange:
     def _may_reconnect(self, replica: Replica) -> bool:
         """Whether the same replica is asked again: a kept connection that dies at once is rarely its fault."""
         allowed = MAX_ATTEMPTS + self.migrations
-        return replica.is_routable and self.attempts < allowed and self._dispatcher.may_retry()
+        return replica.is_routable and self.attempts < allowed and self._dispatcher.may_retry(self.call)
 
     def _retry(self, error: UpstreamError) -> None:
         """Nothing has been answered yet: another replica may."""
-        following = self._another() if self.attempts < MAX_ATTEMPTS else None
-        if following is not None and self._dispatcher.may_retry():
+        may_go_on = self.attempts < MAX_ATTEMPTS and not self._suspects.is_request_at_fault
+        is_error = isinstance(error, Refused) and error.is_open
+        following = self._another(is_admitted=is_error) if may_go_on else None
+        if following is not None and self._dispatcher.may_retry(self.call, is_error=is_error):
             self._dispatcher.retried(self.call, error.reason)
             self._attempt = self._send_to(following)
         else:
@@ -172,23 +177,25 @@ class Exchange:
 
     def _successor(self, fingerprint: str) -> Choice | None:
         """Whoever may go on with the stream."""
-        if self.migrations >= MAX_MIGRATIONS:
+        if self.migrations >= MAX_MIGRATIONS or self._suspects.is_request_at_fault:
             return None
         successor = self._another(fingerprint)
-        if successor is None or (self.migrations and not self._dispatcher.may_retry()):
+        if successor is None or (self.migrations and not self._dispatcher.may_retry(self.call)):
             return None
         return successor
 
-    def _another(self, fingerprint: str = "") -> Choice | None:
+    def _another(self, fingerprint: str = "", *, is_admitted: bool = False) -> Choice | None:
         """The next replica to try; None leaves it at the error at hand."""
         try:
-            return self._dispatcher.choose(self.call, self._tried, fingerprint)
+            return self._dispatcher.choose(self.call, self._tried, fingerprint, is_admitted=is_admitted)
         except ApiError:
             return None
 
     def _give_up(self, error: UpstreamError) -> None:
         model = self.call.service.spec.model
-        if isinstance(error, Refused) and error.is_busy:
+        if isinstance(error, EngineError):
+            self._answer(error.status, error.head, error.body)
+        elif isinstance(error, Refused) and error.is_busy:
             message = f"the replicas of model {model!r} take no more requests"
             self._answer_error(TooManyRequests(message, retry_after_s=error.retry_after_s))
         elif isinstance(error, FirstByteTimeout):
@@ -237,6 +244,8 @@ class Exchange:
         if self._hedge is not None:
             self._win(attempt, self._hedge)
         attempt.answers()
+        if attempt.status < 400:
+            self._find_at_fault()
         self._tried = [attempt.replica]
         if self._is_started:
             self._dispatcher.migrated(self.call, "resumed")
@@ -258,19 +267,28 @@ class Exchange:
             self._end()
         elif (refused := refusal(status, attempt.headers)) is not None:
             self.on_attempt_failed(attempt, refused)
-        elif hedge is not None and is_fault(status):
-            self._settle(attempt)
-            self._leave_to_other(attempt, hedge)
+        elif is_error(status):
+            self.on_attempt_failed(attempt, EngineError(status, attempt.headers, rest))
         else:
             if hedge is not None:
                 self._win(attempt, hedge)
             self._settle(attempt)
+            if status < 400:
+                self._find_at_fault()
             self._answer(status, attempt.headers, rest)
 
     def _settle(self, attempt: Attempt) -> None:
-        """The replica gave a whole answer."""
+        """The replica gave a whole answer, of which the client has at least the beginning."""
         attempt.end()
-        self._dispatcher.answered(self.call, attempt.replica, attempt.status)
+        if is_error(attempt.status):
+            self._dispatcher.abandoned(self.call, attempt.replica)
+        else:
+            self._dispatcher.answered(attempt.replica)
+
+    def _find_at_fault(self) -> None:
+        """A replica can answer the request: those that failed it are at fault."""
+        for replica, status in self._suspects.take():
+            self._dispatcher.found_at_fault(self.call, replica, status)
 
     def _measure(self) -> None:
         """What the answer used, or the part of it that the client has."""
@@ -360,6 +378,8 @@ class Exchange:
         assert self._hedge is None, "one attempt answers"
         assert not self._is_over, "a request ends once"
         self._is_over = True
+        for replica, _ in self._suspects.take():
+            self._dispatcher.abandoned(self.call, replica)
         self._measure()
         self._dispatcher.finished(self)
         self._attempt = None  # it knows us: without a circle both, and the body, go at once
