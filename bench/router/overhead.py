@@ -226,13 +226,14 @@ def wait_until_answering(port: int) -> None:
         time.sleep(0.2)
 
 
-def command(router: str, sglang: str, port: int, engines: list[int]) -> list[str]:
+def command(router: str, sglang: str, port: int, engines: list[int], admin_port: int = -1) -> list[str]:
     urls = [f"http://127.0.0.1:{engine}" for engine in engines]
     if router in ("argosy", COMPILED):
         replicas = [part for url in urls for part in ("--replica", url)]
         return [
             sys.executable,
-            *("-m", "argosy_router.main", "--port", str(port), "--admin-port", "-1", "--api-key", KEY),
+            *("-m", "argosy_router.main", "--port", str(port), "--admin-port", str(admin_port)),
+            *("--api-key", KEY),
             *replicas,
         ]
     if router == FLOOR:

@@ -111,7 +111,7 @@ def build_admin(
 
     @app.get("/metrics")
     async def exposition() -> Response:
-        return Response(metrics.render(), headers={"content-type": CONTENT_TYPE.decode()})
+        return Response(await metrics.scrape(), headers={"content-type": CONTENT_TYPE.decode()})
 
     @app.get(REPORT_PATH, dependencies=guarded)
     async def report(

@@ -59,8 +59,6 @@ class RouterConfig:
     place)."""
     is_open: bool = False
     """No keys although the address is not loopback."""
-    opens_metrics: bool = False
-    """The main port's metrics need no key although there are keys."""
     ssl_certfile: Path | None = None
     """PEM: certificate of both ports, and its chain, perhaps its key. Without it they are plain HTTP."""
     ssl_keyfile: Path | None = None

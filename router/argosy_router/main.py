@@ -112,11 +112,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="a key and its terms per line, reread when it changes (see docs/access.md)",
     )
     access.add_argument("--no-auth", action="store_true", help="serve a non-loopback address without keys")
-    access.add_argument(
-        "--open-metrics",
-        action="store_true",
-        help="/metrics of this port needs no key even where there are keys; that of the admin port never does",
-    )
     tls = parser.add_argument_group("TLS (PEM files, reread when they change)")
     tls.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate chain of both ports")
     tls.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, unless in --ssl-certfile")
@@ -257,7 +252,6 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         api_keys=tuple(keys),
         api_keys_file=arguments.api_keys_file,
         is_open=arguments.no_auth,
-        opens_metrics=arguments.open_metrics,
         ssl_certfile=arguments.ssl_certfile,
         ssl_keyfile=arguments.ssl_keyfile,
         ssl_ca_certs=arguments.ssl_ca_certs,

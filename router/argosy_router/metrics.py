@@ -8,22 +8,20 @@ the fleet is.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from argosy_engine import __version__
 from argosy_engine.protocol.report import ReplicaState
 from argosy_router.fleet import Fleet
 from argosy_router.replica import Replica
-from argosy_router.series import Counter, Histogram, Labels, Reading, Rows, Series
+from argosy_router.series import PREFIX, Counter, Histogram, Labels, Reading, Rows, Series
 from argosy_router.service import Service
 
-PREFIX = "argosy_router_"
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 SECONDS = (
@@ -42,7 +40,14 @@ DEPARTED_S = 600.0
 """How long the series of a replica that left are still shown: ten scrapes of a slow Prometheus."""
 
 
-class Metrics(Collector):
+SLICE_COST = 16 * 1024
+"""How much of a scrape is made before others run, in characters of text: half a millisecond."""
+EMPTY_PART_COST = 4 * 1024
+"""What reading or forgetting a few rows without writing any takes, in the same measure."""
+_FORGETTING_ROWS = 256
+
+
+class Metrics:
     """All series of one router."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -158,9 +163,10 @@ class Metrics(Collector):
         )
         self._gauge("build_info", "Always 1.", ("version",), lambda: [((__version__,), 1.0)])
 
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        self._process = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._process)
+        self._scrape: asyncio.Task[bytes] | None = None
+        """The one under way."""
 
     @property
     def series(self) -> Iterable[Series]:
@@ -172,13 +178,39 @@ class Metrics(Collector):
         self._series += series
 
     def render(self) -> bytes:
-        """The text exposition."""
-        return generate_latest(self._registry)
+        """The text exposition, made at once: for large fleets use `scrape`."""
+        return "".join(self._parts()).encode()
 
-    def collect(self) -> Iterable[Metric]:
-        self._forget_departed(time.monotonic())
-        for series in self._series:
-            yield series.collect(PREFIX)
+    async def scrape(self) -> bytes:
+        """The text exposition, made in slices between which the loop turns. Scrapes at the same time share one."""
+        if self._scrape is None:
+            self._scrape = asyncio.create_task(self._render_in_slices(), name="scrape")
+            self._scrape.add_done_callback(self._scraped)
+        return await asyncio.shield(self._scrape)
+
+    def _scraped(self, _: asyncio.Task[bytes]) -> None:
+        self._scrape = None
+
+    async def _render_in_slices(self) -> bytes:
+        slices: list[bytes] = []
+        parts: list[str] = []
+        cost = 0
+        for part in self._parts():
+            parts.append(part)
+            cost += len(part) or EMPTY_PART_COST
+            if cost >= SLICE_COST:
+                slices.append("".join(parts).encode())
+                parts, cost = [], 0
+                await asyncio.sleep(0)
+        slices.append("".join(parts).encode())
+        return b"".join(slices)
+
+    def _parts(self) -> Iterator[str]:
+        for _ in self._forget_departed(time.monotonic()):
+            yield ""
+        for series in tuple(self._series):
+            yield from series.parts(PREFIX)
+        yield generate_latest(self._process).decode()
 
     # definitions
 
@@ -212,14 +244,15 @@ class Metrics(Collector):
         """`rows` of every replica, with its model and name before their labels."""
 
         def read() -> Iterator[tuple[Labels, float]]:
-            for service in self._fleet.services.values():
-                for replica in service.replicas.values():
+            for service in list(self._fleet.services.values()):
+                for replica in list(service.replicas.values()):
                     for labels, value in rows(replica):
                         yield (service.spec.model, replica.name, *labels), value
 
         return read
 
-    def _forget_departed(self, now: float) -> None:
+    def _forget_departed(self, now: float) -> Iterator[None]:
+        """Drops what left the fleet, `_FORGETTING_ROWS` looked at from one step to the next."""
         present = {
             (service.spec.model, name)
             for service in self._fleet.services.values()
@@ -231,13 +264,15 @@ class Metrics(Collector):
                 continue
             model = series.labels.index("model")
             replica = series.labels.index("replica") if "replica" in series.labels else None
-            for labels in list(series.values):
+            for count, labels in enumerate(list(series.values), 1):
+                if count % _FORGETTING_ROWS == 0:
+                    yield
                 owner = (labels[model], labels[replica] if replica is not None else "")
                 if owner in present:
                     continue
                 since = departed[owner] = self._departed.get(owner, now)
                 if now - since >= DEPARTED_S:
-                    del series.values[labels]
+                    series.values.pop(labels, None)
         self._departed = departed
 
 

@@ -100,10 +100,8 @@ class Router:
         self.application = RouterApplication(
             self.fleet,
             self.dispatcher,
-            self.metrics,
             self._books,
             self._keys.table,
-            opens_metrics=config.opens_metrics,
             tracer=self._tracer,
         )
         self._discovery = discovery or self._configured_discovery()

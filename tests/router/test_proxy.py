@@ -292,20 +292,6 @@ async def test_every_route_but_three_needs_a_key(path: str, without_key: int) ->
         assert response.status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("config", "status"),
-    [({"api_keys": ("k",)}, 401), ({"api_keys": ("k",), "opens_metrics": True}, 200), ({}, 200)],
-)
-async def test_metrics_name_keys_and_are_open_where_there_are_none_or_on_request(
-    config: dict[str, Any], status: int
-) -> None:
-    async with rig([FakeEngine()], admin_port=0, **config) as r:
-        assert (await r.http.get("/metrics")).status_code == status
-        assert (await r.http.get("/metrics", headers={"authorization": "Bearer k"})).status_code == 200
-        scraped = await r.http.get(r.router.admin_url + "/metrics")
-        assert scraped.status_code == 200, "where Prometheus scrapes"
-
-
 async def test_methods_and_unknown_routes() -> None:
     async with rig([FakeEngine()]) as r:
         assert (await r.http.get("/v1/chat/completions")).status_code == 405

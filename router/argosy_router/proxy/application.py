@@ -29,7 +29,7 @@ from argosy_router.admission.keys import KeyTable
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request
 from argosy_router.http.roles import Client
-from argosy_router.metrics import CONTENT_TYPE, Metrics
+from argosy_router.metrics import CONTENT_TYPE
 from argosy_router.proxy import headers
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import RoutedEndpoint, decode_call, may_use, unknown_model
@@ -64,16 +64,13 @@ class RouterApplication:
         self,
         fleet: Fleet,
         dispatcher: Dispatcher,
-        metrics: Metrics,
         books: Books,
         keys: KeyTable,
         *,
-        opens_metrics: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._metrics = metrics
         self._books = books
         self._keys = keys
         self._tracer = tracer
@@ -84,8 +81,6 @@ class RouterApplication:
             b"/ready": self._ready,
             b"/version": lambda: (200, _JSON, msgspec.json.encode({"version": __version__})),
         }
-        if keys.is_open or opens_metrics:  # they name the keys
-            self._public[_METRICS] = self._exposition
 
     @property
     def is_ready(self) -> bool:
@@ -154,7 +149,9 @@ class RouterApplication:
         if path.startswith(_MODEL_PREFIX):
             return lambda: self._model(path, account)
         if path == _METRICS:
-            return self._exposition
+            if self._keys.is_open:
+                raise NotFound("metrics are on the admin port")
+            return lambda: self._own_metrics(account)
         raise NotFound("no such route")
 
     def _authorise(self, request: Request) -> Account:
@@ -191,8 +188,9 @@ class RouterApplication:
             return 200, _JSON, b'{"ready":true}'
         return 503, _JSON, b'{"ready":false}'
 
-    def _exposition(self) -> tuple[int, bytes, bytes]:
-        return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", self._metrics.render()
+    def _own_metrics(self, account: Account) -> tuple[int, bytes, bytes]:
+        """What the account's key has used. All else concerns others, and is on the admin port."""
+        return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", self._books.usage_of(account.name)
 
     def _models(self, account: Account) -> tuple[int, bytes, bytes]:
         cards = []

@@ -46,6 +46,10 @@ class Books:
         self._policy = policy
         self.decisions = DecisionLog()
 
+    def usage_of(self, key: str) -> bytes:
+        """What the key of this name has used, as Prometheus reads it."""
+        return self._ledger.render(key)
+
     def dispatched(self, call: Call, choice: Choice, attempt: int) -> DecisionRecord:
         """An attempt is being sent."""
         model, replica, decision = call.service.model, choice.replica, choice.decision

@@ -81,12 +81,12 @@ class Gate:
         return queued, admitted, self._waits, self._limited
 
     def _queued(self) -> Iterator[tuple[Labels, float]]:
-        for service in self._fleet.services.values():
+        for service in list(self._fleet.services.values()):
             lane = self._lanes.get(service)
             yield (service.spec.model,), lane.waiting if lane is not None else 0
 
     def _admitted(self) -> Iterator[tuple[Labels, float]]:
-        for service in self._fleet.services.values():
+        for service in list(self._fleet.services.values()):
             lane = self._lanes.get(service)
             yield (service.spec.model,), lane.active if lane is not None else 0
 

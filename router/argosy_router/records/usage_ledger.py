@@ -16,14 +16,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from argosy_router.records.append_file import AppendFile, flush_until_cancelled
 from argosy_router.records.usage_line import UsageLine
-from argosy_router.series import Labels, Reading
+from argosy_router.series import PREFIX, Labels, Reading, Rows
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ class UsageLedger:
         self._router = router
         self._clock = clock
         self._totals: dict[_Account, _Sums] = {}
+        self._models: dict[str, list[str]] = {}
+        """by key: those it has used"""
         self._unwritten: dict[int, dict[_Account, _Sums]] = {}
         """by hour since the epoch"""
         self._ids = _ids()
@@ -105,6 +107,8 @@ class UsageLedger:
     def _sums(self, key: str, model: str) -> list[_Sums]:
         """Those that a request of `key` for `model` is entered into."""
         account = (key, model)
+        if account not in self._totals:
+            self._models.setdefault(key, []).append(model)
         entered = [_of(account, self._totals)]
         if self._files is not None:
             entered.append(_of(account, self._unwritten.setdefault(int(self._clock()) // _HOUR_S, {})))
@@ -114,22 +118,9 @@ class UsageLedger:
 
     def series(self) -> list[Reading]:
         """The sums as metrics."""
-        labels = ("key", "model")
         return [
-            Reading(
-                "counter",
-                "usage_requests",
-                "Requests answered per API key; usage of streams that were cut is estimated.",
-                (*labels, "metered"),
-                self._request_rows,
-            ),
-            Reading(
-                "counter",
-                "usage_tokens",
-                "Tokens used per API key; cached ones are among the prompt's.",
-                (*labels, "kind"),
-                self._token_rows,
-            ),
+            self._requests(lambda: self._request_rows(list(self._totals))),
+            self._tokens(lambda: self._token_rows(list(self._totals))),
             Reading(
                 "counter",
                 "usage_write_failures",
@@ -139,14 +130,43 @@ class UsageLedger:
             ),
         ]
 
-    def _request_rows(self) -> Iterator[tuple[Labels, float]]:
-        for account, sums in self._totals.items():
+    def render(self, key: str) -> bytes:
+        """What one key used, as Prometheus reads it."""
+        accounts = [(key, model) for model in self._models.get(key, ())]
+        readings = (
+            self._requests(lambda: self._request_rows(accounts)),
+            self._tokens(lambda: self._token_rows(accounts)),
+        )
+        return "".join([part for reading in readings for part in reading.parts(PREFIX)]).encode()
+
+    def _requests(self, read: Callable[[], Rows]) -> Reading:
+        return Reading(
+            "counter",
+            "usage_requests",
+            "Requests answered per API key; usage of streams that were cut is estimated.",
+            ("key", "model", "metered"),
+            read,
+        )
+
+    def _tokens(self, read: Callable[[], Rows]) -> Reading:
+        return Reading(
+            "counter",
+            "usage_tokens",
+            "Tokens used per API key; cached ones are among the prompt's.",
+            ("key", "model", "kind"),
+            read,
+        )
+
+    def _request_rows(self, accounts: Iterable[_Account]) -> Iterator[tuple[Labels, float]]:
+        for account in accounts:
+            sums = self._totals[account]
             yield (*account, "yes"), sums.requests
             yield (*account, "estimated"), sums.estimated_requests
             yield (*account, "no"), sums.unmetered_requests
 
-    def _token_rows(self) -> Iterator[tuple[Labels, float]]:
-        for account, sums in self._totals.items():
+    def _token_rows(self, accounts: Iterable[_Account]) -> Iterator[tuple[Labels, float]]:
+        for account in accounts:
+            sums = self._totals[account]
             yield (*account, "prompt"), sums.prompt_tokens
             yield (*account, "cached"), sums.cached_tokens
             yield (*account, "completion"), sums.completion_tokens
