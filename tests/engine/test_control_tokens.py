@@ -7,6 +7,7 @@ text with a space (SentencePiece) are there with such a tokenizer.
 from __future__ import annotations
 
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.processor import InputProcessor
 from argosy_engine.models.source import resolve_model
 from argosy_engine.protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
@@ -246,3 +248,41 @@ def test_completions_take_their_prompt_as_it_is(model: Any) -> None:
     text = "<|im_start|>user\nHi<|im_end|>\n"
     request = CompletionRequest(prompt=text)
     assert processor.completion_prompts(request)[0].token_ids == reference.encode(text)
+
+
+@pytest.mark.parametrize("piece", ["<|", "<", "<|im_en", "<|im_star", "|>", "<|x|>"])
+@pytest.mark.parametrize("num_markers", [3, 300])
+def test_the_lines_of_code_run_do_not_grow_with_text_that_almost_is_a_marker(
+    piece: str, num_markers: int
+) -> None:
+    markers = ["<|im_start|>", "<|im_end|>", *(f"<|reserved_{n}|>" for n in range(num_markers))]
+    control_tokens = ControlTokens(markers)
+    num_lines = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return trace
+
+    said = piece * 400_000
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        text, cuts = control_tokens.reveal(f"<|im_start|>{control_tokens.hide(said)}<|im_end|>")
+    finally:
+        sys.settrace(before)
+    assert text == f"<|im_start|>{said}<|im_end|>"
+    assert cuts == []
+    assert num_lines < 5000 + num_markers * 100
+
+
+@given(
+    st.lists(st.text("<|>ab", min_size=2, max_size=6), min_size=1, max_size=8),
+    st.text("<|>ab", max_size=40),
+)
+def test_the_longest_marker_at_every_place_is_found(markers: list[str], said: str) -> None:
+    """Each occurrence in a value is broken up; nothing else is changed."""
+    hidden = ControlTokens(markers).hide(said)
+    assert len(hidden) == len(said)
+    assert not any(marker in hidden for marker in markers)
+    assert all(was == now or now >= "\U0010f000" for was, now in zip(said, hidden, strict=True))

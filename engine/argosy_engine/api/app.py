@@ -142,6 +142,8 @@ class Engine:
     async def close(self) -> None:
         if self._telemetry is not None:
             self._telemetry.close()
+        if self._serving is not None:
+            self._serving.close()
         if self.llm is not None:
             await self.llm.close()
 
@@ -179,9 +181,11 @@ def build_app(engine: Engine) -> FastAPI:
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> WatchedResponse:
-        body = decode_embedding_request(await request.body())
+        raw = await request.body()
+        body = decode_embedding_request(raw)
         request_id = _request_id(request, body.request_id)
-        return _answer(embed(engine.serving, body, _response_id(request, request_id)), request_id)
+        answer = embed(engine.serving, body, _response_id(request, request_id), len(raw))
+        return _answer(answer, request_id)
 
     @app.post("/tokenize")
     async def tokenized(request: Request) -> WatchedResponse:

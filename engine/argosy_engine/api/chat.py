@@ -141,7 +141,7 @@ async def chat_stream(
 
 async def _prompt(serving: Serving, request: ChatCompletionRequest, size: int) -> Prompt:
     serving.llm.admission.check(request.n or 1)
-    return await serving.off_loop(size, serving.llm.processor.chat_prompt, request)
+    return await serving.lanes.run(size, serving.llm.processor.chat_prompt, request)
 
 
 def _parsers(

@@ -76,7 +76,7 @@ async def completion_stream(
 
 async def _prompts(serving: Serving, request: CompletionRequest, size: int) -> list[Prompt]:
     serving.llm.admission.check(request.n or 1)
-    return await serving.off_loop(size, serving.llm.processor.completion_prompts, request)
+    return await serving.lanes.run(size, serving.llm.processor.completion_prompts, request)
 
 
 def _parts(

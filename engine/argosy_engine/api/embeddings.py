@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import aclosing
 
@@ -10,7 +9,6 @@ from argosy_engine.api.serving import Serving
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.pooling import pooling_request
-from argosy_engine.frontend.processor import Prompt
 from argosy_engine.protocol.embeddings import (
     Embedding,
     EmbeddingRequest,
@@ -22,8 +20,11 @@ from argosy_engine.protocol.errors import BadRequest
 from argosy_engine.sample.pooling_params import PoolingParams
 
 
-async def embed(serving: Serving, request: EmbeddingRequest, request_id: str) -> EmbeddingResponse:
+async def embed(serving: Serving, request: EmbeddingRequest, request_id: str, size: int) -> EmbeddingResponse:
     """
+    Args:
+        size: of the request's body, in bytes.
+
     Raises:
         ApiError, EngineError: see `serving.to_api_error`.
     """
@@ -33,7 +34,8 @@ async def embed(serving: Serving, request: EmbeddingRequest, request_id: str) ->
         pooling_type=request.pooling_type, normalize=request.normalize, dimensions=request.dimensions
     )
     try:
-        prompts = await asyncio.to_thread(_prompts, serving, request)
+        # The inputs as the prompts of a completion: the same forms, tokens and cache keys.
+        prompts = await serving.lanes.run(size, llm.processor.completion_prompts, request.as_completion())
         requests = [
             pooling_request(llm.processor, prompt, params, cache_salt=request.cache_salt)
             for prompt in prompts
@@ -62,8 +64,3 @@ async def embed(serving: Serving, request: EmbeddingRequest, request_id: str) ->
         ],
         usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
-
-
-def _prompts(serving: Serving, request: EmbeddingRequest) -> list[Prompt]:
-    """The inputs as the prompts of a completion: the same forms, tokens and cache keys."""
-    return serving.llm.processor.completion_prompts(request.as_completion())

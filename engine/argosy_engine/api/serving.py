@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import TypeVar
 
 from argosy_engine.api.beam_search import beam_search
 from argosy_engine.api.logprobs import LogprobsFormat
@@ -15,7 +13,7 @@ from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptT
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.processor import Prompt
-from argosy_engine.frontend.tokenizer import INLINE_CHARS
+from argosy_engine.frontend.prompt_lanes import PromptLanes
 from argosy_engine.protocol.errors import (
     ApiError,
     BadRequest,
@@ -33,9 +31,6 @@ from argosy_engine.protocol.openai import (
     Usage,
 )
 
-_Request = TypeVar("_Request")
-_Result = TypeVar("_Result")
-
 
 class Serving:
     """
@@ -46,6 +41,7 @@ class Serving:
     def __init__(self, llm: AsyncLLM, names: Sequence[str]) -> None:
         self.llm = llm
         self.names = tuple(names)
+        self.lanes = PromptLanes()
         self._started = int(time.time())
 
     def models(self) -> ModelList:
@@ -117,16 +113,9 @@ class Serving:
                     merged[output.index].merge(output)
         return merged
 
-    @staticmethod
-    async def off_loop(size: int, function: Callable[[_Request], _Result], request: _Request) -> _Result:
-        """Makes a request's prompts: in a thread if they may be long, so that other streams keep flowing.
-
-        Args:
-            size: of the request's body. Whatever becomes part of a prompt was in there.
-        """
-        if size <= INLINE_CHARS:
-            return function(request)
-        return await asyncio.to_thread(function, request)
+    def close(self) -> None:
+        """Gives up prompts that nobody will wait for."""
+        self.lanes.close()
 
 
 def created_at(request: GenerationRequest) -> int:

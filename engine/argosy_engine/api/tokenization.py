@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argosy_engine.api.serving import Serving
+from argosy_engine.frontend.prompt_lanes import stop_if_abandoned
 from argosy_engine.protocol.tokenization import (
     ChatTokenizeRequest,
     DetokenizeRequest,
@@ -23,18 +24,20 @@ async def tokenize(
     serving.check_model(request.model)
     processor = serving.llm.processor
 
-    def tokens_of(request: TextTokenizeRequest | ChatTokenizeRequest) -> list[int]:
+    def response(request: TextTokenizeRequest | ChatTokenizeRequest) -> TokenizeResponse:
         if isinstance(request, ChatTokenizeRequest):
-            return processor.chat_tokens(request)
-        return processor.encode(request.prompt, add_special_tokens=request.add_special_tokens).ids
+            tokens = processor.chat_tokens(request)
+        else:
+            tokens = processor.encode(request.prompt, add_special_tokens=request.add_special_tokens).ids
+        stop_if_abandoned()
+        return TokenizeResponse(
+            count=len(tokens),
+            max_model_len=processor.config.max_model_len,
+            tokens=tokens,
+            token_strs=processor.tokenizer.token_strs(tokens) if request.return_token_strs else None,
+        )
 
-    tokens = await serving.off_loop(size, tokens_of, request)
-    return TokenizeResponse(
-        count=len(tokens),
-        max_model_len=processor.config.max_model_len,
-        tokens=tokens,
-        token_strs=processor.tokenizer.token_strs(tokens) if request.return_token_strs else None,
-    )
+    return await serving.lanes.run(size, response, request)
 
 
 async def detokenize(serving: Serving, request: DetokenizeRequest, size: int) -> DetokenizeResponse:
@@ -50,4 +53,4 @@ async def detokenize(serving: Serving, request: DetokenizeRequest, size: int) ->
         processor.check_token_ids(request.tokens, param="tokens")
         return processor.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
-    return DetokenizeResponse(prompt=await serving.off_loop(size, text_of, request))
+    return DetokenizeResponse(prompt=await serving.lanes.run(size, text_of, request))

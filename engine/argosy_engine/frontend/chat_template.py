@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from argosy_engine.errors import ConfigError, InvalidRequest
 from argosy_engine.frontend.chat_parser import THINK
 from argosy_engine.models.config import read_json
+from argosy_engine.protocol.errors import ApiError
 from argosy_engine.protocol.json_bound import parse_text
 from argosy_engine.protocol.openai import ChatCompletionRequest, ChatMessage
 
@@ -83,7 +84,7 @@ class ChatTemplate:
             through: what every value passes on its way to the template.
 
         Raises:
-            InvalidRequest, BadRequest: messages, tools or template arguments that the template cannot take.
+            InvalidRequest: messages, tools or template arguments that the template cannot take.
         """
         arguments = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None and "reasoning_effort" in self.variables:
@@ -160,7 +161,10 @@ def _plain_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest("a tool call needs function.name", param=where)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = parse_text(arguments or "{}", f"{where}.function.arguments")
+        try:
+            arguments = parse_text(arguments or "{}", f"{where}.function.arguments")
+        except ApiError as error:
+            raise InvalidRequest(error.message, param=error.param) from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from argosy_engine.frontend.prompt_lanes import stop_if_abandoned
 from argosy_engine.protocol.prompt_view import Segment
 
 _PRIVATE = 0x10F000
 """First of the private characters that stand for others while a template renders."""
+_SLICE_CHARS = 1 << 16
+"""Searched in one go: a millisecond in which no other thread has the interpreter."""
 _NAME = re.compile(r"[A-Za-z0-9_-]*")
 
 
@@ -32,18 +35,15 @@ class ControlTokens:
     """
 
     def __init__(self, markers: Iterable[str]) -> None:
-        markers = self._markers = frozenset(markers)
+        markers = frozenset(markers)
         self._longest = max(map(len, markers), default=0)
-        beginnings = {marker[:2] for marker in markers}
-        self._beginning = re.compile(
-            "|".join(f"{re.escape(two[0])}(?={re.escape(two[1])})" for two in beginnings)
-        )
+        self._marker = re.compile(_overlapping(markers)) if markers else None
         self._heads = {marker[:size] for marker in markers for size in range(1, len(marker))}
         self._tails = {marker[-size:] for marker in markers for size in range(1, len(marker))}
         self._all = "\0".join(markers)
         characters = sorted({char for marker in markers for char in marker})
         self._private = {char: chr(_PRIVATE + number) for number, char in enumerate(characters)}
-        self._public = str.maketrans({private: char for char, private in self._private.items()})
+        self._public = {private: char for char, private in self._private.items()}
         self._any_private = re.compile("[" + "".join(self._private.values()) + "]") if markers else None
         telling = {char for char in characters if not _NAME.fullmatch(char)}
         telling |= {marker for marker in markers if _NAME.fullmatch(marker)}
@@ -69,8 +69,12 @@ class ControlTokens:
         """The rendered text with everything as it was said, and where it must be cut."""
         if self._any_private is None:
             return rendered, []
-        hidden = [match.start() for match in self._any_private.finditer(rendered)]
-        text = rendered.translate(self._public)
+        hidden = [
+            match.start()
+            for begin in _slices(rendered)
+            for match in self._any_private.finditer(rendered, begin, begin + _SLICE_CHARS)
+        ]
+        text = _with(rendered, hidden, self._public)
         cuts = []
         for start, end in self._find(text) if hidden else ():
             index = bisect_left(hidden, start)
@@ -80,16 +84,15 @@ class ControlTokens:
 
     def _find(self, text: str) -> Iterator[tuple[int, int]]:
         """Start and end of the longest marker at each place, overlapping ones too."""
-        for match in self._beginning.finditer(text):
-            start = end = match.start()
-            for until in range(start + 2, start + self._longest + 1):
-                part = text[start:until]
-                if part in self._markers:
-                    end = until
-                if part not in self._heads:
+        if self._marker is None:
+            return
+        for begin in _slices(text):
+            limit = begin + _SLICE_CHARS
+            for match in self._marker.finditer(text, begin, limit + self._longest):
+                if match.start() >= limit:
                     break
-            if end > start:
-                yield start, end
+                assert match.lastindex is not None
+                yield match.start(), match.end(match.lastindex)
 
     def _hide_in(self, text: str) -> str:
         if not text or (_NAME.fullmatch(text) and text not in self._all):
@@ -102,9 +105,55 @@ class ControlTokens:
                 positions.add(size - 1)
         if len(text) < self._longest and text in self._all and (odd := re.search(r"[^A-Za-z0-9_-]", text)):
             positions.add(odd.start())
-        if not positions:
-            return text
-        characters = list(text)
-        for position in positions:
-            characters[position] = self._private[characters[position]]
-        return "".join(characters)
+        return _with(text, sorted(positions), self._private)
+
+
+def _overlapping(markers: Iterable[str]) -> str:
+    """A pattern that matches the first character of each marker, overlapping ones too; its one group ends where the
+    longest marker from there does. A trie: what no marker begins with fails at once, however many markers there are."""
+    by_first: dict[str, list[str]] = {}
+    for marker in sorted(markers):
+        by_first.setdefault(marker[0], []).append(marker[1:])
+    return "|".join(f"{re.escape(first)}(?=({_longest_of(rest)}))" for first, rest in by_first.items())
+
+
+def _longest_of(texts: Sequence[str]) -> str:
+    """A pattern for the longest of these texts that matches."""
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            by_first.setdefault(text[0], []).append(text)
+    branches = []
+    for group in by_first.values():
+        size = _shared_prefix(min(group), max(group))  # and of all between them
+        branches.append(re.escape(group[0][:size]) + _longest_of([text[size:] for text in group]))
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)})" + ("?" if "" in texts else "")
+
+
+def _slices(text: str) -> Iterator[int]:
+    """Where the slices of a text begin that are searched in one go."""
+    for begin in range(0, len(text), _SLICE_CHARS):
+        stop_if_abandoned()
+        yield begin
+
+
+def _shared_prefix(one: str, other: str) -> int:
+    """Its length."""
+    for size, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return size
+    return min(len(one), len(other))
+
+
+def _with(text: str, positions: Sequence[int], others: Mapping[str, str]) -> str:
+    """The text with the characters at ascending positions exchanged for others."""
+    if not positions:
+        return text
+    pieces: list[str] = []
+    done = 0
+    for position in positions:
+        pieces += (text[done:position], others[text[position]])
+        done = position + 1
+    return "".join((*pieces, text[done:]))

@@ -19,12 +19,14 @@ from argosy_engine.frontend.chat_parser import END_THINK, THINK
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
 from argosy_engine.frontend.control_tokens import ControlTokens
+from argosy_engine.frontend.prompt_lanes import stop_if_abandoned
 from argosy_engine.frontend.structured_outputs import structured_outputs
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
 from argosy_engine.models.config import read_json
 from argosy_engine.protocol.chunks import chain_seed
 from argosy_engine.protocol.openai import (
     ChatCompletionRequest,
+    ChatMessage,
     CompletionRequest,
     GenerationRequest,
     unsupported,
@@ -72,20 +74,27 @@ class InputProcessor:
         """
         (segments,) = prompt_view(request)
         text, cuts = self._chat_text(request, segments)
+        self._check_length(len(cuts) + 1)  # each piece is one token at least
         prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
         if not self.has_thinking:
             return prompt
         return prompt._replace(reasoning=reasoning_after(text, THINK, END_THINK, *self._think_ids))
 
     def _chat_text(self, request: ChatCompletionRequest, segments: list[Segment]) -> tuple[str, list[int]]:
-        """The rendered chat, and where its tokens are cut."""
+        """The rendered chat, and where its tokens are cut. What is too long is refused before it is looked at."""
         if self.template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         if request.continue_final_message:
             raise InvalidRequest("continue_final_message is not supported", param="continue_final_message")
-        if self._control_tokens.concern(segments):
-            return self._control_tokens.reveal(self.template.render(request, self._control_tokens.hide))
-        return self.template.render(request), []
+        # Templates may drop what an assistant said or thought, but not what it was told.
+        self._check_characters(
+            sum(len(text) for m in request.messages if m.role != "assistant" for text in _texts(m))
+        )
+        if not self._control_tokens.concern(segments):
+            return self.template.render(request), []
+        rendered = self.template.render(request, self._control_tokens.hide)
+        self._check_characters(len(rendered))
+        return self._control_tokens.reveal(rendered)
 
     def chat_tokens(self, request: ChatCompletionRequest) -> list[int]:
         """The tokens of a chat's prompt, also of one that is too long for the model.
@@ -100,6 +109,9 @@ class InputProcessor:
     def completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
         """Tokenises each prompt of the batch."""
         prompts = request.prompts()
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_characters(len(prompt))
         return [
             self._text_prompt(prompt, segments, request, add_special_tokens=True)
             if isinstance(prompt, str)
@@ -123,6 +135,7 @@ class InputProcessor:
     ) -> Prompt:
         encoded = self.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
         self._check_length(len(encoded))
+        stop_if_abandoned()
         return Prompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
 
     def encode(self, text: str, *, add_special_tokens: bool, cuts: Sequence[int] = ()) -> Encoded:
@@ -131,13 +144,8 @@ class InputProcessor:
             PromptTooLong: no model's token is so long that this could be a prompt.
             InvalidRequest: it is not text.
         """
-        limit = self.config.max_model_len
-        if len(text) > limit and len(text) > (most := limit * self.tokenizer.max_token_chars):
-            raise PromptTooLong(
-                f"this model's maximum context length is {limit} tokens, which are {most} characters at most, "
-                f"the prompt has {len(text)}; shorten it",
-                param="prompt",
-            )
+        self._check_characters(len(text))
+        stop_if_abandoned()
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
         except UnicodeEncodeError:
@@ -148,6 +156,19 @@ class InputProcessor:
     ) -> Prompt:
         self.check_token_ids(token_ids)
         return Prompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
+
+    def _check_characters(self, count: int) -> None:
+        """
+        Raises:
+            PromptTooLong: no model's token is so long that a text of so many characters could be a prompt.
+        """
+        limit = self.config.max_model_len
+        if count > limit and count > (most := limit * self.tokenizer.max_token_chars):
+            raise PromptTooLong(
+                f"this model's maximum context length is {limit} tokens, which are {most} characters at most, "
+                f"the prompt has {count}; shorten it",
+                param="prompt",
+            )
 
     def _check_length(self, count: int) -> None:
         limit = self.config.max_model_len
@@ -358,6 +379,14 @@ def _generation_defaults(path: Path) -> dict[str, Any]:
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return {name: config[name] for name in names if config.get(name) is not None}
+
+
+def _texts(message: ChatMessage) -> list[str]:
+    """A message's content."""
+    if isinstance(message.content, str):
+        return [message.content]
+    texts = (part.get("text") for part in message.content or ())
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _tuple(token_ids: list[int] | None) -> tuple[int, ...] | None:

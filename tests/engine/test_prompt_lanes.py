@@ -1,0 +1,199 @@
+"""Where prompts are made: apart by size, in bounded queues, and not for clients who left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from argosy_engine.errors import EngineBusy, PromptTooLong
+from argosy_engine.frontend import prompt_lanes
+from argosy_engine.frontend.control_tokens import ControlTokens
+from argosy_engine.frontend.processor import InputProcessor
+from argosy_engine.frontend.prompt_lanes import (
+    LONG_THREADS,
+    MAX_MEDIUM_BYTES,
+    Abandoned,
+    PromptLanes,
+    stop_if_abandoned,
+)
+from argosy_engine.frontend.tokenizer import INLINE_CHARS
+from argosy_engine.models.source import resolve_model
+from argosy_engine.protocol.openai import decode_request
+
+SHORT, MEDIUM, LONG = INLINE_CHARS, MAX_MEDIUM_BYTES, MAX_MEDIUM_BYTES + 1
+
+
+class Job:
+    """Work that runs until it is released."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.released = threading.Event()
+        self.ended = threading.Event()
+        self.saw_the_client_leave = False
+
+    def __call__(self, answer: str) -> str:
+        self.started.set()
+        self.released.wait(60)
+        try:
+            stop_if_abandoned()
+        except Abandoned:
+            self.saw_the_client_leave = True
+            raise
+        finally:
+            self.ended.set()
+        return answer
+
+
+@pytest.fixture
+def lanes() -> Iterator[PromptLanes]:
+    lanes = PromptLanes()
+    yield lanes
+    lanes.close()
+
+
+async def wait_for(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, 60)
+
+
+async def test_long_prompts_hold_up_neither_medium_nor_short_ones(lanes: PromptLanes) -> None:
+    jobs = [Job() for _ in range(LONG_THREADS + 2)]
+    waiting = [asyncio.create_task(lanes.run(LONG, job, "long")) for job in jobs]
+    await wait_for(jobs[0].started)
+    assert await lanes.run(MEDIUM, str.upper, "medium") == "MEDIUM"
+    assert await lanes.run(SHORT, str.upper, "short") == "SHORT"
+    for job in jobs:
+        job.released.set()
+    assert await asyncio.gather(*waiting) == ["long"] * len(jobs)
+
+
+@pytest.mark.parametrize("size", [MEDIUM, LONG])
+async def test_a_full_lane_refuses(lanes: PromptLanes, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(prompt_lanes, "MAX_MEDIUM_JOBS", 3)
+    monkeypatch.setattr(prompt_lanes, "MAX_LONG_JOBS", 3)
+    lanes = PromptLanes()
+    job = Job()
+    waiting = [asyncio.create_task(lanes.run(size, job, "x")) for _ in range(3)]
+    await wait_for(job.started)
+    with pytest.raises(EngineBusy, match=r"3 .* prompts are waiting"):
+        await lanes.run(size, str.upper, "one more")
+    job.released.set()
+    await asyncio.gather(*waiting)
+    assert await lanes.run(size, str.upper, "later") == "LATER"
+    lanes.close()
+
+
+async def test_a_prompt_whose_client_left_is_not_made(lanes: PromptLanes) -> None:
+    running, queued = Job(), Job()
+    first = asyncio.create_task(lanes.run(LONG, running, "first"))
+    await wait_for(running.started)
+    second = asyncio.create_task(lanes.run(LONG, queued, "second"))
+    await asyncio.sleep(0)
+    for task in (first, second):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    running.released.set()
+    await wait_for(running.ended)
+    assert running.saw_the_client_leave
+    assert await lanes.run(LONG, str.upper, "third") == "THIRD"
+    assert not queued.started.is_set()
+
+
+async def test_a_search_for_markers_ends_when_its_client_leaves(lanes: PromptLanes) -> None:
+    control_tokens = ControlTokens(["<|im_start|>", "<|im_end|>"])
+    begun, went_on = threading.Event(), threading.Event()
+    ends: list[str] = []
+    ended = threading.Event()
+
+    def search(text: str) -> None:
+        control_tokens.hide(text)
+        begun.set()
+        went_on.wait(60)
+        try:
+            control_tokens.hide(text)
+            ends.append("it was searched")
+        except Abandoned:
+            ends.append("it was given up")
+        finally:
+            ended.set()
+
+    task = asyncio.create_task(lanes.run(LONG, search, "<|" * 100_000))
+    await wait_for(begun)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    went_on.set()
+    await wait_for(ended)
+    assert ends == ["it was given up"]
+
+
+LIMIT = 64
+
+
+@pytest.fixture
+def processor() -> InputProcessor:
+    config = SimpleNamespace(
+        model_path=str(resolve_model("builtin://tiny")),
+        model_name="tiny",
+        vocab_size=1024,
+        max_model_len=LIMIT,
+        logits_processors=(),
+    )
+    return InputProcessor(config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_chat_that_cannot_fit_is_refused_before_its_text_is_looked_at(
+    processor: InputProcessor, role: str, is_part: bool
+) -> None:
+    text = "<|" * (LIMIT * processor.tokenizer.max_token_chars)
+    content: Any = [{"type": "text", "text": text}] if is_part else text
+    body = {"messages": [{"role": role, "content": content}]}
+    request = decode_request("chat/completions", json.dumps(body).encode())
+    processor.template = SimpleNamespace(render=lambda *_: pytest.fail("it was rendered"))  # type: ignore[assignment]
+    with pytest.raises(PromptTooLong, match=f"{LIMIT} tokens"):
+        processor.chat_prompt(request)  # type: ignore[arg-type]
+
+
+def test_a_rendered_chat_that_cannot_fit_is_refused_before_markers_are_looked_for(
+    processor: InputProcessor,
+) -> None:
+    text = "<|" * (LIMIT * processor.tokenizer.max_token_chars)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    request = decode_request("chat/completions", json.dumps({"messages": messages}).encode())
+    with pytest.raises(PromptTooLong, match="characters at most"):
+        processor.chat_prompt(request)  # type: ignore[arg-type]
+
+
+def test_as_many_markers_as_tokens_are_refused_untokenised(
+    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor.tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenised"))
+    messages = [{"role": "user", "content": "<|im_end|>" * LIMIT}]
+    request = decode_request("chat/completions", json.dumps({"messages": messages}).encode())
+    with pytest.raises(PromptTooLong, match=f"{LIMIT} tokens"):
+        processor.chat_prompt(request)  # type: ignore[arg-type]
+
+
+def test_what_an_assistant_said_may_be_longer_than_the_context_if_the_template_drops_it(
+    processor: InputProcessor,
+) -> None:
+    thought = "<think>" + "word " * (LIMIT * processor.tokenizer.max_token_chars) + "</think>Yes"
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": thought},
+        {"role": "user", "content": "Go"},
+    ]
+    request = decode_request("chat/completions", json.dumps({"messages": messages}).encode())
+    processor.template = SimpleNamespace(  # type: ignore[assignment]
+        render=lambda *_: "Hi Yes Go", has_thinking=False
+    )
+    assert processor.chat_prompt(request).token_ids  # type: ignore[arg-type]
