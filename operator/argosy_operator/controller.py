@@ -44,6 +44,7 @@ from argosy_operator.names import (
     NAME_LABEL,
 )
 from argosy_operator.reconcile import Reconciler
+from argosy_operator.rollout import has_the_turn, waits_for_its_turn
 from argosy_operator.routers import Fetch, RouterWatch, read_router_pod
 from argosy_operator.spec import InferenceService, parse
 from argosy_operator.store import Name, Object, Store, object_name, service_of
@@ -95,6 +96,7 @@ class Controller:
             metrics=self.metrics,
             now=utc_now,
             routers=lambda: self.routers.view,
+            on_turn_ended=self._wake_those_that_wait,
         )
         self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
         self._without_canary: frozenset[str] = frozenset()
@@ -177,8 +179,17 @@ class Controller:
         service = service_of(obj)
         if service is not None:
             self.queue.add(service)
+        if kind is DEPLOYMENTS and has_the_turn(before or obj) and (before is None or not has_the_turn(obj)):
+            self._wake_those_that_wait()
         if kind is PODS and obj["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "router":
             self._refresh_routers()
+
+    def _wake_those_that_wait(self) -> None:
+        """Services whose rollout waits for another one's: that may have ended, or its Deployment is gone."""
+        for obj in self.store.all(DEPLOYMENTS):
+            service = service_of(obj)
+            if service is not None and waits_for_its_turn(obj):
+                self.queue.add(service)
 
     def _refresh_routers(self) -> None:
         found = (

@@ -74,6 +74,8 @@ class Observed(Struct, frozen=True, kw_only=True):
     pods: tuple[Pod, ...] = ()
     routers: Routers = Routers()
     conflicts: tuple[NameConflict, ...] = ()
+    rolling_elsewhere: str = ""
+    """Another service that a change of the operator's is being rolled out to (`namespace/name`), if there is one."""
     lacks_canary: bool = False
     """Whether the service names a canary that does not exist."""
 

@@ -18,21 +18,20 @@ from argosy_operator.engine_command import MODEL_MOUNT, claim_name, engine_args
 from argosy_operator.names import (
     API_KEY_ENV,
     ENGINE_PORT,
+    KEY_ANNOTATION,
     REVISION_LABEL,
     ROUTABLE_GATE,
     child_labels,
     child_name,
 )
 from argosy_operator.overlay import ENGINE_CONTAINER
-from argosy_operator.spec import GROUP, InferenceService
+from argosy_operator.spec import InferenceService
 
 Manifest = dict[str, Any]
 
 USER_ID: Final = 10001
 """User of the images; numeric, because the kubelet cannot check a name for runAsNonRoot."""
 HOME: Final = "/home/argosy"
-KEY_ANNOTATION: Final = f"{GROUP}/internal-key"
-"""On the pod template: digest of the Secret. A new key must reach the engines, so it is a new revision."""
 
 _TERMINATION_MARGIN_S: Final = 15
 """Between the engine's own deadline and the kubelet's kill: time to close streams and free device memory."""

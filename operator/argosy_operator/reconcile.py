@@ -8,6 +8,7 @@ that is not ours is never touched; there is no state but the cluster's.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -32,12 +33,12 @@ from argosy_operator.errors import ApiError, ChildNotOwned, OperatorError
 from argosy_operator.gate import decide, gate_patch
 from argosy_operator.key_secret import KeySecrets
 from argosy_operator.metrics import OperatorMetrics
-from argosy_operator.names import APPLIED_ANNOTATION, child_name
+from argosy_operator.names import APPLIED_ANNOTATION, KEY_ANNOTATION, child_name
 from argosy_operator.observed import Observed, Problem, Routers, is_owned, read_pod
-from argosy_operator.pods import KEY_ANNOTATION
+from argosy_operator.rollout import has_the_turn
 from argosy_operator.spec import InferenceService, parse
 from argosy_operator.status import invalid_status, status
-from argosy_operator.store import Name, Object, Store, object_name
+from argosy_operator.store import Name, Object, Store, object_name, service_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Reconciler:
         metrics: OperatorMetrics,
         now: Callable[[], str],
         routers: Callable[[], Routers],
+        on_turn_ended: Callable[[], None],
     ) -> None:
         self._api = api
         self._store = store
@@ -67,6 +69,9 @@ class Reconciler:
         self._now = now
         self._routers = routers
         self.key_secrets = KeySecrets(api, metrics)
+        self._on_turn_ended = on_turn_ended
+        self._turn = asyncio.Lock()
+        """Held from the decision that a service has its turn until the Deployment says so."""
         self._stubborn: dict[tuple[Kind, Name], tuple[str, int]] = {}
         """Objects that differ right after being applied (a mutating webhook): what was sent, and the
         generation it led to. They are left alone until either changes, else the two would write for ever."""
@@ -89,10 +94,15 @@ class Reconciler:
         try:
             await self._set_gates(service)
             if not service.spec.paused:
-                plan = desired(service, self._observe(service, conflicts), self._config)
+                plan = self._plan(service, conflicts)
                 if self._creates(plan) and not await self._exists(service):
                     return  # its deletion took its children along, and the news of that came first
-                await self._apply(service, plan)
+                if plan.rollout.has_turn:
+                    async with self._turn:
+                        plan = self._plan(service, conflicts)
+                        await self._apply(service, plan)
+                else:
+                    await self._apply(service, plan)
                 await self._prune(service, plan)
         except OperatorError as error:
             failure = error
@@ -103,6 +113,9 @@ class Reconciler:
         if failure is not None:
             raise failure
 
+    def _plan(self, service: InferenceService, conflicts: tuple[NameConflict, ...]) -> Plan:
+        return desired(service, self._observe(service, conflicts), self._config)
+
     def _observe(self, service: InferenceService, conflicts: tuple[NameConflict, ...]) -> Observed:
         key = (service.metadata.namespace, service.metadata.name)
         deployment = self._store.get(DEPLOYMENTS, service.metadata.namespace, child_name(service))
@@ -111,8 +124,17 @@ class Reconciler:
             pods=tuple(read_pod(obj) for obj in self._store.children(PODS, key)),
             routers=self._routers(),
             conflicts=conflicts,
+            rolling_elsewhere=self._rolling_elsewhere(key),
             lacks_canary=self._lacks_canary(service),
         )
+
+    def _rolling_elsewhere(self, key: Name) -> str:
+        """Another service that has the turn."""
+        for obj in self._store.all(DEPLOYMENTS):
+            service = service_of(obj)
+            if service is not None and service != key and has_the_turn(obj):
+                return "/".join(service)
+        return ""
 
     def _lacks_canary(self, service: InferenceService) -> bool:
         canary = service.spec.router.canary
@@ -166,6 +188,8 @@ class Reconciler:
             if self._stubborn.get((kind, name)) == sent:
                 continue
             stored = await self._write(wanted, live)
+            if kind is DEPLOYMENTS and has_the_turn(live) and not has_the_turn(stored):
+                self._on_turn_ended()
             if must_apply(wanted, stored):
                 logger.warning(
                     "%s %s/%s is changed by another writer as soon as it is applied", kind.name, *name

@@ -195,10 +195,13 @@ class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
     )
     max_surge: Annotated[int, Meta(ge=0, le=1000)] | None = None
     """Replicas that may exist beyond `replicas` while a change rolls out. 1 if left out, 0 if only
-    maxUnavailable is set. Where the cluster has no GPU left for a surge, the operator replaces in place and
-    says so."""
+    maxUnavailable is set. Where the cluster has no GPU left for a surge, replicas are replaced in place, one at a
+    time, as long as another one goes on serving; with a single replica, or with maxUnavailable 0, the rollout waits
+    (reason WaitingForCapacity). The first new replica is made alone; if it fails, no other one is replaced (reason
+    RolloutHalted)."""
     max_unavailable: Annotated[int, Meta(ge=0, le=1000)] | None = None
-    """Replicas that may be missing while a change rolls out. 0 if left out, 1 if maxSurge is 0."""
+    """Replicas that may be missing while a change rolls out. 0 if left out, 1 if maxSurge is 0. The last routable
+    replica is given up only if this allows all of them to be missing."""
     drain_seconds: Annotated[int, Meta(ge=0, le=600)] = 5
     """How long a terminating replica keeps serving before it is told to stop, so that every router has
     dropped it."""

@@ -23,8 +23,9 @@ from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired import Plan
-from argosy_operator.names import REVISION_LABEL, selector
+from argosy_operator.names import selector
 from argosy_operator.observed import Observed, Pod, Problem
+from argosy_operator.rollout import failed_replacements, serving_revision
 from argosy_operator.spec import (
     Condition,
     ConditionStatus,
@@ -165,10 +166,9 @@ class _View(Struct, frozen=True, kw_only=True):
         deployment = self.observed.deployment
         if deployment is None:
             return False
-        labels = deployment["spec"]["template"]["metadata"].get("labels", {})
         seen = deployment.get("status", {}).get("observedGeneration", 0)
         return (
-            labels.get(REVISION_LABEL) == self.plan.revision
+            serving_revision(deployment) == self.plan.revision
             and deployment["spec"].get("replicas") == self.counts.desired
             and seen >= deployment["metadata"].get("generation", 0)
         )
@@ -229,11 +229,22 @@ def progressing(view: _View) -> Verdict:
     if view.service.spec.paused:
         return Verdict("False", "Paused", "reconciling is paused; what runs goes on serving")
     so_far = f"{counts.updated}/{counts.desired} replicas updated, {counts.ready} ready, {counts.routable} routable"
+    phase = view.plan.rollout.phase
+    if phase == "halted":
+        return Verdict("False", "RolloutHalted", f"{_halt_message(view)}: {so_far}")
+    if phase == "waiting-for-turn":
+        other = view.observed.rolling_elsewhere
+        message = (
+            f"the operator's new defaults reach one service at a time; waiting for {other} to be healthy"
+        )
+        return Verdict("False", "WaitingForTurn", message)
     deadline = view.deployment_condition("Progressing")
     if deadline.get("reason") == "ProgressDeadlineExceeded":
         seconds = view.service.spec.rollout.progress_deadline_seconds
         return Verdict("False", "ProgressDeadlineExceeded", f"no progress for {seconds} s: {so_far}")
-    if view.plan.replaces_in_place:
+    if phase == "waiting-for-capacity":
+        return Verdict("True", "WaitingForCapacity", f"{_capacity_message(view)}: {so_far}")
+    if phase == "in-place":
         return Verdict(
             "True",
             "NoGPUForSurge",
@@ -299,6 +310,27 @@ def degraded(view: _View) -> Verdict:
         message = f"there is no InferenceService {canary.service!r} in this namespace; all requests stay here"
         return Verdict("True", "CanaryNotFound", message)
     return Verdict("False", "AsExpected")
+
+
+def _halt_message(view: _View) -> str:
+    pod = failed_replacements(view.observed, view.plan.revision)[0]
+    assert pod.problem is not None
+    cause = pod.problem.message or pod.problem.reason
+    return (
+        f"pod {pod.name} does not come up ({cause}); no further replica is replaced "
+        "until it is ready or the spec changes"
+    )
+
+
+def _capacity_message(view: _View) -> str:
+    if view.service.spec.rollout.max_unavailable == 0:
+        why, remedy = "maxUnavailable is 0", "raise maxUnavailable"
+    else:
+        why, remedy = "it is the only one", "set rollout.maxUnavailable to 1"
+    return (
+        f"no GPU is free for an additional replica, and none is taken from a serving one because {why}; "
+        f"free a GPU, or {remedy}"
+    )
 
 
 def _conflict_message(view: _View) -> str:

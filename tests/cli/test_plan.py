@@ -118,6 +118,26 @@ def test_without_a_gpu_for_the_surge_a_change_replaces_in_place(
     assert (wanted.surge, wanted.unavailable) == (surge, unavailable)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "rollout", "unavailable"),
+    [
+        (1, {}, 0),
+        (1, {"maxUnavailable": 0}, 0),
+        (2, {"maxUnavailable": 0}, 0),
+        (1, {"maxUnavailable": 1}, 1),
+        (1, {"maxSurge": 0}, 1),
+    ],
+)
+def test_without_a_gpu_for_the_surge_the_last_replica_is_kept_unless_the_manifest_gives_it_up(
+    replicas: int, rollout: dict[str, int], unavailable: int
+) -> None:
+    wanted = goal(service(replicas=replicas, rollout=rollout), capacity=replicas)
+    assert (wanted.surge, wanted.unavailable) == (0, unavailable)
+    assert wanted.waits_for_capacity == (unavailable == 0)
+    step = next_step(wanted, [Member(str(number), OLD, True, False) for number in range(replicas)])
+    assert len(step.retire) == unavailable
+
+
 def test_no_more_replicas_start_than_there_are_gpus_for() -> None:
     wanted = msgspec.convert({"replicas": 3, "revision": NEW, "surge": 0, "unavailable": 1, "most": 2}, Goal)
     assert next_step(wanted, members("")).start == 2

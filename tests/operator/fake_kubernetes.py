@@ -2,8 +2,8 @@
 
 It behaves as the real one where the operator could tell the difference: server-side apply with ownership of fields,
 resource versions and generations, writes that change nothing leave no trace, cascading deletion, rolling updates
-within maxSurge and maxUnavailable that wait for readiness gates, pods that terminate before they are gone.
-Every `step` moves the cluster on by one observable change of each controller.
+within maxSurge and maxUnavailable that wait for readiness gates and for minReadySeconds, paused rollouts, pods that
+terminate before they are gone. Every `step` moves the cluster on by one observable change of each controller.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ from argosy_operator.validate import apply_defaults, validate_manifest
 Object = dict[str, Any]
 Key = tuple[Kind, str, str]
 DRAIN_STEPS = 3
+CRASH_STEPS = 2
+"""How long the container of a crashing image is ready."""
+STEP_SECONDS = 4
+"""What a step counts for where a Deployment counts seconds."""
+READY_STEPS = 3
+"""A cluster is at rest when every ready pod has been so for longer than this."""
 Listener = Callable[[Kind, str, Object], None]
 
 
@@ -51,7 +57,15 @@ class FakeKubernetes:
         self._counter = itertools.count(1)
         self._applied: dict[Key, Object] = {}
         self._drained: dict[Key, int] = {}
+        self._ready_steps: dict[Key, int] = {}
+        self._templates: dict[str, Object] = {}
+        """Pod templates by their digest, as ReplicaSets keep them."""
         self.broken_images: set[str] = set()
+        """Images that cannot be pulled."""
+        self.crashing_images: set[str] = set()
+        """Images whose container is ready for a moment, ends, and is started again, for ever."""
+        self.on_replaced: Callable[[Object, Object], None] = lambda deployment, pod: None
+        """Called with the Deployment and a pod that its rollout is about to remove."""
 
     # The API, as the operator uses it
 
@@ -220,7 +234,18 @@ class FakeKubernetes:
                 self._sync_deployment(key, obj)
         self._schedule()
         self._run_kubelets()
+        self._count_ready_steps()
         return next(self._counter) > before + 1
+
+    def _count_ready_steps(self) -> None:
+        before, self._ready_steps = self._ready_steps, {}
+        for pod in self._all_pods():
+            if not is_pod_ready(pod):
+                continue
+            key = pod_key(pod)
+            self._ready_steps[key] = before.get(key, 0) + 1
+            if self._ready_steps[key] <= READY_STEPS:
+                next(self._counter)  # it is still moving
 
     def _finish_termination(self) -> None:
         """A pod that terminates holds its GPU for some steps."""
@@ -233,36 +258,68 @@ class FakeKubernetes:
                     self.remove(key)
 
     def _sync_deployment(self, key: Key, deployment: Object) -> None:
-        spec, template = deployment["spec"], deployment["spec"]["template"]
+        spec = deployment["spec"]
         pods = [
             (each, pod)
             for each, pod in self.objects.items()
             if each[0] is PODS and _owned_by(pod, deployment) and not pod["metadata"].get("deletionTimestamp")
         ]
-        digest = json.dumps(template, sort_keys=True)
-        new = [pair for pair in pods if pair[1]["metadata"]["annotations"]["template"] == digest]
+        digest = json.dumps(spec["template"], sort_keys=True)
+        self._templates[digest] = _copy(spec["template"])
+        if spec.get("paused"):
+            self._scale_paused(deployment, pods)
+        else:
+            self._roll(deployment, pods, digest)
+        status = {"observedGeneration": deployment["metadata"]["generation"], "replicas": len(pods)}
+        self._store(key, {**deployment, "status": {**deployment.get("status", {}), **status}})
+
+    def _scale_paused(self, deployment: Object, pods: list[tuple[Key, Object]]) -> None:
+        """A paused Deployment is scaled: its only ReplicaSet to its size; several to its size and surge together."""
+        wanted, surge = (
+            deployment["spec"]["replicas"],
+            deployment["spec"]["strategy"]["rollingUpdate"]["maxSurge"],
+        )
+        digests = [_template_of(pod) for _, pod in pods]
+        if not digests:
+            return
+        allowed = wanted if len(set(digests)) == 1 else wanted + surge
+        for _ in range(allowed - len(pods)):
+            self._create_pod(deployment, max(set(digests), key=digests.count))
+        self._scale_down(deployment, pods, len(pods) - allowed, is_rollout=False)
+
+    def _roll(self, deployment: Object, pods: list[tuple[Key, Object]], digest: str) -> None:
+        spec = deployment["spec"]
+        new = [pair for pair in pods if _template_of(pair[1]) == digest]
         old = [pair for pair in pods if pair not in new]
         wanted, rolling = spec["replicas"], spec["strategy"]["rollingUpdate"]
         room = wanted + (rolling["maxSurge"] if old else 0) - len(pods)
         for _ in range(max(0, min(wanted - len(new), room))):
             self._create_pod(deployment, digest)
-        self._scale_down(new, len(new) - wanted)
+        self._scale_down(deployment, new, len(new) - wanted, is_rollout=False)
         minimum = wanted - rolling["maxUnavailable"]
-        unavailable_new = sum(not is_pod_ready(pod) for _, pod in new)
+        seconds = spec.get("minReadySeconds", 0)
+        unavailable_new = sum(not self._is_available(pair, seconds) for pair in new)
         excess = len(pods) - minimum - unavailable_new
         unhealthy = [pair for pair in old if not is_pod_ready(pair[1])][: max(0, excess)]
-        self._scale_down(unhealthy, len(unhealthy))
-        available = sum(is_pod_ready(pod) for _, pod in (*new, *old))
-        self._scale_down([pair for pair in old if pair not in unhealthy], available - minimum)
-        status = {"observedGeneration": deployment["metadata"]["generation"], "replicas": len(pods)}
-        self._store(key, {**deployment, "status": {**deployment.get("status", {}), **status}})
+        self._scale_down(deployment, unhealthy, len(unhealthy), is_rollout=True)
+        available = sum(self._is_available(pair, seconds) for pair in (*new, *old))
+        self._scale_down(
+            deployment, [pair for pair in old if pair not in unhealthy], available - minimum, is_rollout=True
+        )
 
-    def _scale_down(self, pods: list[tuple[Key, Object]], count: int) -> None:
-        for key, _ in sorted(pods, key=lambda pair: (is_pod_ready(pair[1]), pair[0][2]))[: max(0, count)]:
+    def _is_available(self, pair: tuple[Key, Object], seconds: int) -> bool:
+        return is_pod_ready(pair[1]) and self._ready_steps.get(pair[0], 0) * STEP_SECONDS >= seconds
+
+    def _scale_down(
+        self, deployment: Object, pods: list[tuple[Key, Object]], count: int, *, is_rollout: bool
+    ) -> None:
+        for key, pod in sorted(pods, key=lambda pair: (is_pod_ready(pair[1]), pair[0][2]))[: max(0, count)]:
+            if is_rollout:
+                self.on_replaced(deployment, pod)
             self.remove(key)
 
     def _create_pod(self, deployment: Object, digest: str) -> None:
-        template, metadata = deployment["spec"]["template"], deployment["metadata"]
+        template, metadata = self._templates[digest], deployment["metadata"]
         name = f"{metadata['name']}-{next(self._counter):06d}"
         owner = {"uid": metadata["uid"], "controller": True}
         pod = {
@@ -307,13 +364,27 @@ class FakeKubernetes:
                 continue
             changed = _copy(pod)
             status = changed.setdefault("status", {})
-            if pod["spec"]["containers"][0]["image"] in self.broken_images:
+            image = pod["spec"]["containers"][0]["image"]
+            if image in self.broken_images:
                 waiting = {"reason": "ImagePullBackOff", "message": "not found"}
                 status["containerStatuses"] = [{"name": "engine", "state": {"waiting": waiting}}]
+            elif image in self.crashing_images and self._ready_steps.get(pod_key(pod), 0) >= CRASH_STEPS:
+                ended = {"reason": "Error", "exitCode": 1}
+                crashed = {
+                    "name": "engine",
+                    "state": {"terminated": ended},
+                    "ready": False,
+                    "restartCount": 1,
+                }
+                status["containerStatuses"] = [crashed]
+                status.pop("phase", None)
+                _set_condition(changed, {"type": "ContainersReady", "status": "False"})
             elif status.get("phase") != "Running":
                 status |= {"phase": "Running", "podIP": "10.0.0.1"}
             else:
                 _set_condition(changed, {"type": "ContainersReady", "status": "True"})
+                if "containerStatuses" in status:
+                    status["containerStatuses"][0] |= {"state": {"running": {}}, "ready": True}
             _set_condition(changed, {"type": "Ready", "status": "True" if is_pod_ready(changed) else "False"})
             self._store(pod_key(changed), changed)
 
@@ -362,6 +433,10 @@ def _isvc_schema() -> Object:
 
 def pod_key(pod: Object) -> Key:
     return (PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
+
+
+def _template_of(pod: Object) -> str:
+    return str(pod["metadata"]["annotations"]["template"])
 
 
 def _gpus(pod: Object) -> int:

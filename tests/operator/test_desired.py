@@ -9,10 +9,11 @@ import pytest
 from builders import CONFIG, isvc, pod
 
 from argosy_engine.protocol.keys import internal_key
-from argosy_operator.desired import Plan, desired, no_gpu_for_surge
+from argosy_operator.desired import Plan, desired
 from argosy_operator.engine_command import engine_args, engine_env
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE, SERVICE_LABEL
 from argosy_operator.observed import Observed, Pod
+from argosy_operator.rollout import no_gpu_for_surge
 from argosy_operator.spec import InferenceService
 
 NOTHING = Observed()
@@ -297,10 +298,11 @@ OLD = pod("old-1", "old")
 
 def deployment(revision: str, surge: int) -> dict[str, Any]:
     return {
+        "metadata": {},
         "spec": {
             "template": {"metadata": {"labels": {REVISION_LABEL: revision}}},
             "strategy": {"rollingUpdate": {"maxSurge": surge, "maxUnavailable": 1 - surge}},
-        }
+        },
     }
 
 
@@ -342,7 +344,7 @@ def test_replacing_in_place_changes_the_strategy_and_nothing_else() -> None:
     usual = desired(service, NOTHING, CONFIG)
     starved = pod("n", usual.revision, ready=False, gate="", node="", unschedulable=STARVED)
     fallen_back = desired(service, Observed(deployment=usual.deployment, pods=(starved, OLD)), CONFIG)
-    assert fallen_back.replaces_in_place
+    assert fallen_back.rollout.phase == "in-place"
     strategy = fallen_back.deployment["spec"]["strategy"]["rollingUpdate"]
     assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
     assert fallen_back.deployment["spec"]["template"] == usual.deployment["spec"]["template"]

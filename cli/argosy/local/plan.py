@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from argosy_operator.engine_command import engine_args, engine_env
+from argosy_operator.rollout import may_replace_in_place
 from argosy_operator.spec import InferenceService
 
 
@@ -32,6 +33,11 @@ class Goal:
     unavailable: int
     most: int | None = None
     """Replicas the hardware can hold, those that drain included; None for no bound."""
+
+    @property
+    def waits_for_capacity(self) -> bool:
+        """Whether no replica may be replaced: nothing to surge to, and nothing may be missing."""
+        return self.surge == 0 and self.unavailable == 0
 
 
 class Member(NamedTuple):
@@ -60,16 +66,19 @@ def revision(service: InferenceService) -> str:
 
 def goal(service: InferenceService, *, capacity: int | None = None) -> Goal:
     """The service's goal. `capacity`: how many replicas the GPUs that no other service holds could carry, None if
-    replicas need none. Where a surge has no GPU, a change replaces in place."""
+    replicas need none. Where a surge has no GPU, a change replaces in place, or waits if that would take the last
+    routable replica and the manifest does not allow it."""
     rollout = service.spec.rollout
     surge, unavailable = rollout.surge, rollout.unavailable
     if capacity is not None:
         surge = max(0, min(surge, capacity - service.spec.replicas))
+        if surge == 0 and may_replace_in_place(service):
+            unavailable = max(unavailable, 1)
     return Goal(
         replicas=service.spec.replicas,
         revision=revision(service),
         surge=surge,
-        unavailable=max(unavailable, 0 if surge else 1),
+        unavailable=unavailable,
         most=capacity,
     )
 

@@ -276,6 +276,8 @@ class Supervisor:
             if replica.is_current and replica.phase == "BackOff":
                 return f"{replica.name} {replica.reason}"
         current = [replica for replica in status.replicas if replica.is_current]
+        if len(current) < len(status.replicas) and wanted.waits_for_capacity:
+            return "WaitingForCapacity: no GPU is free for an additional replica; set rollout.maxUnavailable to 1"
         if len(current) < len(status.replicas):
             routable = sum(replica.phase == "Routable" for replica in current)
             return f"rolling out: {routable} of {status.desired} replicas changed"

@@ -1,0 +1,254 @@
+"""How a change reaches a service's replicas: the Deployment's strategy, and whether its rollout is paused.
+
+A pure function of the resource, of the revision it asks for and of what is observed. It must not talk to an API
+server, look at a clock or remember anything; what has to outlive a reconcile is an annotation of the Deployment.
+
+Invariant: the operator takes the last routable replica only if `spec.rollout` says so (`maxUnavailable` of at least
+`replicas`, or `maxSurge: 0`).
+
+    no GPU for a surge     in place, one at a time, if another replica goes on serving; else the rollout waits
+    a new replica fails    the Deployment is paused until that replica is ready or the spec changes
+    the first new replica  is made alone, whatever maxSurge and maxUnavailable allow: it shows whether the change works
+    the operator's change  (a new default image, say) reaches one service at a time: the others are paused with
+                           the new template, and serve with the old one until it is their turn
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+import xxhash
+from msgspec import Struct
+
+from argosy_operator.names import (
+    HELD_ANNOTATION,
+    INPUT_ANNOTATION,
+    KEY_ANNOTATION,
+    REVISION_LABEL,
+    TURN_ANNOTATION,
+)
+from argosy_operator.observed import Object, Observed, Pod
+from argosy_operator.spec import InferenceService
+
+MIN_READY_SECONDS: Final = 10
+"""How long a new replica must be ready until the next one is replaced. One that crashes at its first requests is seen
+to fail within it; loading a model takes longer, so a rollout is hardly slowed."""
+
+Phase = Literal["normal", "in-place", "waiting-for-capacity", "halted", "waiting-for-turn"]
+
+
+class Rollout(Struct, frozen=True, kw_only=True):
+    """What the Deployment is told about its rollout."""
+
+    phase: Phase = "normal"
+    surge: int = 1
+    unavailable: int = 0
+    is_paused: bool = False
+    held_revision: str = ""
+    """While the service waits for its turn: the revision that goes on serving."""
+    has_turn: bool = False
+    """The operator's own change is being rolled out to this service; no other one starts meanwhile."""
+    input_digest: str = ""
+    """Hash of what the user says about pods. As long as it stays, a new revision is the operator's doing."""
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """Annotations of the Deployment."""
+        found = {INPUT_ANNOTATION: self.input_digest}
+        if self.held_revision:
+            found[HELD_ANNOTATION] = self.held_revision
+        if self.has_turn:
+            found[TURN_ANNOTATION] = "true"
+        return found
+
+
+def plan_rollout(service: InferenceService, observed: Observed, revision: str, *, key_digest: str) -> Rollout:
+    """How the pods of `revision` are to replace the others now."""
+    live = observed.deployment
+    digest = input_digest(service)
+    held = _held_revision(service, observed, revision, digest=digest, key_digest=key_digest)
+    if held and observed.rolling_elsewhere:
+        return Rollout(
+            phase="waiting-for-turn",
+            surge=service.spec.rollout.surge,
+            unavailable=service.spec.rollout.unavailable,
+            is_paused=True,
+            held_revision=held,
+            input_digest=digest,
+        )
+    has_turn = bool(held) or (has_the_turn(live) and not _is_healthy(service, observed, revision))
+    phase: Phase = "normal"
+    if no_gpu_for_surge(service, observed, revision):
+        phase = "in-place" if may_replace_in_place(service) else "waiting-for-capacity"
+    surge, unavailable = _strategy(service, observed, revision, in_place=phase == "in-place")
+    is_halted = bool(failed_replacements(observed, revision)) and any(
+        pod.is_routable for pod in observed.pods if pod.revision != revision
+    )
+    if is_halted:
+        phase = "halted"
+        if live is not None and _template_revision(live) == revision:
+            # A paused Deployment is still scaled to its size plus maxSurge: a smaller surge would remove replicas.
+            surge, unavailable = _live_strategy(live, surge, unavailable)
+    return Rollout(
+        phase=phase,
+        surge=surge,
+        unavailable=unavailable,
+        is_paused=is_halted,
+        has_turn=has_turn,
+        input_digest=digest,
+    )
+
+
+def serving_revision(deployment: Object) -> str:
+    """The revision a Deployment's pods should have now: its template's, unless that waits for its turn."""
+    annotations = deployment["metadata"].get("annotations", {})
+    return annotations.get(HELD_ANNOTATION) or _template_revision(deployment)
+
+
+def has_the_turn(deployment: Object | None) -> bool:
+    """Whether the operator's own change is being rolled out to this Deployment's service."""
+    return deployment is not None and TURN_ANNOTATION in deployment["metadata"].get("annotations", {})
+
+
+def waits_for_its_turn(deployment: Object) -> bool:
+    return HELD_ANNOTATION in deployment["metadata"].get("annotations", {})
+
+
+def failed_replacements(observed: Observed, revision: str) -> list[Pod]:
+    """Pods of the new revision that do not come up (no image, crash loop, out of memory), by name."""
+    failed = [
+        pod
+        for pod in observed.pods
+        if pod.is_alive and pod.revision == revision and pod.problem is not None and not pod.is_routable
+    ]
+    return sorted(failed, key=lambda pod: pod.name)
+
+
+def may_replace_in_place(service: InferenceService) -> bool:
+    """Whether a replica may be taken away before its successor exists, although the rollout was to surge. A
+    Deployment with maxUnavailable 1 and two replicas or more never takes the last one that is available."""
+    explicit = service.spec.rollout.max_unavailable
+    return service.spec.replicas > 1 if explicit is None else explicit > 0
+
+
+def no_gpu_for_surge(service: InferenceService, observed: Observed, revision: str) -> bool:
+    """Whether this rollout must free a GPU before it can take one.
+
+    It starts when a pod of the new revision cannot be scheduled for want of GPUs while living pods of an old
+    one hold some. It then lasts until no old pod is left, which the live Deployment tells (this revision, no
+    surge): the starved pod is scheduled as soon as the first old one is gone, and a decision on that pod
+    alone would flap.
+    """
+    gpu, rollout = service.spec.resources.gpu, service.spec.rollout
+    if gpu is None or rollout.surge == 0:
+        return False
+    holders = [pod for pod in observed.pods if pod.is_alive and pod.node and pod.revision != revision]
+    if not holders:
+        return False
+    wanting = f"Insufficient {gpu.resource_name}"
+    starved = sum(
+        pod.is_alive and pod.revision == revision and wanting in pod.unschedulable for pod in observed.pods
+    )
+    leaving = sum(pod.is_terminating and bool(pod.node) for pod in observed.pods)
+    return starved > leaving or _is_without_surge(observed, revision)
+
+
+def input_digest(service: InferenceService) -> str:
+    """Hash of the parts of the spec that pods are made from, as far as they are not defaults: a field that a later
+    version adds changes nothing."""
+    spec = service.spec
+    said = [
+        _non_defaults(part)
+        for part in (spec.model, spec.engine, spec.resources, spec.placement, spec.rollout, spec.pod_template)
+    ]
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(said, order="deterministic"))[:10]
+
+
+def _non_defaults(value: Any) -> Any:
+    if isinstance(value, Struct):
+        fields = {field.name: field.default for field in msgspec.structs.fields(value)}
+        said = {
+            name: getattr(value, name) for name, default in fields.items() if getattr(value, name) != default
+        }
+        return {name: _non_defaults(nested) for name, nested in said.items()}
+    if isinstance(value, tuple):
+        return [_non_defaults(item) for item in value]
+    return value
+
+
+def _held_revision(
+    service: InferenceService, observed: Observed, revision: str, *, digest: str, key_digest: str
+) -> str:
+    """The revision that goes on serving if this service may have to wait for its turn; empty if it need not.
+
+    It waits only where something can be lost: the change is the operator's own, and the service is at rest with at
+    least one routable replica. A new internal key does not wait, because routers that have it cannot reach engines
+    with the old one.
+    """
+    live = observed.deployment
+    if live is None or has_the_turn(live) or service.spec.replicas == 0:
+        return ""
+    serving = serving_revision(live)
+    annotations = live["metadata"].get("annotations", {})
+    template = live["spec"]["template"]["metadata"].get("annotations", {})
+    is_own = (
+        annotations.get(INPUT_ANNOTATION, digest) == digest and template.get(KEY_ANNOTATION) == key_digest
+    )
+    alive = [pod for pod in observed.pods if pod.is_alive]
+    is_at_rest = all(pod.revision == serving for pod in alive)
+    is_serving = any(pod.is_routable for pod in alive)
+    return serving if serving != revision and is_own and is_at_rest and is_serving else ""
+
+
+def _is_healthy(service: InferenceService, observed: Observed, revision: str) -> bool:
+    """Whether the next service may follow: every replica is new and routable. One that no node can take does not
+    count: the change is not its reason."""
+    live = observed.deployment
+    alive = [pod for pod in observed.pods if pod.is_alive]
+    return (
+        live is not None
+        and _template_revision(live) == revision
+        and live.get("status", {}).get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
+        and len(alive) == service.spec.replicas
+        and all(pod.revision == revision and (pod.is_routable or pod.unschedulable) for pod in alive)
+        and (service.spec.replicas == 0 or any(pod.is_routable for pod in alive))
+    )
+
+
+def _strategy(
+    service: InferenceService, observed: Observed, revision: str, *, in_place: bool
+) -> tuple[int, int]:
+    """maxSurge and maxUnavailable."""
+    rollout = service.spec.rollout
+    surge = 0 if in_place else rollout.surge
+    unavailable = max(1, rollout.unavailable) if in_place else rollout.unavailable
+    if not _is_first(observed, revision):
+        return surge, unavailable
+    return (1, 0) if surge else (0, min(unavailable, 1))
+
+
+def _is_first(observed: Observed, revision: str) -> bool:
+    """Whether the first new replica still has to show that the change works. The Deployment makes the second one
+    when the first has been ready for MIN_READY_SECONDS."""
+    alive = [pod for pod in observed.pods if pod.is_alive]
+    new = [pod for pod in alive if pod.revision == revision]
+    return len(new) < len(alive) and (len(new) < 2 or not any(pod.is_routable for pod in new))
+
+
+def _live_strategy(deployment: Object, surge: int, unavailable: int) -> tuple[int, int]:
+    found = deployment["spec"].get("strategy", {}).get("rollingUpdate", {})
+    return found.get("maxSurge", surge), found.get("maxUnavailable", unavailable)
+
+
+def _is_without_surge(observed: Observed, revision: str) -> bool:
+    live = observed.deployment
+    if live is None:
+        return False
+    surge = live["spec"].get("strategy", {}).get("rollingUpdate", {}).get("maxSurge")
+    return _template_revision(live) == revision and surge == 0
+
+
+def _template_revision(deployment: Object) -> str:
+    revision: str = deployment["spec"]["template"]["metadata"].get("labels", {}).get(REVISION_LABEL, "")
+    return revision
