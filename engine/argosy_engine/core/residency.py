@@ -3,6 +3,8 @@
 A chunk is tied to the last block of tokens that it fills, or to the first one if it ends within that. It is announced
 as stored when its first block ties it and as removed when its last block is evicted. Only dictionaries keyed by block
 and hash: the step pays O(changes), and nothing here can make a request fail.
+
+Invariant: who applies every delta in the order of its fields holds exactly the chunks that are tied to some block.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ class ResidencyTracker:
         self._by_block: dict[int, list[int]] = {}
         self._num_blocks: dict[int, int] = {}
         self._stored: dict[int, int] = {}
+        """Chunks resident now that the next delta announces -> their tokens."""
         self._removed: dict[int, None] = {}
+        """Announced chunks that were evicted since. One that has come back is in both: a delta removes, then stores."""
         self._cleared = False
 
     def tie(self, chunk_hash: int, num_tokens: int, block_id: int) -> None:
@@ -31,7 +35,6 @@ class ResidencyTracker:
         count = self._num_blocks.get(chunk_hash, 0)
         self._num_blocks[chunk_hash] = count + 1
         if count == 0:
-            self._removed.pop(chunk_hash, None)
             self._stored[chunk_hash] = num_tokens
 
     def evict(self, block_id: int) -> None:
@@ -42,7 +45,9 @@ class ResidencyTracker:
                 self._num_blocks[chunk_hash] = count
                 continue
             del self._num_blocks[chunk_hash]
-            if self._stored.pop(chunk_hash, None) is None:
+            if (
+                self._stored.pop(chunk_hash, None) is None
+            ):  # else it was never announced, or is in `_removed` already
                 self._removed[chunk_hash] = None
 
     def clear(self) -> None:

@@ -43,6 +43,7 @@ from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeo
 from argosy_router.http.fetch import request_head
 from argosy_router.http.messages import Headers, first_value
 from argosy_router.links.foreign import ForeignPoller
+from argosy_router.prefixes.residency import Residency
 from argosy_router.replica import Replica
 
 log = logging.getLogger(__name__)
@@ -160,18 +161,10 @@ class TelemetryClient:
         replica = self._replica
         if isinstance(frame, Load):
             self._apply_load(frame)
-        elif isinstance(frame, Stored):
-            replica.residency.stored(unpack_u64(frame.hashes), unpack_u32(frame.tokens))
-        elif isinstance(frame, Removed):
-            replica.residency.removed(unpack_u64(frame.hashes))
-        elif isinstance(frame, Snapshot):
-            if frame.first:
-                replica.residency.clear()
-            replica.residency.stored(unpack_u64(frame.hashes), unpack_u32(frame.tokens))
-            if frame.last:
+        elif isinstance(frame, (Stored, Removed, Snapshot, Cleared)):
+            apply_residency(replica.residency, frame)
+            if isinstance(frame, Snapshot) and frame.last:
                 self._synced()
-        elif isinstance(frame, Cleared):
-            replica.residency.clear()
         elif isinstance(frame, Hello):
             self._apply_hello(frame)
         elif isinstance(frame, Draining):
@@ -233,6 +226,20 @@ class TelemetryClient:
         if self._replica.link != link:
             self._replica.link = link  # type: ignore[assignment]
             self._on_change()
+
+
+def apply_residency(residency: Residency, frame: Frame) -> None:
+    """Applies what a frame says about the prefix cache; frames about anything else change nothing."""
+    if isinstance(frame, Stored):
+        residency.stored(unpack_u64(frame.hashes), unpack_u32(frame.tokens))
+    elif isinstance(frame, Removed):
+        residency.removed(unpack_u64(frame.hashes))
+    elif isinstance(frame, Snapshot):
+        if frame.first:
+            residency.clear()
+        residency.stored(unpack_u64(frame.hashes), unpack_u32(frame.tokens))
+    elif isinstance(frame, Cleared):
+        residency.clear()
 
 
 class _Stream:

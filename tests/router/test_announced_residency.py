@@ -1,0 +1,204 @@
+"""What a router believes a replica's prefix cache holds, against the block pool's truth, under random events.
+
+The path is the real one: block pool -> `ResidencyTracker` -> `TelemetryHub` -> frames -> the router's `Residency`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from argosy_engine.api.telemetry import TelemetryHub
+from argosy_engine.core.block_pool import BlockPool
+from argosy_engine.core.messages import EngineCoreOutputs
+from argosy_engine.core.residency import ResidencyTracker
+from argosy_engine.protocol.telemetry import FrameReader
+from argosy_router.links.telemetry import apply_residency
+from argosy_router.prefixes.index import PrefixIndex
+from argosy_router.prefixes.residency import Residency
+
+CHUNKS = range(1, 4)
+"""Few, and few blocks: what is evicted comes back soon."""
+
+
+def make_hub() -> TelemetryHub:
+    config = SimpleNamespace(
+        epoch="e",
+        model_name="m",
+        model_fingerprint="f",
+        block_size=16,
+        max_model_len=1,
+        max_num_seqs=1,
+        scheduling_policy="fcfs",
+        memory=SimpleNamespace(kv_cache_tokens=1),
+    )
+    return TelemetryHub(cast("Any", SimpleNamespace(heartbeat_age_s=0.0)), cast("Any", config))
+
+
+class Router:
+    """The reading end of one telemetry stream after another."""
+
+    def __init__(self, hub: TelemetryHub) -> None:
+        self._hub = hub
+        self._index = PrefixIndex()
+        self._residency = Residency(self._index)
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self._reading is not None and not self._reading.done()
+
+    def connect(self) -> None:
+        self._reading = asyncio.create_task(self._read())
+
+    async def disconnect(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+
+    def believes(self, chunk: int) -> bool:
+        return self._index.holds(self._residency.slot, chunk)
+
+    async def _read(self) -> None:
+        reader = FrameReader()
+        async for data in self._hub.stream():
+            for frame in reader.feed(data):
+                apply_residency(self._residency, frame)
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Truth is a plain mapping block -> chunks, kept beside the tracker."""
+
+    @initialize(num_blocks=st.integers(2, 4))
+    def start(self, num_blocks: int) -> None:
+        self.runner = asyncio.Runner()
+        self.tracker = ResidencyTracker()
+        self.truth: dict[int, set[int]] = {}
+        self.pool = BlockPool(num_blocks, on_evict=self._evicted)
+        self.held: list[int] = []
+        self.num_contents = 0
+        self.runner.run(self._begin())
+
+    async def _begin(self) -> None:
+        self.hub = make_hub()
+        self.router = Router(self.hub)
+        self.router.connect()
+        await settle()
+
+    def _evicted(self, block_id: int) -> None:
+        self.truth.pop(block_id, None)
+        self.tracker.evict(block_id)
+
+    def _tie(self, block_id: int, chunks: list[int]) -> None:
+        for chunk in chunks:
+            self.truth.setdefault(block_id, set()).add(chunk)
+            self.tracker.tie(chunk, 16 * chunk, block_id)
+
+    @rule(
+        blocks=st.lists(st.lists(st.sampled_from(CHUNKS), max_size=2), min_size=1, max_size=4),
+        num_held=st.sampled_from([0, 0, 1]),
+    )
+    def run_step(self, blocks: list[list[int]], num_held: int) -> None:
+        """Requests compute blocks one after another, each of which evicts what its place held."""
+        for number, chunks in enumerate(blocks):
+            if not self.pool.num_free_blocks:
+                break
+            (block_id,) = self.pool.allocate(1)
+            self.num_contents += 1
+            assert self.pool.register(block_id, self.num_contents.to_bytes(8, "big"))
+            self._tie(block_id, chunks)
+            if number < num_held:
+                self.held.append(block_id)
+            else:
+                self.pool.free([block_id])
+        self.publish()
+
+    @precondition(lambda self: self.truth)
+    @rule(chunks=st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), data=st.data())
+    def tie_again(self, chunks: list[int], data: st.DataObject) -> None:
+        """Another request with the same tokens, cut into other chunks."""
+        self._tie(data.draw(st.sampled_from(sorted(self.truth))), chunks)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def free(self) -> None:
+        self.pool.free([self.held.pop(0)])
+
+    @rule()
+    def clear(self) -> None:
+        if self.pool.reset_prefix_cache():
+            self.tracker.clear()
+            assert not self.truth
+
+    def publish(self) -> None:
+        """A step ends: its delta travels to the router."""
+        self.runner.run(self._publish())
+        if self.router.is_connected:
+            resident = set().union(*self.truth.values())
+            assert {chunk for chunk in CHUNKS if self.router.believes(chunk)} == resident
+
+    async def _publish(self) -> None:
+        self.hub.on_core_outputs(EngineCoreOutputs(residency=self.tracker.take_delta()))
+        await settle()
+
+    @rule()
+    def lose_the_stream(self) -> None:
+        self.runner.run(self.router.disconnect())
+
+    @rule()
+    def reconnect(self) -> None:
+        async def reconnect() -> None:
+            await self.router.disconnect()
+            self.router.connect()
+            await settle()
+
+        self.runner.run(reconnect())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "runner"):
+            return
+        try:
+            self.reconnect()
+            self.publish()
+        finally:
+            self.runner.run(self._end())
+            self.runner.close()
+
+    async def _end(self) -> None:
+        await self.router.disconnect()
+        self.hub.close()
+
+
+async def settle() -> None:
+    """Lets the reader take what was sent: everything is in its queue already."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+TestResidency = ResidencyMachine.TestCase
+TestResidency.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+async def test_a_reader_that_overflows_is_cut_off_and_learns_the_rest_from_a_snapshot() -> None:
+    hub, tracker = make_hub(), ResidencyTracker()
+    router = Router(hub)
+    router.connect()
+    await settle()
+    for chunk in range(1, 10_000):  # the reader gets no turn
+        tracker.tie(chunk, 16, chunk)
+        if chunk > 1:
+            tracker.evict(chunk - 1)
+        hub.on_core_outputs(EngineCoreOutputs(residency=tracker.take_delta()))
+    await settle()
+    assert not router.is_connected
+    router.connect()
+    await settle()
+    assert router.is_connected
+    assert [chunk for chunk in range(1, 10_000) if router.believes(chunk)] == [9_999]
+    await router.disconnect()
+    hub.close()
