@@ -196,3 +196,37 @@ def test_every_uniform_number_gives_a_possible_token(
         monkeypatch.setattr(draw, "uniform", lambda seeds, _, u=u: np.full(len(seeds), u))
         assert by_kernel(kernels, logits, batch, monkeypatch).tolist() == [expected] * 3
         assert by_torch(logits, batch, monkeypatch).tolist() == [expected] * 3
+
+
+@pytest.mark.parametrize("path", ["kernel", "torch"])
+@pytest.mark.parametrize(
+    "fault", ["all nan", "first block nan", "some nan", "inf", "all -inf", "nan and -inf"]
+)
+def test_a_row_that_is_not_finite_gets_some_token_and_its_neighbours_get_theirs(
+    kernels: Kernels, path: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(4)
+    count, vocab_size = 64, 3000
+    batch, logits = (
+        make_batch(rng, count, vocab_size),
+        make_logits(rng, "random", count, vocab_size, torch.float32),
+    )
+    broken = logits.clone()
+    odd = broken[1::2]
+    if "-inf" in fault:
+        odd[:] = -np.inf
+    if fault == "all nan":
+        odd[:] = np.nan
+    elif fault == "first block nan":
+        odd[:, :1024] = np.nan
+    elif fault != "all -inf":
+        odd[:, ::7] = np.inf if fault == "inf" else np.nan
+
+    def draw_tokens(values: torch.Tensor) -> NDArray[np.int64]:
+        if path == "torch":
+            return by_torch(values, batch, monkeypatch)
+        return by_kernel(kernels, values, batch, monkeypatch)
+
+    sane, tokens = draw_tokens(logits.clone()), draw_tokens(broken)
+    assert ((tokens >= 0) & (tokens < vocab_size)).all()
+    assert (tokens[::2] == sane[::2]).all()

@@ -48,6 +48,8 @@ _LABELS = ("model_name", "engine")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """vLLM's words for levels 0, 1 and 2."""
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+_CUT_SHORT = frozenset({"abort", "error"})
+"""These count as finished, but how long and how large they were says nothing about whole requests."""
 
 
 def _token_buckets(limit: int) -> tuple[float, ...]:
@@ -166,11 +168,13 @@ class Metrics(Observer):
             self._itl.observe(now - timings.last_token)
 
     def on_finished(self, timings: RequestTimings, num_prompt: int, num_output: int, reason: str) -> None:
-        now = time.monotonic()
-        self._prompt.inc(num_prompt)
-        self._prompt_cached.inc(timings.num_cached)
         self._success[reason].inc()
-        self._e2e.observe(now - timings.arrived)
+        if timings.first_token:
+            self._prompt.inc(num_prompt)
+            self._prompt_cached.inc(timings.num_cached)
+        if reason in _CUT_SHORT:
+            return
+        self._e2e.observe(time.monotonic() - timings.arrived)
         decode_s = timings.last_token - timings.first_token
         self._decode_time.observe(decode_s)
         self._inference_time.observe(timings.prefill_s + decode_s)

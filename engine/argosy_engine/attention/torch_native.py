@@ -95,34 +95,38 @@ class TorchAttention:
         batch, groups = q.shape[0], self.num_heads // self.num_kv_heads
         tables = meta.block_tables[rows, :num_blocks].reshape(-1)
         shape = (batch, num_blocks * block_size, self.num_kv_heads, self.head_dim)
-        k = kv_cache[0].index_select(0, tables).view(shape).permute(0, 2, 3, 1)
-        v = kv_cache[1].index_select(0, tables).view(shape).permute(0, 2, 1, 3)
-        # matmul + softmax, not SDPA: with one query per row it is about twice as fast on a CPU.
-        scores = torch.matmul(q.view(batch, self.num_kv_heads, groups, self.head_dim), k).float() * self.scale
-        scores = self._cap(scores)
         positions = torch.arange(shape[1], device=q.device)
         seq_lens = meta.decode_seq_lens[rows].unsqueeze(1)
         hidden = positions >= seq_lens
         if self.sliding_window is not None:
             hidden |= positions < seq_lens - self.sliding_window
-        scores.masked_fill_(hidden[:, None, None, :], float("-inf"))
+        k = kv_cache[0].index_select(0, tables).view(shape).permute(0, 2, 3, 1)
+        # Hidden positions hold what other requests left, and a probability of zero times NaN is NaN.
+        v = kv_cache[1].index_select(0, tables).view(shape).masked_fill_(hidden[:, :, None, None], 0.0)
+        # matmul + softmax, not SDPA: with one query per row it is about twice as fast on a CPU.
+        scores = torch.matmul(q.view(batch, self.num_kv_heads, groups, self.head_dim), k).float() * self.scale
+        scores = self._cap(scores).masked_fill_(hidden[:, None, None, :], float("-inf"))
         probs = torch.softmax(scores, dim=-1).to(q.dtype)
-        return torch.matmul(probs, v).view(batch, self.num_heads, self.head_dim)
+        return torch.matmul(probs, v.permute(0, 2, 1, 3)).view(batch, self.num_heads, self.head_dim)
 
     def _prefill(
         self, q: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int
     ) -> torch.Tensor:
-        block_size = kv_cache.shape[2]
-        blocks = table[: -(-seq_len // block_size)]
+        block_size, num_new = kv_cache.shape[2], len(q)
+        # Nothing but the request's own tokens is gathered: blocks behind the window have other owners by now.
+        first = 0 if self.sliding_window is None else max(seq_len - num_new - self.sliding_window + 1, 0)
+        first_block = first // block_size
+        blocks = table[first_block : -(-seq_len // block_size)]
         shape = (-1, self.num_kv_heads, self.head_dim)
-        k = kv_cache[0].index_select(0, blocks).view(shape)[:seq_len].transpose(0, 1)
-        v = kv_cache[1].index_select(0, blocks).view(shape)[:seq_len].transpose(0, 1)
-        num_new = len(q)
-        if self.logit_softcap is None and self._sees_all_before(num_new, seq_len):
+        seen = slice(first - first_block * block_size, seq_len - first_block * block_size)
+        k = kv_cache[0].index_select(0, blocks).view(shape)[seen].transpose(0, 1)
+        v = kv_cache[1].index_select(0, blocks).view(shape)[seen].transpose(0, 1)
+        num_seen = seq_len - first
+        if self.logit_softcap is None and self._sees_all_before(num_new, num_seen):
             return self._attend(q, k, v)
         # Scores are written out: a few queries at a time, each against the keys up to its own.
-        size = max(WORKSPACE_BYTES // (4 * self.num_heads * seq_len), 1)
-        parts, end = [], seq_len - num_new
+        size = max(WORKSPACE_BYTES // (4 * self.num_heads * num_seen), 1)
+        parts, end = [], num_seen - num_new
         for part in q.split(size):
             end += len(part)
             parts.append(self._attend(part, k[:, :end], v[:, :end]))

@@ -125,7 +125,6 @@ class EngineCore:
         self._utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.kv.reset_prefix_cache,
             "check": self._check,
-            "stats": self.stats,
             "collective_rpc": self._collective_rpc,
             "sleep": self._sleep,
             "wake_up": self.sleep_state.wake_up,

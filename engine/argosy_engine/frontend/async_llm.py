@@ -95,7 +95,12 @@ class Observer:
 
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None: ...
 
-    def on_finished(self, timings: RequestTimings, num_prompt: int, num_output: int, reason: str) -> None: ...
+    def on_finished(self, timings: RequestTimings, num_prompt: int, num_output: int, reason: str) -> None:
+        """A request ended, however it did: every one that began is told once.
+
+        Args:
+            reason: a finish reason; `abort` if its client left or the engine was told to drop it, `error` if it failed.
+        """
 
 
 class AsyncLLM:
@@ -182,7 +187,7 @@ class AsyncLLM:
                 unfinished -= sum(output.finish_reason is not None for output in outputs)
                 yield outputs
         finally:
-            leftover = [request.request_id for request in requests if self._forget(request.request_id)]
+            leftover = [request.request_id for request in requests if self._end(request.request_id, "abort")]
             if leftover and self._dead is None:
                 await self.client.abort_requests(leftover)
 
@@ -242,7 +247,7 @@ class AsyncLLM:
             try:
                 if mode == "abort":
                     error = EngineAsleep("the engine was put to sleep while it was working on this request")
-                    await self.client.abort_requests(self._fail_all(error))
+                    await self.client.abort_requests(self._fail_all(error, "abort"))
                 await self.drain()
                 await self.client.call_utility("sleep", level)
             except BaseException:
@@ -358,9 +363,7 @@ class AsyncLLM:
             self.admission.start(output.request_id)
         timings.last_token = now
         if reason is not None:
-            self._forget(output.request_id)
-            for observer in self.observers:
-                observer.on_finished(timings, live.num_prompt, live.num_output, reason)
+            self._end(output.request_id, reason)
         live.collector.put(
             GenerationOutput(
                 index=live.index,
@@ -378,14 +381,16 @@ class AsyncLLM:
             )
         )
 
-    def _forget(self, request_id: str) -> bool:
-        """Whether the request was still live."""
-        was_live = self._live.pop(request_id, None) is not None
-        if was_live:
-            self.admission.leave(request_id)
+    def _end(self, request_id: str, reason: str) -> _Live | None:
+        """Forgets a request and tells the observers; None if it was no longer live."""
+        live = self._live.pop(request_id, None)
         if not self._live:
             self._idle.set()
-        return was_live
+        if live is not None:
+            self.admission.leave(request_id)
+            for observer in self.observers:
+                observer.on_finished(live.timings, live.num_prompt, live.num_output, reason)
+        return live
 
     def _die(self, error: EngineDead) -> None:
         logger.error("engine core dead: %s", error)
@@ -397,16 +402,16 @@ class AsyncLLM:
         self._dead = error
         self._fail_all(EngineDead("the engine stopped while it was working on this request"))
 
-    def _fail_all(self, error: EngineError) -> list[str]:
+    def _fail_all(self, error: EngineError, reason: str = "error") -> list[str]:
         """Fails every live request; their ids."""
         request_ids = list(self._live)
         for request_id in request_ids:
-            self._fail(request_id, error)
+            self._fail(request_id, error, reason)
         return request_ids
 
-    def _fail(self, request_id: str, error: EngineError) -> None:
-        live = self._live.get(request_id)
-        if self._forget(request_id) and live is not None:
+    def _fail(self, request_id: str, error: EngineError, reason: str = "error") -> None:
+        live = self._end(request_id, reason)
+        if live is not None:
             live.collector.fail(error)
 
 

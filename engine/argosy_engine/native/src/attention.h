@@ -184,11 +184,14 @@ class AttentionJob {
       mass[r] += reduce_sum(total);
     }
 
+    // From the first key that a row sees: what lies before it is behind the window of all, in blocks that may belong to
+    // other requests by now, and a probability of zero times NaN is NaN.
     void find_values(int first, int keys) {
       num_runs = 0;
-      for (int key = first; key < first + keys;) {
+      const int end = first + keys, begin = begin_of(0) / kPerUnit<T> * kPerUnit<T>;
+      for (int key = std::max(first, begin); key < end;) {
         const int inside = key % layer.block_size;
-        const int count = std::min(layer.block_size - inside, first + keys - key);
+        const int count = std::min(layer.block_size - inside, end - key);
         runs[num_runs++] = {slab(layer.v_cache, key) + inside / kPerUnit<T> * dim, (key - first) / kPerUnit<T>,
                             int(ceil_div(count, kPerUnit<T>))};
         key += count;

@@ -162,10 +162,10 @@ class RowSampler {
   // To the best, 0 or below, in units of the temperature.
   ARGOSY_INLINE vfloat distance(vfloat logit) const { return logit / temperature_ - best_; }
 
-  // In proportion to the probability; the best token's is 1.
+  // In proportion to the probability; the best token's is 1, that of NaN is 0.
   ARGOSY_INLINE vfloat weight(vfloat distance) const {
     const vfloat value = exp(distance);
-    return value < min_p_ ? vfloat{} : value;
+    return value >= min_p_ ? value : vfloat{};
   }
 
   double block_sum(int start) const {

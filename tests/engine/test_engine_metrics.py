@@ -1,0 +1,154 @@
+"""Every series of an engine's /metrics moves when what it counts happens, on a real server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from processes import Server, free_port, running, wait_until
+
+PROMPT = "Tell me of the sea and of the ships that went there. " * 4
+FOREVER = {"model": "tiny", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+ENDED = "vllm:request_success_total"
+CONSTANT = {"vllm:cache_config_info", "argosy_engine_info"}
+
+Series = dict[tuple[str, str], float]
+"""(name, finished_reason or sleep_state) -> value; buckets and creation times left out."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Room for two running requests, and less of it in the KV cache than they need."""
+    port = free_port()
+    arguments = (
+        "argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1",
+        "--max-num-seqs", "2", "--max-model-len", "512", "--num-gpu-blocks-override", "40", "--watermark", "0",
+        "--port", str(port),
+    )  # fmt: skip
+    with running(arguments, tmp_path_factory.mktemp("metrics") / "log", port=port) as up:
+        yield up
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as plain:
+        yield plain
+
+
+def scrape(http: httpx.Client) -> Series:
+    return {
+        (
+            sample.name,
+            sample.labels.get("finished_reason", sample.labels.get("sleep_state", "")),
+        ): sample.value
+        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    }
+
+
+def complete(http: httpx.Client, **changes: object) -> httpx.Response:
+    return http.post("/v1/completions", json={**FOREVER, "max_tokens": 4, **changes})
+
+
+def abandon(server: Server) -> None:
+    """Reads the beginning of a stream and leaves."""
+    with (
+        httpx.Client(base_url=server.url, timeout=60) as http,
+        http.stream("POST", "/v1/completions", json={**FOREVER, "stream": True}) as response,
+    ):
+        next(response.iter_lines())
+
+
+def until_idle(http: httpx.Client) -> None:
+    wait_until(lambda: scrape(http)["vllm:num_requests_running", ""] == 0, "the engine to be idle")
+
+
+def test_a_client_that_leaves_counts_as_aborted_once(server: Server, http: httpx.Client) -> None:
+    before = scrape(http)
+    abandon(server)
+    wait_until(lambda: scrape(http)[ENDED, "abort"] > before[ENDED, "abort"], "the abort to be counted")
+    until_idle(http)
+    after = scrape(http)
+    changed = {
+        name: after[name] - before[name] for name in after if name[0] == ENDED and after[name] != before[name]
+    }
+    assert changed == {(ENDED, "abort"): 1}
+    latencies = ("vllm:e2e_request_latency_seconds_count", ""), ("vllm:request_generation_tokens_count", "")
+    assert all(after[name] == before[name] for name in latencies), "a part says nothing about whole requests"
+    name = "vllm:prompt_tokens_total", ""
+    assert after[name] > before[name], "its prompt was computed"
+
+
+def test_all_choices_of_a_request_that_is_left_count(server: Server, http: httpx.Client) -> None:
+    before = scrape(http)
+    body = {**FOREVER, "stream": True, "n": 3, "temperature": 1}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    wait_until(lambda: scrape(http)[ENDED, "abort"] == before[ENDED, "abort"] + 3, "three aborts")
+    until_idle(http)
+
+
+def test_a_request_that_the_core_refuses_counts_as_an_error(http: httpx.Client) -> None:
+    before = scrape(http)
+    assert complete(http, structured_outputs={"grammar": "root ::= nothing"}).status_code == 400
+    after = scrape(http)
+    assert after[ENDED, "error"] == before[ENDED, "error"] + 1
+    assert (
+        after["vllm:e2e_request_latency_seconds_count", ""]
+        == before["vllm:e2e_request_latency_seconds_count", ""]
+    )
+
+
+def test_every_series_moves(server: Server, http: httpx.Client) -> None:
+    """A series that stays at zero whatever happens is a lie on somebody's dashboard."""
+    seen: Series = {}
+
+    def look() -> Series:
+        now = scrape(http)
+        for name, value in now.items():
+            seen[name] = max(seen.get(name, 0.0), value)
+        return now
+
+    repetition = {"max_pattern_size": 2, "min_count": 4}
+    assert complete(http).status_code == 200  # length
+    assert complete(http, stop=[" "], max_tokens=100).status_code == 200
+    assert (
+        complete(http, allowed_token_ids=[40], repetition_detection=repetition, max_tokens=99).status_code
+        == 200
+    )
+    assert complete(http, structured_outputs={"grammar": "root ::= nothing"}).status_code == 400
+    abandon(server)
+    crowd = [
+        threading.Thread(
+            target=complete, args=(http,), kwargs={"max_tokens": 300, "prompt": f"{number} {PROMPT}"}
+        )
+        for number in range(4)
+    ]
+    for request in crowd:
+        request.start()
+    while any(request.is_alive() for request in crowd):
+        look()
+    for level in (1, 2):
+        assert http.post("/sleep", params={"level": level}).status_code == 200
+        look()
+    assert http.post("/wake_up").status_code == 200
+    look()
+    still = sorted(name for name, value in seen.items() if not value and name[0] not in CONSTANT)
+    assert not still
+
+
+def test_what_sleep_aborts_is_counted(server: Server, http: httpx.Client) -> None:
+    before = scrape(http)
+    with (
+        httpx.Client(base_url=server.url, timeout=60) as reader,
+        reader.stream("POST", "/v1/completions", json={**FOREVER, "stream": True}) as response,
+    ):
+        next(response.iter_lines())
+        assert http.post("/sleep", params={"level": 1}).status_code == 200
+        assert scrape(http)[ENDED, "abort"] == before[ENDED, "abort"] + 1
+    assert http.post("/wake_up").status_code == 200

@@ -1,0 +1,169 @@
+"""What an earlier owner left in a block must not reach the next one, not even NaN or infinity: zero times NaN is NaN.
+
+Attention masks positions by giving them a probability of zero; that is no protection for values that are not finite.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from argosy_engine.attention.native import NativeAttention
+from argosy_engine.attention.torch_native import TorchAttention
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.client import InprocClient
+from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest
+from argosy_engine.native import build, library
+from argosy_engine.native.library import Kernels
+from argosy_engine.sample.params import SamplingParams
+from attention_cases import Case, Span, random_case
+from random_checkpoints import KINDS, make_checkpoint
+
+POISONS = (math.nan, math.inf, -math.inf)
+HERE = [variant.name for variant in build.VARIANTS if variant.cpu_flags <= build.cpu_flags()]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BACKENDS = [
+    (name, dtype) for name in ["torch", *HERE] for dtype in DTYPES if name == "torch" or dtype != "fp16"
+]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+def test_no_kernel_reads_what_is_not_the_requests_own(backend: str, dtype: str) -> None:
+    """Prompts, chunks of prompts and decodes, with and without sliding window and soft cap, bit for bit."""
+    rng = random.Random(11)
+    for _ in range(8):
+        case = random_case(rng, DTYPES[dtype])
+        clean = attend(backend, case, 0.0)
+        assert clean.isfinite().all()
+        for poison in POISONS:
+            poisoned = attend(backend, case, poison)
+            assert torch.equal(clean, poisoned), f"{poison} in {case.shape} {case.spans}"
+
+
+def attend(backend: str, case: Case, poison: float) -> torch.Tensor:
+    """The case's step over a cache that is full of `poison` wherever a later owner may have written: beyond the tokens
+    of a request, in blocks behind its window, in blocks of others and in the null block."""
+    shape, rows = case.shape, list(range(len(case.spans)))
+    options = {"sliding_window": shape.sliding_window, "logit_softcap": shape.logit_softcap}
+    sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    cache = torch.full_like(case.empty_cache(), poison)
+    if backend == "torch":
+        portable = TorchAttention(*sizes, **options)
+
+        def run(rows: list[int], spans: list[Span]) -> torch.Tensor:
+            q, k, v = (
+                case.rows(tensors, rows, spans).view(-1, heads, shape.head_dim)
+                for tensors, heads in ((case.q, sizes[0]), (case.k, sizes[1]), (case.v, sizes[1]))
+            )
+            meta = case.metadata(rows, spans)
+            portable.write(cache, k, v, meta)
+            return portable(q, cache, meta).flatten(1)
+    else:
+        kernels = Kernels(build.library_path(next(v for v in build.VARIANTS if v.name == backend)))
+        native = NativeAttention(kernels, *sizes, **options)
+
+        def run(rows: list[int], spans: list[Span]) -> torch.Tensor:
+            qkv = torch.cat([case.rows(tensors, rows, spans) for tensors in (case.q, case.k, case.v)], 1)
+            return native(qkv.contiguous(), cache, case.metadata(rows, spans))
+
+    for row, (start, _) in enumerate(case.spans):
+        if start:
+            run([row], [(0, start)])
+    for row, (start, _) in enumerate(case.spans):
+        if shape.sliding_window is not None:
+            num_behind = max(start - shape.sliding_window + 1, 0) // shape.block_size
+            cache[:, case.tables[row, :num_behind]] = poison  # given back, and another request's by now
+    return run(rows, case.spans)
+
+
+POISON = 77
+"""A token whose embedding is NaN."""
+ARCHITECTURES = ("llama", "mistral-window", "qwen2-window", "gemma2", "gpt2-by-layer")
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def poisoned_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(KINDS[request.param], path)
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith(("embed_tokens.weight", "wte.weight")):
+                tensor[POISON] = math.nan
+        save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("is_native", "dtype"), [(True, "bfloat16"), (False, "float32")], ids=["kernels", "torch"]
+)
+def test_a_request_full_of_nan_leaves_no_trace(
+    poisoned_checkpoint: Path,
+    is_native: bool,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    fresh_kernels: None,
+) -> None:
+    """Others get the same tokens and log probabilities, bit for bit, beside a request whose every state is NaN and in
+    the blocks that it leaves, as beside and after a sane one."""
+    if not is_native:
+        monkeypatch.setenv("ARGOSY_NATIVE", "0")
+    clean, poisoned = (neighbours_of(poisoned_checkpoint, dtype, guest) for guest in (POISON + 1, POISON))
+    assert clean == poisoned
+
+
+@pytest.fixture
+def fresh_kernels() -> Iterator[None]:
+    """Whether to use the kernels is decided anew; afterwards the rest of the suite gets what it had."""
+    library.kernels.cache_clear()
+    yield
+    library.kernels.cache_clear()
+
+
+def neighbours_of(path: Path, dtype: str, guest_token: int) -> dict[str, list[Any]]:
+    """What everybody but the guests gets, in an engine so small that all blocks change hands."""
+    client = InprocClient(
+        EngineArgs.of(
+            model=str(path), dtype=dtype, device="cpu", threads=1, block_size=16, max_model_len=128,
+            max_num_batched_tokens=40, num_gpu_blocks_override=48, logprobs_mode="processed_logprobs",
+        )
+    )  # fmt: skip
+    # Where the embedding is the head, too, the logit of its token is NaN for everybody.
+    allowed = [token for token in range(2, 512) if token not in (POISON, POISON + 1)]
+    owner = SamplingParams(
+        temperature=0.9, top_p=0.9, seed=5, max_tokens=6, logprobs=3, allowed_token_ids=allowed
+    )
+    visits = (
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=1.0, max_tokens=20, seed=1, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_p=0.5, max_tokens=20, seed=2, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_k=7, min_p=0.1, max_tokens=20, seed=3, ignore_eos=True),
+    )
+    found: dict[str, list[Any]] = {}
+    for visit, params in enumerate(visits):
+        names = [f"{visit}-{length}" for length in (1, 14, 33, 70)]
+        requests = {name: ([3 + visit] + [9] * (int(name.split("-")[1]) - 1), owner) for name in names}
+        requests[f"guest {visit}"] = [guest_token] * 75, params
+        for name, (tokens, chosen) in requests.items():
+            client.add_request(EngineCoreRequest(name, tokens, chosen, 0.0))
+        while client.has_work:
+            for output in client.step().outputs:
+                take(found, output)
+    client.close()
+    assert all(found[name] for name in found)
+    return {name: answers for name, answers in found.items() if not name.startswith("guest")}
+
+
+def take(found: dict[str, list[Any]], output: EngineCoreOutput) -> None:
+    assert output.error is None
+    assert all(0 <= token < 512 for token in output.new_token_ids)
+    found.setdefault(output.request_id, []).append(
+        (output.new_token_ids, [each.logprobs for each in output.logprobs or []])
+    )
