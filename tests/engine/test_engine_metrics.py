@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from processes import Server, free_port, running, wait_until
 
 PROMPT = "Tell me of the sea and of the ships that went there. " * 4
-FOREVER = {"model": "tiny", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+FOREVER = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
 ENDED = "vllm:request_success_total"
 CONSTANT = {"vllm:cache_config_info", "argosy_engine_info"}
 
@@ -26,8 +26,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     arguments = (
         "argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1",
-        "--max-num-seqs", "2", "--max-model-len", "512", "--num-gpu-blocks-override", "40", "--watermark", "0",
-        "--port", str(port),
+        "--max-num-seqs", "2", "--max-model-len", "3500", "--num-gpu-blocks-override", "250", "--watermark", "0",
+        "--port", str(port), "--admin-api-key", "admin",
     )  # fmt: skip
     with running(arguments, tmp_path_factory.mktemp("metrics") / "log", port=port) as up:
         yield up
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as plain:
+    with httpx.Client(base_url=server.url, headers={"authorization": "Bearer admin"}, timeout=300) as plain:
         yield plain
 
 
@@ -125,9 +125,9 @@ def test_every_series_moves(server: Server, http: httpx.Client) -> None:
     abandon(server)
     crowd = [
         threading.Thread(
-            target=complete, args=(http,), kwargs={"max_tokens": 300, "prompt": f"{number} {PROMPT}"}
+            target=complete, args=(http,), kwargs={"max_tokens": 2300, "prompt": f"{number} {PROMPT}"}
         )
-        for number in range(4)
+        for number in range(3)
     ]
     for request in crowd:
         request.start()
