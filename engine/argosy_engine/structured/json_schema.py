@@ -55,7 +55,8 @@ _ANNOTATION_FORMATS = frozenset(
 )  # fmt: skip
 """OpenAPI's hints for people and code generators; they say nothing about the text."""
 _MAX_MULTIPLE = 1024
-_MAX_MULTIPLE_RANGE = 10_000
+_MAX_MULTIPLE_RANGE = 9_999
+"""Between the bounds beside a `multipleOf`: from 10,000 on XGrammar ignores `multipleOf`, with a warning only."""
 _MAX_COUNT = (1 << 31) - 1
 
 

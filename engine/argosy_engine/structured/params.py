@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.structured.json_schema import normalized_schema
+from argosy_engine.structured.pattern import check_grammar_size, check_regex_size, grammar_size, pattern_size
 from argosy_engine.structured.structural_tag import normalized_tag
 
 MAX_TEXT_BYTES = 128 * 1024
@@ -86,11 +87,15 @@ class StructuredOutputsParams(
             case "json_object":
                 return GrammarSpec("json", normalized_schema({"type": "object"}), any_whitespace)
             case "regex":
-                return GrammarSpec("regex", _bounded(self.regex or "", MAX_REGEX_BYTES))
+                regex = _bounded(self.regex or "", MAX_REGEX_BYTES)
+                check_regex_size(pattern_size(regex))
+                return GrammarSpec("regex", regex)
             case "choice":
                 return GrammarSpec("grammar", _choice_grammar(self.choice or ()))
             case "grammar":
-                return GrammarSpec("grammar", _bounded(self.grammar or "", MAX_TEXT_BYTES))
+                grammar = _bounded(self.grammar or "", MAX_TEXT_BYTES)
+                check_grammar_size(grammar_size(grammar))
+                return GrammarSpec("grammar", grammar)
             case _:
                 return GrammarSpec("structural_tag", normalized_tag(_parsed(self.structural_tag)))
 

@@ -11,6 +11,18 @@ from typing import Any
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.structured.json_schema import normalized_schema
+from argosy_engine.structured.pattern import (
+    NO_REPETITION,
+    ONE_ITEM,
+    RepetitionSize,
+    check_grammar_size,
+    check_regex_size,
+    check_tag_size,
+    grammar_size,
+    pattern_size,
+    repeated,
+    sum_sizes,
+)
 
 MAX_WHITESPACE = 32
 """White space in a row between the parts of a JSON value. Enough to indent eight levels; without a bound, a model
@@ -35,7 +47,9 @@ def normalized_tag(tag: Any) -> str:
         tag = {"format": _from_older_form(tag)}
     if not isinstance(tag.get("format"), dict):
         raise InvalidRequest("a structural tag needs a format")
-    return _encoded(_normalized(tag["format"], 0))
+    normalized = _normalized(tag["format"], 0)
+    check_tag_size(_size(normalized))
+    return _encoded(normalized)
 
 
 def tool_call_tag(
@@ -120,6 +134,38 @@ def _normalized(value: Any, depth: int) -> Any:
             "type": value["type"],
         }
     return {key: _normalized(item, depth + 1) for key, item in value.items()}
+
+
+def _size(value: Any) -> RepetitionSize:
+    """Of the regular expressions, grammars and repetitions in a tag; JSON schemas have bounds of their own.
+
+    Raises:
+        InvalidRequest: one of them alone is too large.
+    """
+    if isinstance(value, list):
+        return sum_sizes(_size(item) for item in value)
+    if not isinstance(value, dict):
+        return NO_REPETITION
+    match value:
+        case {"type": "json_schema" | "qwen_xml_parameter"}:
+            return ONE_ITEM
+        case {"type": "regex", "pattern": str(pattern)}:
+            check_regex_size(size := pattern_size(pattern))
+            return size
+        case {"type": "grammar", "grammar": str(grammar)}:
+            check_grammar_size(size := grammar_size(grammar))
+            return size
+    size = sum_sizes(_size(item) for item in value.values())
+    match value:
+        case {"type": "star" | "plus"}:
+            return repeated(size, 1, is_open=True)
+        case {"type": "repeat", "min": int(low), "max": int(high)}:
+            return repeated(size, max(low, high), is_open=high < 0)
+        case {"type": "any_text", "max_chars": int(limit)}:
+            return repeated(ONE_ITEM, limit, is_open=False)
+        case {"type": "const_string" | "any_text" | "token" | "exclude_token" | "any_tokens"}:
+            return ONE_ITEM
+    return size
 
 
 def _schema_format(schema: Any) -> dict[str, Any]:
