@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,7 +14,6 @@ from hypothesis import given, settings
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.models.source import resolve_model
-from argosy_engine.structured.compiler import MAX_OVERDUE, GrammarCompiler, NoGrammar
 from argosy_engine.structured.grammar import GrammarState, Phase
 from argosy_engine.structured.json_schema import MAX_DEPTH, normalized_schema
 from argosy_engine.structured.params import GrammarSpec, StructuredOutputsParams
@@ -233,121 +230,8 @@ def test_schemas_inside_structural_tags_are_checked() -> None:
         )
 
 
-# Compiling
-
-
-class FakeBackend:
-    """Grammars are their own text; `hold` keeps a compilation from ending."""
-
-    def __init__(self) -> None:
-        self.hold = threading.Event()
-        self.compiled: list[str] = []
-
-    def prepare(self) -> None: ...
-
-    def compile(self, spec: GrammarSpec) -> Any:
-        self.compiled.append(spec.text)
-        if spec.text.startswith("slow"):
-            assert self.hold.wait(60)
-        if spec.text == "bad":
-            raise RuntimeError("[10:11:12] /native/parser.cc:1: Rule x is not defined")
-        return SimpleNamespace(memory_size_bytes=100 - len(spec.text), text=spec.text)
-
-
 def spec_of(text: str) -> GrammarSpec:
     return GrammarSpec("grammar", text)
-
-
-class Waiter:
-    """Collects one answer."""
-
-    def __init__(self) -> None:
-        self.result: Any = None
-        self._done = threading.Event()
-
-    def __call__(self, result: Any) -> None:
-        self.result = result
-        self._done.set()
-
-    def wait(self) -> Any:
-        assert self._done.wait(30), "no answer"
-        return self.result
-
-
-def compile_now(compiler: GrammarCompiler, text: str) -> Any:
-    waiter = Waiter()
-    grammar = compiler.submit(spec_of(text), waiter)
-    return grammar if grammar is not None else waiter.wait()
-
-
-def test_compiler_caches_by_content_within_its_bytes() -> None:
-    backend = FakeBackend()
-    compiler = GrammarCompiler(backend, num_threads=2, cache_bytes=350)
-    for text in ("a", "b", "c"):
-        assert compile_now(compiler, text).text == text
-    assert compile_now(compiler, "a").text == "a"  # used last
-    assert compile_now(compiler, "d").text == "d"  # evicts b
-    assert backend.compiled == ["a", "b", "c", "d"]
-    assert (compiler.num_cached, compiler.cached_bytes) == (3, 300)
-    assert compile_now(compiler, "a").text == "a"
-    assert compile_now(compiler, "b").text == "b"
-    assert backend.compiled == ["a", "b", "c", "d", "b"]
-    for number in range(50):
-        compile_now(compiler, f"n{number}")
-        assert compiler.cached_bytes <= 350
-    compiler.close()
-
-
-def test_compiler_reports_faults_without_native_places() -> None:
-    compiler = GrammarCompiler(FakeBackend(), num_threads=1)
-    assert compile_now(compiler, "bad") == NoGrammar("the grammar does not compile: Rule x is not defined")
-    assert compile_now(compiler, "good").text == "good"
-    compiler.close()
-
-
-def test_equal_grammars_are_compiled_once() -> None:
-    backend = FakeBackend()
-    compiler = GrammarCompiler(backend, num_threads=2)
-    waiters = [Waiter() for _ in range(5)]
-    for waiter in waiters:
-        assert compiler.submit(spec_of("slow"), waiter) is None
-    backend.hold.set()
-    assert len({id(waiter.wait()) for waiter in waiters}) == 1
-    assert backend.compiled == ["slow"]
-    compiler.close()
-
-
-def test_an_overdue_compilation_fails_and_gives_its_place_back() -> None:
-    backend = FakeBackend()
-    compiler = GrammarCompiler(backend, num_threads=1, deadline_s=0.02)
-    assert "did not compile within" in compile_now(compiler, "slow").reason
-    assert compile_now(compiler, "quick").text == "quick"
-    assert compiler.num_overdue == 1
-    assert "did not compile within" in compile_now(compiler, "slow").reason
-    assert backend.compiled == ["slow", "quick"], "the same grammar must not cost a second thread"
-    backend.hold.set()
-    compiler.close()
-
-
-def test_overdue_threads_are_bounded() -> None:
-    backend = FakeBackend()
-    compiler = GrammarCompiler(backend, num_threads=1, deadline_s=0.02)
-    for number in range(MAX_OVERDUE):
-        assert "did not compile within" in compile_now(compiler, f"slow {number}").reason
-    assert compile_now(compiler, "quick").is_overload
-    backend.hold.set()
-    compiler.close()
-
-
-def test_closing_answers_everyone() -> None:
-    backend = FakeBackend()
-    compiler = GrammarCompiler(backend, num_threads=1)
-    waiters = [Waiter() for _ in range(3)]
-    for number, waiter in enumerate(waiters):
-        compiler.submit(spec_of(f"slow {number}"), waiter)
-    compiler.close()
-    assert [waiter.wait() for waiter in waiters] == [NoGrammar("the engine is shutting down", True)] * 3
-    backend.hold.set()
 
 
 # Following an output

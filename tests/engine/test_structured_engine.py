@@ -13,10 +13,8 @@ import pytest
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
 from argosy_engine.api.serving import to_api_error
-from argosy_engine.core.client import InprocClient
 from argosy_engine.frontend.async_llm import request_error
 from argosy_engine.frontend.llm import CompletionOutput, RequestOutput
-from argosy_engine.structured.compiler import MAX_OVERDUE
 
 SHORT = {"type": "string", "minLength": 1, "maxLength": 8}
 SCHEMAS: dict[str, Any] = {
@@ -243,8 +241,7 @@ def test_what_does_not_compile_costs_its_request_only(
 
 
 def test_an_overloaded_compiler_is_a_reason_to_retry(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(llm.client, InprocClient)
-    monkeypatch.setattr(llm.client.core.structured.compiler, "_num_overdue", MAX_OVERDUE)
+    monkeypatch.setattr("argosy_engine.structured.compiler.MAX_QUEUED", 0)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="never seen before"))
     llm.client.add_request(llm.processor.core_requests(llm.processor.text_prompt("x"), params)[0])
     (output,) = llm.client.step().outputs

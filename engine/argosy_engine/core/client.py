@@ -36,6 +36,9 @@ from argosy_engine.errors import EngineDead, UtilityFailed
 POLL_MS = 200
 """Where the system has no pidfd, how often a client looks whether the core still lives."""
 
+WAIT_S = 0.5
+"""How long a core in the caller's process may wait for a grammar before it looks at deadlines."""
+
 CHECK_INTERVAL_S = 1.0
 """A core in the caller's process idles after every call: its invariants cost milliseconds where blocks are many."""
 
@@ -84,7 +87,8 @@ class InprocClient:
 
     def step(self) -> EngineCoreOutputs:
         if not self.core.has_work:
-            self.core.structured.wait()
+            self.core.structured.wait(WAIT_S)
+            self.core.tick()
         try:
             outputs = self.core.step()
         except Exception:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.core.grammars import structured_outputs
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import (
     EngineCoreOutputs,
@@ -33,7 +34,7 @@ from argosy_engine.core.sleep import SleepState
 from argosy_engine.core.step_timing import StepTiming
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor, PendingOutput
-from argosy_engine.structured.manager import StructuredOutputManager
+from argosy_engine.structured.manager import Failure
 from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger("argosy.core")
@@ -106,7 +107,7 @@ class EngineCore:
             or (_MAX_NUM_MIXED_PREFILL_TOKENS if info.device == "cpu" else None),
             policy=args.scheduling_policy,
         )
-        self.structured = StructuredOutputManager.for_model(
+        self.structured = structured_outputs(
             info.model_path,
             info.config.vocab_size,
             info.config.eos_token_ids,
@@ -153,7 +154,13 @@ class EngineCore:
         self.scheduler.add(request)
         # An output that matches its grammar can only end: ignore_eos would leave nothing to say.
         request.stop_ids |= self.scheduler.eos_token_ids
-        self.structured.add(request.request_id, message.grammar, message.resume_token_ids)
+        try:
+            self.structured.add(
+                request.request_id, message.grammar, message.resume_token_ids, message.cache_salt or ""
+            )
+        except Exception:
+            self.scheduler.abort([request.request_id])  # told to the client by the caller
+            raise
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         try:
@@ -190,6 +197,7 @@ class EngineCore:
     def _schedule(self) -> SchedulerOutput | None:
         """The next step, None if the bookkeeping failed."""
         try:
+            self.structured.tick()
             self._admit_compiled()
             step = self.scheduler.schedule()
             if self.structured:
@@ -237,11 +245,18 @@ class EngineCore:
     def _admit_compiled(self) -> None:
         """Requests whose grammar has become known may run, or end."""
         for compiled in self.structured.take_compiled():
-            if compiled.error is None:
+            if compiled.failure is None:
                 self.scheduler.unblock(compiled.request_id)
             else:
-                kind = ErrorKind.BUSY if compiled.is_overload else ErrorKind.INVALID
-                self.scheduler.fail(compiled.request_id, compiled.error, kind)
+                self._fail({compiled.request_id: compiled.failure})
+
+    def _fail(self, failures: Mapping[str, Failure]) -> None:
+        """Ends requests whose grammar cannot be followed."""
+        for request_id, failure in failures.items():
+            kind = ErrorKind.INVALID
+            if failure.is_overload or failure.is_fault:
+                kind = ErrorKind.BUSY if failure.is_overload else ErrorKind.INTERNAL
+            self.scheduler.fail(request_id, failure.reason, kind)
 
     def _with_grammar(self, step: SchedulerOutput) -> list[str]:
         """The requests with a grammar that sample in this step, which is the newest."""
@@ -258,15 +273,18 @@ class EngineCore:
         request_ids = self._with_grammar(step)
         if not request_ids:
             return None
-        bitmask = self.structured.bitmask(request_ids, step.scheduled_spec_token_ids)
+        bitmask, failures = self.structured.bitmask(request_ids, step.scheduled_spec_token_ids)
+        self._fail(failures)
         return GrammarBitmask(request_ids, bitmask)
 
     def _follow_grammars(self, result: ModelRunnerOutput, stale: Collection[str]) -> None:
         """Tells the grammars what was sampled. A token that does not fit costs its request only."""
-        for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
-            error = self.structured.accept(request_id, token_ids) if request_id not in stale else None
-            if error is not None:
-                self.scheduler.fail(request_id, error)
+        sampled = zip(result.request_ids, result.sampled_token_ids, strict=True)
+        self._fail(
+            self.structured.accept(
+                {request_id: token_ids for request_id, token_ids in sampled if request_id not in stale}
+            )
+        )
 
     def _forget_finished(self) -> None:
         requests = self.scheduler.requests
@@ -289,6 +307,14 @@ class EngineCore:
         )
         kv.num_queried_tokens = kv.num_hit_tokens = scheduler.num_preemptions = 0
         return stats
+
+    def tick(self) -> None:
+        """Lets time pass for an idle core: for what waits for something other than a step."""
+        try:
+            self.structured.tick()
+            self._release_blocked()
+        except Exception:
+            logger.exception("fault while looking after grammars")
 
     def idle_outputs(self) -> EngineCoreOutputs:
         """Heartbeat of a core with nothing to do; also carries what aborts and resets changed."""
@@ -313,7 +339,21 @@ class EngineCore:
         self._forget_finished()
         for request_id in self.structured.request_ids:
             request = self.scheduler.requests[request_id]
-            self.structured.replay(request_id, request.all_token_ids[request.num_prompt_tokens :])
+            failure = self.structured.replay(request_id, request.all_token_ids[request.num_prompt_tokens :])
+            if failure is not None:
+                self._fail({request_id: failure})
+        self._release_blocked()
+
+    def _release_blocked(self) -> None:
+        """Moves requests that a fault left blocked although nothing they could wait for will come."""
+        for request_id in list(self.scheduler.blocked):
+            if self.structured.is_waiting_for(request_id):
+                continue
+            if self.structured.is_following(request_id):
+                self.scheduler.unblock(request_id)
+            else:
+                logger.error("request %s was blocked and waited for nothing", request_id)
+                self._fail({request_id: Failure("the engine lost this request's grammar", is_fault=True)})
 
     def call_utility(self, call: UtilityCall) -> UtilityOutput:
         """Runs a named utility; failures are answers, not crashes."""

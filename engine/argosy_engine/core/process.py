@@ -140,6 +140,7 @@ class CoreProcess:
         core = self.core
         while True:
             if not core.has_work and not self._wait_for_input():
+                core.tick()
                 core.check_when_idle()
                 self._outputs.put(core.idle_outputs())
                 continue

@@ -1,25 +1,30 @@
-"""GrammarCompiler: specs to compiled grammars, off the hot path, with a deadline and a bounded cache.
+"""GrammarCompiler: specs to compiled grammars, off the hot path, with deadlines, fair shares and a bounded cache.
 
-Compilation is native code that releases the GIL and cannot be interrupted. What can be done about that inside a
-process: requests are bounded before they get here (`params`, `json_schema`, `pattern`), compile threads run at a lower
-priority than the engine's, each compilation has a deadline after which its request fails, and a thread that is past
-its deadline no longer counts as one of the pool; `MAX_OVERDUE` such threads are left alone, then new grammars are
-refused until one of them ends. What cannot: take a core or memory back from an overdue thread, or survive a crash of
-the native code.
+Each compilation has a thread of its own, which waits for a backend that can be killed. What keeps requests with
+grammars from starving each other:
 
-The first compilation imports the native code, in its thread: engines that never use it do not pay for it.
+- A request is answered at its deadline at the latest, counted from its submission: whatever the reason that it still
+  waits, be it the queue, the start of the backend or the compilation itself.
+- A compilation that nobody waits for any more is dropped, or killed if it runs.
+- Keys take turns, and each may queue a part of the whole queue only. The key is what the engine knows of a tenant:
+  the request's cache salt, which the router sets per key where caches are private; all others share one.
+- A compilation that takes longer than `QUANTUM_S` gives its slot to the next and goes on at the lowest priority, beside
+  a few others like it (`MIN_LONG`); beyond them the key that has most of them loses its newest one.
+- A failure, of a thread's start too, costs the requests that wait for this grammar, nobody else.
+
+Knows neither XGrammar nor processes. Time comes from `clock` and passes in `tick`, which its owner calls.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from argosy_engine.structured.fair_queue import FairQueue
 from argosy_engine.structured.params import GrammarSpec
 
 if TYPE_CHECKING:
@@ -28,13 +33,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("argosy.structured")
 
 DEADLINE_S = 30.0
-"""Usual schemas take milliseconds to a second; the most that a schema
-of a large tool catalogue needs with a vocabulary of 150k tokens is about ten."""
-MAX_OVERDUE = 4
-"""Threads past their deadline that are waited for no longer; more would leave the engine no cores."""
+"""From submission to the answer. Usual schemas take milliseconds to a second; the most that a schema of a large tool
+catalogue needs with a vocabulary of 150k tokens is about ten."""
+QUANTUM_S = 1.0
+"""How long a compilation keeps its slot. Nearly all are done within it."""
+MIN_LONG = 4
+"""Compilations without a slot, where there are fewer slots: at the lowest priority they take no core from anybody, but
+memory (`grammar_process.MAX_MEMORY_BYTES` each at most)."""
+TICK_S = 0.1
+"""How exactly deadlines are kept; `tick` does nothing more often than that."""
 MAX_QUEUED = 1024
+MAX_QUEUED_PER_KEY = 256
 _MAX_EXPIRED = 256
-_NICENESS = 10
 
 
 class NoGrammar(NamedTuple):
@@ -50,29 +60,61 @@ _QUEUE_FULL = NoGrammar("too many grammars are waiting to be compiled", is_overl
 _CLOSED = NoGrammar("the engine is shutting down", is_overload=True)
 
 Done = Callable[["CompiledGrammar | NoGrammar"], None]
-"""Called once, from a thread of the compiler: the grammar, or why there is none."""
+"""Called once, from any thread: the grammar, or why there is none."""
+
+
+class BackendUnavailable(Exception):
+    """The backend could not work on a grammar, which may be a good one."""
+
+
+class Compilation(Protocol):
+    def run(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Blocks; called once, in a thread of its own.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: what is wrong with the grammar.
+            BackendUnavailable: a later try may succeed.
+        """
+        ...
+
+    def kill(self) -> None:
+        """Ends it at once, before or while it runs: `run` raises. Called from any thread; never blocks."""
+        ...
+
+    def lower_priority(self) -> None:
+        """Never blocks."""
+        ...
 
 
 class Backend(Protocol):
-    """What compiles; called from several threads."""
+    def new_compilation(self) -> Compilation:
+        """Never blocks for long.
 
-    def prepare(self) -> None:
-        """Imports and builds what every compilation needs; its time counts against no grammar."""
+        Raises:
+            OSError, RuntimeError: what it needs cannot be had now.
+        """
         ...
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Raises RuntimeError or ValueError with what is wrong with the grammar."""
-        ...
+    def close(self) -> None: ...
+
+
+def start_thread(target: Callable[[], None]) -> None:
+    """Raises RuntimeError if the system has no more threads."""
+    threading.Thread(target=target, daemon=True, name="grammar compiler").start()
 
 
 class _Job:
-    __slots__ = ("done", "is_over", "spec", "started")
+    __slots__ = ("compilation", "is_long", "is_over", "key", "spec", "started_at", "waiters")
 
-    def __init__(self, spec: GrammarSpec) -> None:
+    def __init__(self, spec: GrammarSpec, key: str) -> None:
         self.spec = spec
-        self.done: list[Done] = []
-        self.started = 0.0
-        """time.monotonic(); 0.0 while it waits."""
+        self.key = key
+        self.waiters: dict[str, tuple[Done, float]] = {}
+        """Request id -> callback and deadline."""
+        self.compilation: Compilation | None = None
+        self.started_at: float | None = None
+        self.is_long = False
+        """Whether it has given its slot away."""
         self.is_over = False
 
 
@@ -80,9 +122,11 @@ class GrammarCompiler:
     """Thread-safe. Equal specs that are asked for at the same time are compiled once.
 
     Args:
-        num_threads: compilations at once.
-        deadline_s: seconds from the start of a compilation to its failure.
+        num_threads: compilations at once, and `MIN_LONG` or again as many that take long.
+        deadline_s: seconds from the submission of a request to its answer.
         cache_bytes: bound on the compiled grammars kept for later requests.
+        clock: monotonic seconds.
+        start_thread: runs a function in a thread of its own, or raises RuntimeError.
     """
 
     def __init__(
@@ -92,22 +136,28 @@ class GrammarCompiler:
         num_threads: int,
         deadline_s: float = DEADLINE_S,
         cache_bytes: int = 256 << 20,
+        clock: Callable[[], float] = time.monotonic,
+        start_thread: Callable[[Callable[[], None]], None] = start_thread,
     ) -> None:
         self.deadline_s = deadline_s
         self.cache_bytes = cache_bytes
         self._backend = backend
         self._num_threads = num_threads
-        self._changed = threading.Condition()
-        self._queue: deque[_Job] = deque()
+        self._clock = clock
+        self._start_thread = start_thread
+        self._lock = threading.Lock()
+        self._queue: FairQueue[_Job] = FairQueue()
         self._jobs: dict[GrammarSpec, _Job] = {}
-        """Waiting or running, and not overdue."""
+        """Waiting or running."""
+        self._job_of: dict[str, _Job] = {}
+        """By the id of a request that waits for it."""
+        self._num_quick = 0
+        self._long: list[_Job] = []
+        """Oldest first."""
         self._expired: OrderedDict[GrammarSpec, None] = OrderedDict()
-        """The last specs that missed their deadline; another try would cost another thread."""
-        self._num_workers = 0
-        self._num_idle = 0
-        self._num_overdue = 0
+        """The last specs that did not compile within the deadline; another try would take as long."""
+        self._next_tick = 0.0
         self._is_closed = False
-        self._watcher: threading.Thread | None = None
         self._cache: OrderedDict[GrammarSpec, tuple[CompiledGrammar, int]] = OrderedDict()
         self.cached_bytes = 0
 
@@ -116,52 +166,89 @@ class GrammarCompiler:
         return len(self._cache)
 
     @property
-    def num_overdue(self) -> int:
-        """Threads that still compile what nobody waits for any more."""
-        return self._num_overdue
+    def num_running(self) -> int:
+        return self._num_quick + len(self._long)
 
-    def submit(self, spec: GrammarSpec, done: Done) -> CompiledGrammar | None:
-        """The grammar if it is in the cache; else None, and `done` is called when it is there or cannot be."""
-        with self._changed:
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def submit(self, request_id: str, spec: GrammarSpec, done: Done, key: str = "") -> CompiledGrammar | None:
+        """The grammar if it is in the cache; else None, and `done` is called when it is there or cannot be.
+
+        Args:
+            key: whose request this is; see the module.
+        """
+        with self._lock:
             entry = self._cache.get(spec)
             if entry is not None:
                 self._cache.move_to_end(spec)
                 return entry[0]
-            refusal = self._refusal(spec)
-            if refusal is None:
+            refusal = self._refusal(spec, key)
+            answers: list[tuple[Done, CompiledGrammar | NoGrammar]]
+            if refusal is not None:
+                answers = [(done, refusal)]
+            else:
                 job = self._jobs.get(spec)
                 if job is None:
-                    job = self._jobs[spec] = _Job(spec)
-                    self._queue.append(job)
-                    self._start_threads()
-                    self._changed.notify_all()
-                job.done.append(done)
-        if refusal is not None:
-            done(refusal)
+                    job = self._jobs[spec] = _Job(spec, key)
+                    self._queue.push(key, job)
+                job.waiters[request_id] = done, self._clock() + self.deadline_s
+                self._job_of[request_id] = job
+                answers = self._dispatch()
+        _answer(answers)
         return None
 
-    def close(self) -> None:
-        """Ends the idle threads; whoever waits for a grammar is told that there will be none."""
-        with self._changed:
-            self._is_closed = True
-            jobs, self._jobs = list(self._jobs.values()), {}
-            self._queue.clear()
-            for job in jobs:
-                job.is_over = True
-            self._changed.notify_all()
-        for job in jobs:
-            _answer(job, _CLOSED)
+    def cancel(self, request_id: str) -> None:
+        """The request no longer waits, and gets no answer; unknown ids are fine."""
+        with self._lock:
+            job = self._job_of.pop(request_id, None)
+            if job is None:
+                return
+            del job.waiters[request_id]
+            if not job.waiters:
+                self._drop(job)
+            answers = self._dispatch()
+        _answer(answers)
 
-    def _refusal(self, spec: GrammarSpec) -> NoGrammar | None:
+    def tick(self) -> None:
+        """Answers requests that are past their deadline, and takes the slots of compilations that take long."""
+        if not self._jobs or self._clock() < self._next_tick:
+            return
+        with self._lock:
+            now = self._clock()
+            self._next_tick = now + TICK_S
+            answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = []
+            for job in list(self._jobs.values()):
+                answers += self._expire(job, now)
+            for job in list(self._jobs.values()):
+                is_quick = job.started_at is not None and not job.is_long
+                if is_quick and job.started_at is not None and now >= job.started_at + QUANTUM_S:
+                    self._take_slot(job)
+            while len(self._long) > max(MIN_LONG, self._num_threads):
+                answers += self._end(self._newest_of_the_greediest(), _TOO_MANY)
+            answers += self._dispatch()
+        _answer(answers)
+
+    def close(self) -> None:
+        """Ends all compilations; whoever waits for a grammar is told that there will be none."""
+        with self._lock:
+            self._is_closed = True
+            answers = []
+            for job in list(self._jobs.values()):
+                answers += self._end(job, _CLOSED)
+            self._queue.clear()
+        _answer(answers)
+        self._backend.close()
+
+    def _refusal(self, spec: GrammarSpec, key: str) -> NoGrammar | None:
         if self._is_closed:
             return _CLOSED
         if spec in self._jobs:
             return None
         if spec in self._expired:
             return self._expiry
-        if self._num_overdue >= MAX_OVERDUE:
-            return _TOO_MANY
-        if len(self._queue) >= MAX_QUEUED:
+        if len(self._queue) >= MAX_QUEUED or self._queue.count(key) >= MAX_QUEUED_PER_KEY:
             return _QUEUE_FULL
         return None
 
@@ -169,90 +256,101 @@ class GrammarCompiler:
     def _expiry(self) -> NoGrammar:
         return NoGrammar(f"the grammar did not compile within {self.deadline_s:g} s; make it simpler")
 
-    def _start_threads(self) -> None:
-        if self._num_idle < len(self._queue) and self._num_workers < self._num_threads:
-            self._num_workers += 1
-            threading.Thread(target=self._work, daemon=True, name="grammar compiler").start()
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, daemon=True, name="grammar deadlines")
-            self._watcher.start()
+    def _dispatch(self) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
+        """Starts what there are slots for; the answers of what could not be started."""
+        answers = []
+        while self._num_quick < self._num_threads and not self._is_closed:
+            job = self._queue.pop()
+            if job is None:
+                break
+            job.started_at = self._clock()
+            self._num_quick += 1
+            try:
+                job.compilation = self._backend.new_compilation()
+                self._start_thread(lambda job=job: self._run(job))
+            except Exception as error:
+                logger.exception("compiling a grammar could not be started")
+                reason = f"structured outputs are not available: {error}"
+                answers += self._end(job, NoGrammar(reason, is_overload=True))
+        return answers
 
-    def _work(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux, of this thread only
-        while True:
-            with self._changed:
-                self._num_idle += 1
-                while not self._queue and not self._is_closed:
-                    self._changed.wait()
-                self._num_idle -= 1
-                if self._is_closed:
-                    return
-                job = self._queue.popleft()
-            if not self._run(job):
-                return
-
-    def _run(self, job: _Job) -> bool:
-        """Compiles; False when it took so long that the pool has given this thread up."""
+    def _run(self, job: _Job) -> None:
+        """The thread of one compilation."""
+        assert job.compilation is not None
         result: CompiledGrammar | NoGrammar
         try:
-            self._backend.prepare()
-            with self._changed:
-                job.started = time.monotonic()
-                self._changed.notify_all()
-            result = self._backend.compile(job.spec)
+            result = job.compilation.run(job.spec)
         except (RuntimeError, ValueError, TypeError) as error:
             result = NoGrammar(f"the grammar does not compile: {_reason(error)}")
+        except BackendUnavailable as error:
+            if not job.is_over:
+                logger.error("compiling a grammar failed: %s", error)
+            result = NoGrammar(f"structured outputs are not available: {error}", is_overload=True)
         except Exception as error:
             logger.exception("compiling a grammar failed")
             result = NoGrammar(f"structured outputs are not available: {error}")
-        with self._changed:
+        with self._lock:
             if not isinstance(result, NoGrammar):
                 self._remember(job.spec, result)
                 self._expired.pop(job.spec, None)
-            if job.is_over:
-                if not self._is_closed:
-                    self._num_overdue -= 1
-                return False
-            job.is_over = True
-            self._jobs.pop(job.spec, None)
-        _answer(job, result)
-        return True
+            answers = [] if job.is_over else self._end(job, result)
+            answers += self._dispatch()
+        _answer(answers)
 
-    def _watch(self) -> None:
-        """Fails jobs at their deadline and lets the pool replace their threads."""
-        while True:
-            with self._changed:
-                running = [job for job in self._jobs.values() if job.started]
-                if self._is_closed:
-                    return
-                now = time.monotonic()
-                expired = [job for job in running if now >= job.started + self.deadline_s]
-                for job in expired:
-                    self._give_up(job)
-                stranded = [] if self._num_workers or not expired else list(self._queue)
-                for job in stranded:
-                    self._queue.remove(job)
-                    del self._jobs[job.spec]
-                if not expired:
-                    next_s = min((job.started + self.deadline_s - now for job in running), default=None)
-                    self._changed.wait(next_s)
-            for job in expired:
-                logger.warning("a grammar of %d bytes did not compile in time", len(job.spec.text))
-                _answer(job, self._expiry)
-            for job in stranded:
-                _answer(job, _TOO_MANY)
+    def _end(
+        self, job: _Job, result: CompiledGrammar | NoGrammar
+    ) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
+        """Takes a job out of the books, killing what runs; the answers to give."""
+        answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = []
+        for request_id, (done, _) in job.waiters.items():
+            del self._job_of[request_id]
+            answers.append((done, result))
+        job.waiters = {}
+        self._drop(job)
+        return answers
 
-    def _give_up(self, job: _Job) -> None:
-        """The job's thread no longer belongs to the pool; another one may take its place."""
-        job.is_over = True
+    def _drop(self, job: _Job) -> None:
+        """Takes a job that nobody waits for out of the books."""
         del self._jobs[job.spec]
-        self._expired[job.spec] = None
-        if len(self._expired) > _MAX_EXPIRED:
-            self._expired.popitem(last=False)
-        self._num_overdue += 1
-        self._num_workers -= 1
-        if self._queue and self._num_overdue < MAX_OVERDUE:
-            self._start_threads()
+        job.is_over = True
+        if job.started_at is None:
+            self._queue.remove(job.key, job)
+        elif job.is_long:
+            self._long.remove(job)
+        else:
+            self._num_quick -= 1
+        if job.compilation is not None:
+            job.compilation.kill()
+
+    def _expire(self, job: _Job, now: float) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
+        expired = [request_id for request_id, (_, deadline) in job.waiters.items() if now >= deadline]
+        result = self._expiry if job.started_at is not None else _QUEUE_FULL
+        answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = []
+        for request_id in expired:
+            answers.append((job.waiters.pop(request_id)[0], result))
+            del self._job_of[request_id]
+        if not job.waiters:
+            if job.started_at is not None and now - job.started_at >= self.deadline_s / 2:
+                logger.warning("a grammar of %d bytes did not compile in time", len(job.spec.text))
+                self._expired[job.spec] = None
+                if len(self._expired) > _MAX_EXPIRED:
+                    self._expired.popitem(last=False)
+            self._drop(job)
+        return answers
+
+    def _take_slot(self, job: _Job) -> None:
+        """A running job goes on beside the slots."""
+        assert job.compilation is not None
+        self._num_quick -= 1
+        job.is_long = True
+        self._long.append(job)
+        job.compilation.lower_priority()
+
+    def _newest_of_the_greediest(self) -> _Job:
+        """Of those that take long, the newest of the key that has most of them."""
+        counts = Counter(job.key for job in self._long)
+        most = max(counts.values())
+        return next(job for job in reversed(self._long) if counts[job.key] == most)
 
     def _remember(self, spec: GrammarSpec, grammar: CompiledGrammar) -> None:
         """Least recently used first out. A grammar larger than the whole cache is not kept."""
@@ -266,8 +364,8 @@ class GrammarCompiler:
             self.cached_bytes -= old
 
 
-def _answer(job: _Job, result: CompiledGrammar | NoGrammar) -> None:
-    for done in job.done:
+def _answer(answers: list[tuple[Done, CompiledGrammar | NoGrammar]]) -> None:
+    for done, result in answers:
         done(result)
 
 

@@ -2,33 +2,49 @@
 
 Lives in the engine core's thread, except for `_finished`, which compile threads call. Knows token ids and request ids,
 nothing of scheduling: the core asks it for masks and tells it what was sampled.
+
+What goes wrong with one request's grammar, an exception of native code or a step that takes too long, is a `Failure` of
+that request alone.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
 
+from argosy_engine.structured.bounded_thread import BoundedThread, TookTooLong
 from argosy_engine.structured.compiler import GrammarCompiler, NoGrammar
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.params import GrammarSpec
 from argosy_engine.structured.reasoning import Reasoning
-from argosy_engine.structured.vocabulary import Vocabulary
-from argosy_engine.structured.xgrammar_backend import XGrammarBackend
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
-_MAX_COMPILE_THREADS = 8
+logger = logging.getLogger("argosy.structured")
+
+MAX_STEP_CPU_S = 0.2
+"""CPU time of one request's mask, or of matching its tokens of one step. All other requests wait for it. Usual grammars
+need tens of microseconds; more than this is given up, and its request fails."""
+MAX_STUCK = 4
+"""Threads stuck in such steps; until one of them is free again there are no new grammars: they might cost more."""
+REPLAY_SLICE_S = 0.02
+"""Between two steps of the engine, for the tokens of earlier runs that grammars have to follow first."""
+_REPLAY_CHUNK = 64
 _NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
+_TOO_SLOW = "matching the output against this grammar takes too long; make the grammar less ambiguous"
+_NOTHING_FITS = "no token satisfies the structured output together with the request's other limits"
+_FAULT = "the engine could not follow this request's grammar"
+_STUCK = NoGrammar("too many grammars are taking too long to match", is_overload=True)
 
 
 class GrammarRequest(Struct, frozen=True, array_like=True):
@@ -38,13 +54,21 @@ class GrammarRequest(Struct, frozen=True, array_like=True):
     reasoning: Reasoning | None = None
 
 
+class Failure(Struct, frozen=True):
+    """Why a request with a grammar cannot go on."""
+
+    reason: str
+    is_overload: bool = False
+    """Whether it may be gone later."""
+    is_fault: bool = False
+    """Whether it is the engine's fault, not the grammar's."""
+
+
 class Compiled(Struct, frozen=True):
     """The end of a wait for a grammar."""
 
     request_id: str
-    error: str | None
-    is_overload: bool = False
-    """Whether the error may be gone later."""
+    failure: Failure | None
 
 
 class StructuredOutputManager:
@@ -52,6 +76,7 @@ class StructuredOutputManager:
     Args:
         vocab_size: of the logits.
         wake: called from another thread when `take_compiled` has something new.
+        max_step_cpu_s: see `MAX_STEP_CPU_S`.
     """
 
     def __init__(
@@ -60,6 +85,7 @@ class StructuredOutputManager:
         vocab_size: int,
         eos_token_ids: Collection[int],
         wake: Callable[[], None] = lambda: None,
+        max_step_cpu_s: float = MAX_STEP_CPU_S,
     ) -> None:
         self.compiler = compiler
         self.wake = wake
@@ -69,29 +95,20 @@ class StructuredOutputManager:
         self._states: dict[str, GrammarState] = {}
         self._done: deque[tuple[str, CompiledGrammar | NoGrammar]] = deque()
         """From compile threads; append and popleft are atomic."""
+        self._replays: deque[tuple[str, Sequence[int]]] = deque()
+        """Requests whose grammar is there but has yet to follow these tokens."""
         self._compiled = threading.Event()
+        self._steps = BoundedThread(max_step_cpu_s)
         self._bitmask = np.empty((0, self._num_words), np.int32)
-
-    @classmethod
-    def for_model(
-        cls, model_path: str, vocab_size: int, eos_token_ids: Collection[int], cache_bytes: int
-    ) -> StructuredOutputManager:
-        """For a model's directory, compiling with half of the cores. Nothing is loaded before the first grammar."""
-        num_threads = max(1, min(_MAX_COMPILE_THREADS, len(os.sched_getaffinity(0)) // 2))
-        backend = XGrammarBackend(
-            lambda: Vocabulary(Path(model_path), vocab_size, eos_token_ids), num_threads
-        )
-        compiler = GrammarCompiler(backend, num_threads=num_threads, cache_bytes=cache_bytes)
-        return cls(compiler, vocab_size, eos_token_ids)
 
     @property
     def is_waiting(self) -> bool:
         """Whether a request waits for its grammar."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._replays)
 
     @property
     def has_compiled(self) -> bool:
-        return bool(self._done)
+        return bool(self._done or self._replays)
 
     def __bool__(self) -> bool:
         """Whether a request has a grammar."""
@@ -102,16 +119,39 @@ class StructuredOutputManager:
         """Requests that have a grammar or wait for it."""
         return [*self._states, *self._waiting]
 
-    def add(self, request_id: str, request: GrammarRequest, output: Sequence[int] = ()) -> None:
+    def is_following(self, request_id: str) -> bool:
+        """Whether the request's grammar is there."""
+        return request_id in self._states
+
+    def is_waiting_for(self, request_id: str) -> bool:
+        """Whether `take_compiled` will still report this request."""
+        return request_id in self._waiting or any(replay[0] == request_id for replay in self._replays)
+
+    def add(
+        self, request_id: str, request: GrammarRequest, output: Sequence[int] = (), key: str = ""
+    ) -> None:
         """Asks for a request's grammar; `take_compiled` will have it, or why there is none.
 
         Args:
             output: tokens of an earlier run, which the grammar is to follow first.
+            key: whose request this is, for the compiler's fair shares.
         """
         self._waiting[request_id] = request, output
-        grammar = self.compiler.submit(request.spec, lambda result: self._finished(request_id, result))
+        if self._steps.num_given_up >= MAX_STUCK:
+            self._finished(request_id, _STUCK)
+            return
+        done = partial(self._finished, request_id)
+        try:
+            grammar = self.compiler.submit(request_id, request.spec, done, key)
+        except BaseException:
+            del self._waiting[request_id]
+            raise
         if grammar is not None:
             self._finished(request_id, grammar)
+
+    def tick(self) -> None:
+        """Lets time pass for the compiler; to be called while there is nothing to do, too."""
+        self.compiler.tick()
 
     def take_compiled(self) -> list[Compiled]:
         """The requests whose wait has ended since the last call."""
@@ -123,67 +163,138 @@ class StructuredOutputManager:
                 continue  # aborted meanwhile
             request, output = self._waiting.pop(request_id)
             if isinstance(result, NoGrammar):
-                compiled.append(Compiled(request_id, result.reason, result.is_overload))
-            else:
+                compiled.append(Compiled(request_id, Failure(result.reason, result.is_overload)))
+                continue
+            try:
                 self._states[request_id] = GrammarState(result, request.reasoning, self._eos_token_ids)
-                compiled.append(Compiled(request_id, self.accept(request_id, output)))
-        return compiled
+            except Exception:
+                logger.exception("the grammar of request %s cannot be followed", request_id)
+                compiled.append(Compiled(request_id, Failure(_FAULT, is_fault=True)))
+                continue
+            self._replays.append((request_id, output))
+        return compiled + self._replay_some()
 
-    def wait(self) -> None:
+    def _replay_some(self) -> list[Compiled]:
+        """Goes on with replays for a moment; the requests whose grammar is where their output is."""
+        replayed = []
+        ends = time.monotonic() + REPLAY_SLICE_S
+        while self._replays and (time.monotonic() < ends or not self._replays[0][1]):
+            request_id, output = self._replays.popleft()
+            if request_id not in self._states:
+                continue  # aborted meanwhile
+            failure = self.accept({request_id: output[:_REPLAY_CHUNK]}).get(request_id)
+            if failure is None and len(output) > _REPLAY_CHUNK:
+                self._replays.appendleft((request_id, output[_REPLAY_CHUNK:]))
+            else:
+                replayed.append(Compiled(request_id, failure))
+        return replayed
+
+    def wait(self, timeout_s: float | None = None) -> None:
         """Blocks until `take_compiled` has something new; only while `is_waiting`."""
-        self._compiled.wait()
+        self._compiled.wait(timeout_s)
 
     def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests that have ended, or whose client left."""
         for request_id in request_ids:
-            self._waiting.pop(request_id, None)
+            if self._waiting.pop(request_id, None) is not None:
+                self.compiler.cancel(request_id)
             self._states.pop(request_id, None)
 
-    def replay(self, request_id: str, output: Sequence[int]) -> None:
-        """Brings a request's grammar to the end of these tokens, whatever it has followed so far."""
+    def replay(self, request_id: str, output: Sequence[int]) -> Failure | None:
+        """Brings a request's grammar to the end of these tokens, whatever it has followed so far; why it cannot, or
+        None."""
         state = self._states.get(request_id)
-        if state is not None:
+        if state is None or self.is_waiting_for(request_id):
+            return None
+        try:
             state.rollback(state.num_tokens)
-            self.accept(request_id, output)
+        except Exception:
+            logger.exception("the grammar of request %s cannot be followed", request_id)
+            return Failure(_FAULT, is_fault=True)
+        return self.accept({request_id: output}).get(request_id)
 
-    def bitmask(self, request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS) -> bytes:
-        """int32 [rows, ceil(vocab_size / 32)] in C order: what each may say next, and behind each of its drafts. Behind
-        one that is not allowed everything is: nobody will get there."""
-        num_rows = sum(1 + len(drafts.get(request_id, ())) for request_id in request_ids)
+    def bitmask(
+        self, request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
+    ) -> tuple[bytes, dict[str, Failure]]:
+        """int32 [rows, ceil(vocab_size / 32)] in C order: what each may say next, and behind each of its drafts; and
+        the requests that cannot go on. Behind a draft that is not allowed everything is: nobody will get there."""
+        sizes = [1 + len(drafts.get(request_id, ())) for request_id in request_ids]
+        num_rows = sum(sizes)
         if len(self._bitmask) < num_rows:
             self._bitmask = np.empty((num_rows, self._num_words), np.int32)
-        row = 0
-        for request_id in request_ids:
-            state, num_followed = self._states[request_id], 0
-            state.fill(self._bitmask, row)
-            for depth, token_id in enumerate(drafts.get(request_id, ())):
-                row += 1
-                if depth == num_followed and not state.is_terminated and state.accept(token_id):
-                    num_followed += 1
-                    state.fill(self._bitmask, row)
-                else:
-                    self._bitmask[row] = -1
-            state.rollback(num_followed)
-            row += 1
-        return self._bitmask[:num_rows].tobytes()
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        errors = self._steps.run(
+            [
+                partial(self._fill, self._states[request_id], drafts.get(request_id, ()), start)
+                for request_id, start in zip(request_ids, starts, strict=True)
+            ],
+            lambda index: self._renew_bitmask(starts[index], sizes[index]),
+        )
+        for index in errors:
+            self._bitmask[starts[index] : starts[index] + sizes[index]] = -1
+        return self._bitmask[:num_rows].tobytes(), self._failures(
+            {request_ids[index]: error for index, error in errors.items()}
+        )
 
-    def accept(self, request_id: str, token_ids: Sequence[int]) -> str | None:
-        """Books sampled tokens; why the request cannot go on, or None."""
-        state = self._states.get(request_id)
-        if state is None:
-            return None
-        for token_id in token_ids:
-            if state.is_terminated:
-                break  # what was drawn behind the end, verifying drafts, is nobody's
-            if not state.accept(token_id):
-                return "no token satisfies the structured output together with the request's other limits"
-        if state.is_too_slow:
-            return "matching the output against this grammar takes too long; make the grammar less ambiguous"
-        return None
+    def _fill(self, state: GrammarState, drafts: Sequence[int], row: int) -> None:
+        bitmask, num_followed = self._bitmask, 0
+        state.fill(bitmask, row)
+        for depth, token_id in enumerate(drafts):
+            row += 1
+            if depth == num_followed and not state.is_terminated and state.accept(token_id):
+                num_followed += 1
+                state.fill(bitmask, row)
+            else:
+                bitmask[row] = -1
+        state.rollback(num_followed)
+
+    def _renew_bitmask(self, start: int, size: int) -> None:
+        """A step that was given up still writes into these rows of the old one."""
+        self._bitmask = self._bitmask.copy()
+        self._bitmask[start : start + size] = -1
+
+    def accept(self, sampled: Mapping[str, Sequence[int]]) -> dict[str, Failure]:
+        """Books sampled tokens of requests; those that cannot go on."""
+        followed = [request_id for request_id in sampled if request_id in self._states]
+        results: dict[str, Failure | None] = {}
+
+        def follow(request_id: str) -> None:
+            results[request_id] = _follow(self._states[request_id], sampled[request_id])
+
+        errors = self._steps.run([partial(follow, request_id) for request_id in followed])
+        # A call that was given up may still write to `results`.
+        failures = {
+            request_id: failure for request_id, failure in list(results.items()) if failure is not None
+        }
+        return failures | self._failures({followed[index]: error for index, error in errors.items()})
+
+    def _failures(self, errors: Mapping[str, Exception]) -> dict[str, Failure]:
+        """What became of requests whose matcher raised or did not come back; it is not used again."""
+        failures = {}
+        for request_id, error in errors.items():
+            del self._states[request_id]
+            if isinstance(error, TookTooLong):
+                logger.warning("a step of the grammar of request %s took %s", request_id, error)
+                failures[request_id] = Failure(_TOO_SLOW)
+            else:
+                logger.error("the grammar of request %s cannot be followed", request_id, exc_info=error)
+                failures[request_id] = Failure(_FAULT, is_fault=True)
+        return failures
 
     def close(self) -> None:
         self.compiler.close()
+        self._steps.close()
 
     def _finished(self, request_id: str, result: CompiledGrammar | NoGrammar) -> None:
         self._done.append((request_id, result))
         self._compiled.set()
         self.wake()
+
+
+def _follow(state: GrammarState, token_ids: Sequence[int]) -> Failure | None:
+    for token_id in token_ids:
+        if state.is_terminated:
+            break  # what was drawn behind the end, verifying drafts, is nobody's
+        if not state.accept(token_id):
+            return Failure(_NOTHING_FITS)
+    return Failure(_TOO_SLOW) if state.is_too_slow else None

@@ -16,7 +16,7 @@ MAX_PATTERN_CHARS = 4096
 MAX_PATTERN_SIZE = 1000
 """Characters to match once repetitions are written out; compiles in well under a second for small vocabularies."""
 MAX_REPETITION = 1000
-"""Items that counted repetitions (`{m,n}`) may add to a regular expression. Its literal text is bounded by its bytes."""
+"""Items that counted repetitions (`{m,n}`) may add to a regular expression; its literal text is bounded by bytes."""
 MAX_UNBOUNDED = 64
 """Repetitions without an upper bound (`*`, `+`, `{m,}`) in one pattern, written out. A pattern for a form of some dozen
 fields has one or two for each; 200 side by side make single steps take 0.8 s."""
@@ -205,8 +205,8 @@ class _Count:
 
 
 def _counts(text: str, start: int) -> tuple[int, bool, int] | None:
-    """The larger bound of `m}`, `m,}` or `m,n}`, whether it has no upper one, and the index behind it; None when this is
-    no repetition."""
+    """The larger bound of `m}`, `m,}` or `m,n}`, whether it has no upper one, and the index behind it; None when this
+    is no repetition."""
     end = text.find("}", start, start + 64)
     bounds = [part.strip() for part in text[start:end].split(",")] if end >= 0 else []
     if not 1 <= len(bounds) <= 2 or not all(

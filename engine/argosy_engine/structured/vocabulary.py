@@ -1,6 +1,6 @@
 """The tokenizer's vocabulary as XGrammar wants it: the bytes that each token id stands for.
 
-Read from tokenizer.json; the core hands on data here, it never sees text.
+Read from tokenizer.json in the process that compiles grammars; the engine core gets it as a `TokenTable`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from argosy_engine.errors import ConfigError
+from argosy_engine.structured.native import import_xgrammar
 
 if TYPE_CHECKING:
     from xgrammar import TokenizerInfo
@@ -51,36 +54,49 @@ class Vocabulary:
                 self._tokens[entry["id"]] = "" if entry.get("special") else entry["content"]
         self.special_token_ids = frozenset(e["id"] for e in added if e.get("special"))
 
+    def table(self) -> TokenTable:
+        import_xgrammar()
+        table = TokenTable(self._tokens, self._kind, self.vocab_size, self._eos_token_ids, [])
+        decoded: Sequence[bytes] = table.tokenizer_info().decoded_vocab
+        control = [index for index, text in enumerate(decoded) if _CONTROL_BYTES.intersection(text)]
+        return TokenTable(self._tokens, self._kind, self.vocab_size, self._eos_token_ids, control)
+
     def tokenizer_info(self) -> TokenizerInfo:
         """All tokens."""
-        return self._info(self._tokens)
+        return self.table().tokenizer_info()
 
-    def json_tokenizer_info(self) -> TokenizerInfo:
-        """Without tokens that have a raw control character other than a newline: XGrammar lets those into strings of
-        bounded length, where JSON does not allow them."""
-        from xgrammar import TokenizerInfo
 
-        decoded: Sequence[bytes] = TokenizerInfo(
-            self._tokens, self._kind_value(), vocab_size=self.vocab_size
-        ).decoded_vocab
-        return self._info(
-            [
-                "" if _CONTROL_BYTES.intersection(text) else token
-                for token, text in zip(self._tokens, decoded, strict=True)
-            ]
-        )
+class TokenTable(Struct, frozen=True, array_like=True):
+    """A vocabulary as it travels between processes."""
 
-    def _info(self, tokens: list[str]) -> TokenizerInfo:
-        from xgrammar import TokenizerInfo
+    tokens: list[str]
+    """By token id; empty for those that are no text."""
+    spelling: str
+    """How they spell bytes: the name of XGrammar's VocabType."""
+    vocab_size: int
+    eos_token_ids: list[int]
+    control_token_ids: list[int]
+    """Tokens with a raw control character other than a newline: XGrammar lets those into strings of bounded length,
+    where JSON does not allow them."""
 
+    def tokenizer_info(self, *, for_json: bool = False) -> TokenizerInfo:
+        """
+        Args:
+            for_json: without `control_token_ids`.
+        """
+        from xgrammar import TokenizerInfo, VocabType
+
+        tokens = self.tokens
+        if for_json:
+            tokens = list(tokens)
+            for token_id in self.control_token_ids:
+                tokens[token_id] = ""
         return TokenizerInfo(
-            tokens, self._kind_value(), vocab_size=self.vocab_size, stop_token_ids=self._eos_token_ids
+            tokens,
+            VocabType[self.spelling],
+            vocab_size=self.vocab_size,
+            stop_token_ids=self.eos_token_ids,
         )
-
-    def _kind_value(self) -> Any:
-        from xgrammar import VocabType
-
-        return VocabType[self._kind]
 
 
 def _model_tokens(model: dict[str, Any]) -> list[tuple[str, int]]:

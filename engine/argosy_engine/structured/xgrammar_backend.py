@@ -1,4 +1,8 @@
-"""XGrammarBackend: specs to XGrammar's compiled grammars, for one model's vocabulary."""
+"""XGrammarBackend: specs to XGrammar's compiled grammars, for one model's vocabulary.
+
+Runs where it may take its time: in the process that compiles grammars. What it makes travels to the engine core as text
+(`Serialized`).
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,32 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from argosy_engine.structured.native import import_xgrammar
 from argosy_engine.structured.params import GrammarSpec
 from argosy_engine.structured.structural_tag import MAX_WHITESPACE
-from argosy_engine.structured.vocabulary import Vocabulary
+from argosy_engine.structured.vocabulary import TokenTable, Vocabulary
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar
+    from xgrammar import CompiledGrammar, TokenizerInfo
     from xgrammar import GrammarCompiler as NativeCompiler
+
+
+class Serialized(Struct, frozen=True, array_like=True):
+    """A compiled grammar without its vocabulary."""
+
+    text: str
+    is_for_json: bool
+    """Which of the two tokenizer infos it was compiled for."""
 
 
 class XGrammarBackend:
     """
     Args:
-        make_vocabulary: called once, by the first compilation.
+        make_vocabulary: called once, by `prepare`.
         num_threads: native threads of one compilation.
     """
 
@@ -26,20 +43,42 @@ class XGrammarBackend:
         self._make_vocabulary = make_vocabulary
         self._num_threads = num_threads
         self._lock = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
+        self._table: TokenTable | None = None
+        self._token_lengths: NDArray[np.int64] | None = None
         self._compilers: dict[bool, NativeCompiler] = {}
 
-    def prepare(self) -> None:
-        with self._lock:
-            if self._vocabulary is None:
-                import xgrammar  # noqa: F401
+    def prepare(self) -> TokenTable:
+        """Imports the library and reads the vocabulary, once.
 
-                self._vocabulary = self._make_vocabulary()
+        Raises:
+            ConfigError: the vocabulary cannot be read.
+        """
+        with self._lock:
+            if self._table is None:
+                import_xgrammar()
+                self._table = self._make_vocabulary().table()
+            return self._table
+
+    def warm_up(self) -> None:
+        """Makes all that compilations share, so that forks of this process have it. Raises as `prepare`."""
+        self.token_lengths()
+        for for_json in (False, True):
+            self._compiler(for_json=for_json)
+
+    def token_lengths(self) -> NDArray[np.int64]:
+        """Bytes of each token, 0 for those that are no text."""
+        if self._token_lengths is None:
+            tokens = self.prepare().tokenizer_info().decoded_vocab
+            self._token_lengths = np.array([len(token) for token in tokens], np.int64)
+        return self._token_lengths
+
+    def serialized(self, spec: GrammarSpec, grammar: CompiledGrammar) -> Serialized:
+        """What `compile(spec)` gave, as text."""
+        return Serialized(grammar.serialize_json(), _is_for_json(spec))
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        # Strings of bounded length are the one place where XGrammar lets control characters into JSON.
-        is_bounded = '"minLength"' in spec.text or '"maxLength"' in spec.text
-        compiler = self._compiler(for_json=is_bounded and spec.kind in ("json", "structural_tag"))
+        """Raises RuntimeError or ValueError with what is wrong with the grammar."""
+        compiler = self._compiler(for_json=_is_for_json(spec))
         match spec.kind:
             case "json":
                 return compiler.compile_json_schema(
@@ -55,16 +94,42 @@ class XGrammarBackend:
                 return compiler.compile_structural_tag(spec.text)
 
     def _compiler(self, *, for_json: bool) -> NativeCompiler:
-        import xgrammar
-
+        table = self.prepare()
         with self._lock:
-            assert self._vocabulary is not None, "prepare() comes first"
             if for_json not in self._compilers:
-                info = (
-                    self._vocabulary.json_tokenizer_info() if for_json else self._vocabulary.tokenizer_info()
-                )
+                from xgrammar import GrammarCompiler
+
                 # Its cache would count the grammars that ours holds a second time.
-                self._compilers[for_json] = xgrammar.GrammarCompiler(
-                    info, max_threads=self._num_threads, cache_enabled=False
+                self._compilers[for_json] = GrammarCompiler(
+                    table.tokenizer_info(for_json=for_json),
+                    max_threads=self._num_threads,
+                    cache_enabled=False,
                 )
             return self._compilers[for_json]
+
+
+class Deserializer:
+    """Serialized grammars to grammars of this process."""
+
+    def __init__(self, table: TokenTable) -> None:
+        import_xgrammar()
+        self._table = table
+        self._lock = threading.Lock()
+        self._infos: dict[bool, TokenizerInfo] = {}
+
+    def grammar(self, serialized: Serialized) -> CompiledGrammar:
+        """Native code without the interpreter, for nearly all of its time; a tenth of what compiling takes."""
+        from xgrammar import CompiledGrammar
+
+        with self._lock:
+            if serialized.is_for_json not in self._infos:
+                self._infos[serialized.is_for_json] = self._table.tokenizer_info(
+                    for_json=serialized.is_for_json
+                )
+        return CompiledGrammar.deserialize_json(serialized.text, self._infos[serialized.is_for_json])
+
+
+def _is_for_json(spec: GrammarSpec) -> bool:
+    """Strings of bounded length are the one place where XGrammar lets control characters into JSON."""
+    is_bounded = '"minLength"' in spec.text or '"maxLength"' in spec.text
+    return is_bounded and spec.kind in ("json", "structural_tag")

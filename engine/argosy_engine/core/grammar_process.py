@@ -1,0 +1,196 @@
+"""The process that compiles grammars: `python -m argosy_engine.core.grammar_process FD PARENT`.
+
+It imports XGrammar and reads the vocabulary once, then forks for each grammar. A compilation is thus a process that
+starts within milliseconds, can be killed at any time, has a bound on its memory and takes nobody with it when the
+native code crashes. This process has one thread and does nothing but fork; it ends with the engine core.
+
+FD is a stream socket. Over it come `GrammarProcessArgs`, then single bytes, each with the socket of a job. Over that
+come a `Job`, then nothing (`LOWER_PRIORITY` at most) until the end of the file, which ends the compilation. Back go
+`STARTED`, one byte for the kind of answer, and the answer in msgpack. Both structs have their length before them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from argosy_engine.executor.lifeline import die_with_parent
+from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.step_probe import check_steps
+from argosy_engine.structured.vocabulary import TokenTable, Vocabulary
+from argosy_engine.structured.xgrammar_backend import Serialized, XGrammarBackend
+
+logger = logging.getLogger("argosy.structured")
+
+STARTED = b"S"
+COMPILED = b"C"
+"""`Serialized`"""
+TABLE = b"T"
+"""`TokenTable`"""
+INVALID = b"I"
+"""what is wrong with the grammar, as a string"""
+FAULT = b"F"
+"""why grammars cannot be compiled, as a string"""
+
+LOWER_PRIORITY = b"N"
+
+MAX_MEMORY_BYTES = 2 << 30
+"""Of one compilation, beyond what the process has from the start; that of a large tool catalogue takes 200 MB."""
+NICENESS = 10
+_LONG_NICENESS = 19
+
+
+class GrammarProcessArgs(Struct, frozen=True):
+    model_path: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_threads: int
+    """Native threads of one compilation."""
+
+
+class Job(Struct, frozen=True):
+    deadline_s: float
+    """After it the kernel kills the compilation."""
+    spec: GrammarSpec | None = None
+    """None asks for the `TokenTable`."""
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    faulthandler.register(signal.SIGUSR1)
+    # Ctrl-C goes to the whole group; the core decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    fd, parent = (int(argument) for argument in sys.argv[1:])
+    die_with_parent(parent)
+    serve(socket.socket(fileno=fd))
+
+
+def serve(control: socket.socket) -> None:
+    """Forks for each job until the other end of the socket is closed."""
+    args = msgspec.msgpack.decode(_receive(control), type=GrammarProcessArgs)
+    backend = XGrammarBackend(
+        lambda: Vocabulary(Path(args.model_path), args.vocab_size, args.eos_token_ids), args.num_threads
+    )
+    fault = None
+    try:
+        backend.warm_up()
+    except Exception as error:  # told to whoever asks
+        logger.exception("grammars cannot be compiled")
+        fault = str(error)
+    gc.collect()
+    gc.freeze()
+    parent = os.getpid()
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        for fd in fds:
+            with socket.socket(fileno=fd) as job:
+                _fork(job, control, parent, backend, fault)
+
+
+def _fork(
+    job: socket.socket, control: socket.socket, parent: int, backend: XGrammarBackend, fault: str | None
+) -> None:
+    try:
+        pid = os.fork()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            _answer(job, FAULT, str(error))
+        return
+    if pid == 0:
+        code = 1
+        try:
+            control.close()
+            die_with_parent(parent)
+            _work(job, backend, fault)
+            code = 0
+        finally:
+            os._exit(code)
+
+
+def _work(socket_: socket.socket, backend: XGrammarBackend, fault: str | None) -> None:
+    """The whole life of a forked process."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.nice(NICENESS)
+    # If memory runs out, this process is the one to go.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    job = msgspec.msgpack.decode(_receive(socket_), type=Job)
+    # The default action kills, without the interpreter's help.
+    signal.setitimer(signal.ITIMER_REAL, job.deadline_s)
+    _limit_memory()
+    socket_.sendall(STARTED)
+    threading.Thread(target=_obey, args=(socket_,), daemon=True).start()
+    kind, answer = _result(job, backend, fault)
+    with contextlib.suppress(OSError):
+        _answer(socket_, kind, answer)
+
+
+def _result(
+    job: Job, backend: XGrammarBackend, fault: str | None
+) -> tuple[bytes, Serialized | TokenTable | str]:
+    if fault is not None:
+        return FAULT, fault
+    try:
+        if job.spec is None:
+            return TABLE, backend.prepare()
+        grammar = backend.compile(job.spec)
+        check_steps(grammar, backend.token_lengths())
+        return COMPILED, backend.serialized(job.spec, grammar)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return INVALID, str(error)
+    except MemoryError:
+        return INVALID, f"compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
+
+
+def framed(payload: bytes) -> bytes:
+    """A message with its length before it."""
+    return len(payload).to_bytes(4, "little") + payload
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """A framed message. Ends the process if the other end is closed."""
+    size = connection.recv(4, socket.MSG_WAITALL)
+    payload = connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL) if size else b""
+    if not payload:
+        sys.exit(0)
+    return payload
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _obey(job: socket.socket) -> None:
+    """Ends the process when nobody waits for it any more; a thread, which runs while the native code computes."""
+    while command := job.recv(1):
+        if command == LOWER_PRIORITY:
+            for thread in os.listdir("/proc/self/task"):
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, int(thread), _LONG_NICENESS)
+    os._exit(1)
+
+
+def _answer(job: socket.socket, kind: bytes, answer: Serialized | TokenTable | str) -> None:
+    job.sendall(kind + msgspec.msgpack.encode(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Puts together what serves structured outputs for a model: cache and queue, and the process that compiles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+from argosy_engine.core.grammar_client import GrammarProcess
+from argosy_engine.core.grammar_process import GrammarProcessArgs
+from argosy_engine.structured.compiler import GrammarCompiler
+from argosy_engine.structured.manager import StructuredOutputManager
+
+_MAX_COMPILE_THREADS = 8
+
+
+def structured_outputs(
+    model_path: str, vocab_size: int, eos_token_ids: Collection[int], cache_bytes: int
+) -> StructuredOutputManager:
+    """For a model's directory, compiling with half of the cores. Nothing is loaded before the first grammar."""
+    num_threads = max(1, min(_MAX_COMPILE_THREADS, len(os.sched_getaffinity(0)) // 2))
+    process = GrammarProcess(GrammarProcessArgs(model_path, vocab_size, sorted(eos_token_ids), num_threads))
+    compiler = GrammarCompiler(process, num_threads=num_threads, cache_bytes=cache_bytes)
+    return StructuredOutputManager(compiler, vocab_size, eos_token_ids)

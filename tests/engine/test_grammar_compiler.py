@@ -1,0 +1,272 @@
+"""The queue, deadlines, shares and cache of grammar compilations, with a backend that the test holds back and a clock
+that the test sets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from argosy_engine.structured.compiler import (
+    MAX_QUEUED_PER_KEY,
+    MIN_LONG,
+    QUANTUM_S,
+    TICK_S,
+    BackendUnavailable,
+    GrammarCompiler,
+    NoGrammar,
+    start_thread,
+)
+from argosy_engine.structured.params import GrammarSpec
+
+
+class FakeBackend:
+    """Grammars are their own text; those that begin with `slow` take until `release` or until they are killed."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.compiled: list[str] = []
+        self.killed: list[str] = []
+        self.lowered: list[str] = []
+        self.is_broken = False
+        self.ended = threading.Semaphore(0)
+
+    def new_compilation(self) -> FakeCompilation:
+        if self.is_broken:
+            raise OSError("no more processes")
+        return FakeCompilation(self)
+
+    def close(self) -> None: ...
+
+
+class FakeCompilation:
+    def __init__(self, backend: FakeBackend) -> None:
+        self._backend = backend
+        self._is_killed = False
+        self._may_end = threading.Event()
+        self._text = ""
+
+    def run(self, spec: GrammarSpec) -> Any:
+        self._text = spec.text
+        self._backend.compiled.append(spec.text)
+        if spec.text.startswith("slow") and not self._backend.released.is_set():
+            assert self._may_end.wait(60)
+            self._backend.killed.append(spec.text)
+            self._backend.ended.release()
+            raise BackendUnavailable("killed")
+        if spec.text == "bad":
+            raise RuntimeError("[10:11:12] /native/parser.cc:1: Rule x is not defined")
+        return SimpleNamespace(memory_size_bytes=100 - len(spec.text), text=spec.text)
+
+    def kill(self) -> None:
+        self._may_end.set()
+
+    def lower_priority(self) -> None:
+        self._backend.lowered.append(self._text)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Waiter:
+    """Collects one answer."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+        self._done = threading.Event()
+
+    def __call__(self, result: Any) -> None:
+        self.results.append(result)
+        self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> Any:
+        assert self._done.wait(30), "no answer"
+        assert len(self.results) == 1, "more than one answer"
+        return self.results[0]
+
+
+class Rig:
+    """A compiler whose time passes by `after`."""
+
+    def __init__(self, num_threads: int = 1, **options: Any) -> None:
+        self.backend = FakeBackend()
+        self.clock = Clock()
+        self.compiler = GrammarCompiler(
+            self.backend, num_threads=num_threads, deadline_s=30.0, clock=self.clock, **options
+        )
+
+    def submit(self, text: str, key: str = "") -> Waiter:
+        """Asks for a grammar; the request's id is its text."""
+        waiter = Waiter()
+        grammar = self.compiler.submit(text, GrammarSpec("grammar", text), waiter, key)
+        if grammar is not None:
+            waiter(grammar)
+        return waiter
+
+    def compile(self, text: str) -> Any:
+        return self.submit(text).wait()
+
+    def after(self, seconds: float) -> None:
+        """Lets time pass, in ticks."""
+        ends = self.clock.now + seconds
+        while self.clock.now < ends:
+            self.clock.now = min(self.clock.now + TICK_S, ends)
+            self.compiler.tick()
+
+
+def test_equal_grammars_are_compiled_once_and_kept_within_the_cache() -> None:
+    rig = Rig(num_threads=2, cache_bytes=350)
+    for text in ("a", "b", "c"):
+        assert rig.compile(text).text == text
+    assert rig.compile("a").text == "a"  # used last
+    assert rig.compile("d").text == "d"  # evicts b
+    assert rig.backend.compiled == ["a", "b", "c", "d"]
+    assert (rig.compiler.num_cached, rig.compiler.cached_bytes) == (3, 300)
+    assert rig.compile("b").text == "b"
+    assert rig.backend.compiled == ["a", "b", "c", "d", "b"]
+    for number in range(50):
+        rig.compile(f"n{number}")
+        assert rig.compiler.cached_bytes <= 350
+
+
+def test_faults_of_a_grammar_are_told_without_native_places() -> None:
+    rig = Rig()
+    assert rig.compile("bad") == NoGrammar("the grammar does not compile: Rule x is not defined")
+    assert rig.compile("good").text == "good"
+
+
+def test_equal_grammars_asked_for_together_are_compiled_once() -> None:
+    rig = Rig()
+    first = rig.submit("slow")
+    others = [Waiter() for _ in range(4)]
+    for number, waiter in enumerate(others):
+        assert rig.compiler.submit(str(number), GrammarSpec("grammar", "slow"), waiter) is None
+    rig.after(31)
+    assert {waiter.wait() for waiter in (first, *others)} == {first.wait()}
+    assert rig.backend.compiled == ["slow"]
+
+
+@pytest.mark.parametrize("failing", ["thread", "backend"])
+def test_a_start_that_fails_costs_its_request_only(failing: str) -> None:
+    """One failed start used to keep its place for ever: with one compile thread, every later grammar waited."""
+    is_failing = True
+
+    def start(target: Callable[[], None]) -> None:
+        if is_failing and failing == "thread":
+            raise RuntimeError("can't start new thread")
+        start_thread(target)
+
+    rig = Rig(start_thread=start)
+    rig.backend.is_broken = failing == "backend"
+    for number in range(3):
+        refused = rig.compile(f"first {number}")
+        assert refused.is_overload
+        assert "not available" in refused.reason
+    is_failing = rig.backend.is_broken = False
+    assert rig.compile("later").text == "later"
+    assert rig.compile("first 0").text == "first 0"
+    assert (rig.compiler.num_running, rig.compiler.num_queued) == (0, 0)
+
+
+def test_the_deadline_counts_from_submission_whatever_has_not_begun_yet() -> None:
+    rig = Rig(start_thread=lambda target: None)  # the backend's import never comes to an end
+    waiters = [rig.submit(text) for text in ("slow a", "slow b")]
+    rig.after(29.5)
+    assert not any(waiter.is_done for waiter in waiters)
+    rig.after(1.0)
+    for waiter in waiters:
+        assert "did not compile within 30 s" in waiter.wait().reason
+
+
+def test_a_compilation_past_its_deadline_is_killed_and_not_tried_again() -> None:
+    rig = Rig()
+    waiter = rig.submit("slow")
+    rig.after(31)
+    assert "did not compile within" in waiter.wait().reason
+    assert rig.backend.ended.acquire(timeout=30)
+    assert rig.backend.killed == ["slow"]
+    assert rig.compile("quick").text == "quick"
+    assert "did not compile within" in rig.compile("slow").reason
+    assert rig.backend.compiled == ["slow", "quick"]
+
+
+def test_a_compilation_nobody_waits_for_is_killed() -> None:
+    rig = Rig()
+    running, queued, later = rig.submit("slow a"), rig.submit("slow b"), rig.submit("quick")
+    rig.compiler.cancel("slow b")
+    rig.compiler.cancel("slow a")
+    assert later.wait().text == "quick"
+    assert rig.backend.ended.acquire(timeout=30)
+    assert rig.backend.compiled == ["slow a", "quick"], "what nobody waits for is not begun"
+    assert not running.is_done
+    assert not queued.is_done
+    assert rig.compiler.num_running == 0
+
+
+def test_a_compilation_goes_on_for_those_who_still_wait() -> None:
+    rig = Rig()
+    rig.submit("slow")
+    other = Waiter()
+    rig.compiler.submit("other", GrammarSpec("grammar", "slow"), other)
+    rig.compiler.cancel("slow")
+    assert rig.compiler.num_running == 1
+    rig.compiler.cancel("other")
+    assert rig.compiler.num_running == 0
+
+
+def test_a_long_compilation_gives_its_slot_to_the_next() -> None:
+    rig = Rig()
+    long, quick = rig.submit("slow"), rig.submit("quick")
+    rig.after(QUANTUM_S + TICK_S)
+    assert quick.wait().text == "quick"
+    assert rig.backend.lowered == ["slow"]
+    assert not long.is_done
+
+
+def test_keys_take_turns() -> None:
+    rig = Rig()
+    greedy = [rig.submit(f"slow {number}", key="greedy") for number in range(50)]
+    modest = rig.submit("quick", key="modest")
+    rig.after(2 * (QUANTUM_S + TICK_S))
+    assert modest.wait().text == "quick"
+    assert not greedy[-1].is_done
+
+
+def test_the_key_with_most_long_compilations_loses_its_newest() -> None:
+    rig = Rig()
+    greedy = [rig.submit(f"slow {number}", key="greedy") for number in range(MIN_LONG)]
+    rig.after((MIN_LONG + 1) * QUANTUM_S)
+    assert not any(waiter.is_done for waiter in greedy)
+    modest = rig.submit("slow modest", key="modest")
+    rig.after(2 * QUANTUM_S)
+    assert greedy[-1].wait().is_overload
+    assert not modest.is_done
+    assert not any(waiter.is_done for waiter in greedy[:-1])
+
+
+def test_one_key_cannot_fill_the_queue() -> None:
+    rig = Rig()
+    for number in range(MAX_QUEUED_PER_KEY + 1):  # one of them runs
+        rig.submit(f"slow {number}", key="greedy")
+    assert rig.submit("slow, one more", key="greedy").wait().is_overload
+    assert not rig.submit("slow too", key="modest").is_done
+
+
+def test_closing_answers_everyone() -> None:
+    rig = Rig()
+    waiters = [rig.submit(f"slow {number}") for number in range(3)]
+    rig.compiler.close()
+    assert [waiter.wait() for waiter in waiters] == [NoGrammar("the engine is shutting down", True)] * 3
+    assert rig.submit("late").wait().is_overload

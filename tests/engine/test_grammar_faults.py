@@ -1,0 +1,181 @@
+"""A fault in one request's grammar costs that request only."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.engine_core import EngineCore
+from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
+from argosy_engine.structured.compiler import GrammarCompiler
+from argosy_engine.structured.grammar import GrammarState
+from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
+from argosy_engine.structured.params import GrammarSpec
+from core_fakes import BLOCK, FakeExecutor
+
+CHOICES = {"a": "apple", "b": "banana", "c": "cherry"}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    engine = LLM("builtin://tiny", dtype="float32", threads=1, max_num_seqs=16, max_model_len=256)
+    yield engine
+    engine.close()
+
+
+def ask_all(llm: LLM) -> dict[str, EngineCoreOutput]:
+    """Three requests with a grammar each, in one batch; their last outputs."""
+    last: dict[str, EngineCoreOutput] = {}
+    names = {}
+    for name, choice in CHOICES.items():
+        params = SamplingParams(
+            structured_outputs=StructuredOutputsParams(choice=(choice,)), temperature=0.0, max_tokens=40
+        )
+        (request,) = llm.processor.core_requests(llm.processor.text_prompt("Fruit:"), params)
+        names[request.request_id] = name
+        llm.client.add_request(request)
+    while llm.client.has_work:
+        for output in llm.client.step().outputs:
+            if output.finish_reason is not None:
+                last[names[output.request_id]] = output
+    return last
+
+
+class StateOfB(GrammarState):
+    """A matcher; that of `banana` is told apart by what it begins with."""
+
+    def __init__(self, grammar: Any, *rest: Any) -> None:
+        super().__init__(grammar, *rest)
+        self.is_b = "banana" in str(grammar.grammar).replace('" "', "")
+
+
+def broken(method: str, fault: Callable[[], None]) -> type[GrammarState]:
+    """A matcher that fails for `banana` only, in one of its methods."""
+
+    def failing(self: StateOfB, *args: Any) -> Any:
+        if self.is_b:
+            fault()
+        return getattr(GrammarState, method)(self, *args)
+
+    return type("Broken", (StateOfB,), {method: failing})
+
+
+class NoStateForB(StateOfB):
+    def __init__(self, grammar: Any, *rest: Any) -> None:
+        super().__init__(grammar, *rest)
+        if self.is_b:
+            raise RuntimeError("no matcher")
+
+
+def native_fault() -> None:
+    raise RuntimeError("native fault")
+
+
+def takes_seconds() -> None:
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 5_000_000)  # without the interpreter, as native matchers
+
+
+FAULTS = {
+    "no state": (NoStateForB, ErrorKind.INTERNAL, "could not follow"),
+    "filling a mask": (broken("fill", native_fault), ErrorKind.INTERNAL, "could not follow"),
+    "accepting a token": (broken("accept", native_fault), ErrorKind.INTERNAL, "could not follow"),
+    "a mask takes seconds": (broken("fill", takes_seconds), ErrorKind.INVALID, "takes too long"),
+    "a token takes seconds": (broken("accept", takes_seconds), ErrorKind.INVALID, "takes too long"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_others_of_the_batch_are_answered(
+    llm: LLM, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, kind, says = FAULTS[fault]
+    monkeypatch.setattr("argosy_engine.structured.manager.GrammarState", state)
+    with caplog.at_level(logging.WARNING):
+        last = ask_all(llm)
+    assert {name: output.finish_reason for name, output in last.items()} == {
+        "a": FinishReason.STOP,
+        "b": FinishReason.ERROR,
+        "c": FinishReason.STOP,
+    }
+    assert last["b"].error_kind is kind
+    assert says in (last["b"].error or "")
+    assert "the KV cache is rebuilt" not in caplog.text
+    monkeypatch.undo()
+    assert all(output.finish_reason is FinishReason.STOP for output in ask_all(llm).values())
+    assert llm.client.call_utility("check")
+
+
+class NeverCompiles:
+    """A backend whose compilations neither end nor fail."""
+
+    def __init__(self) -> None:
+        self.num_killed = 0
+
+    def new_compilation(self) -> NeverCompiles:
+        return self
+
+    def run(self, spec: GrammarSpec) -> Any:
+        raise AssertionError("its thread is never started")
+
+    def kill(self) -> None:
+        self.num_killed += 1
+
+    def lower_priority(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WaitingCore:
+    """A core with one request, whose grammar does not come."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.backend = NeverCompiles()
+        self.core = EngineCore(EngineArgs.of(model="builtin://tiny", block_size=BLOCK), FakeExecutor())
+        compiler = GrammarCompiler(
+            self.backend, num_threads=1, deadline_s=30.0, clock=lambda: self.now, start_thread=lambda _: None
+        )
+        self.core.structured = StructuredOutputManager(compiler, self.core.config.vocab_size, (2,))
+        grammar = GrammarRequest(GrammarSpec("regex", "a"))
+        params = SamplingParams(max_tokens=4)
+        self.core.add_request(EngineCoreRequest("waits", [1] * 5, params, 0.0, grammar=grammar))
+
+
+def test_a_blocked_request_alone_is_answered_at_its_deadline() -> None:
+    """Blocked requests are no work, and an idle core makes no steps."""
+    waiting = WaitingCore()
+    core = waiting.core
+    assert not core.has_work
+    waiting.now += 29.0
+    core.tick()
+    assert not core.has_work
+    waiting.now += 2.0
+    core.tick()
+    assert core.has_work
+    (output,) = core.step().outputs
+    assert output.finish_reason is FinishReason.ERROR
+    assert "30 s" in (output.error or "")
+    assert not core.scheduler.has_unfinished_requests
+    assert waiting.backend.num_killed == 1
+
+
+def test_the_compilation_of_a_client_that_left_is_killed() -> None:
+    waiting = WaitingCore()
+    waiting.core.abort_requests(["waits"])
+    assert waiting.backend.num_killed == 1
+    assert waiting.core.structured.compiler.num_running == 0
+
+
+def test_a_request_whose_grammar_was_lost_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    waiting = WaitingCore()
+    waiting.core.structured.forget(["waits"])
+    waiting.core.tick()
+    (output,) = waiting.core.step().outputs
+    assert output.error_kind is ErrorKind.INTERNAL
+    assert "waited for nothing" in caplog.text

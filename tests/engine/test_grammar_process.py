@@ -1,0 +1,225 @@
+"""The process that compiles grammars: what it gives, and what becomes of it and its grammars when something ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from argosy_engine.core.grammar_client import ForkedCompilation, GrammarProcess
+from argosy_engine.core.grammar_process import GrammarProcessArgs
+from argosy_engine.models.source import resolve_model
+from argosy_engine.structured.compiler import BackendUnavailable
+from argosy_engine.structured.grammar import GrammarState
+from argosy_engine.structured.params import GrammarSpec, StructuredOutputsParams
+
+EOS = 2
+ARGS = GrammarProcessArgs(str(resolve_model("builtin://tiny")), 1024, [EOS], 1)
+ENDLESS = GrammarSpec("regex", "(a|aa|aaa)*" * 2000)
+"""Takes minutes; requests never get this far with it."""
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[GrammarProcess]:
+    made = GrammarProcess(ARGS)
+    yield made
+    made.close()
+
+
+def compiled(process: GrammarProcess, kind: Any, text: str) -> Any:
+    return process.new_compilation().run(GrammarSpec(kind, text))
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_end(pid: int) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    with os.fdopen(pidfd):
+        assert select.select([pidfd], [], [], 30)[0], "it lives on"
+
+
+def begin(compilation: ForkedCompilation) -> Future[Any]:
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(compilation.run, ENDLESS)
+    executor.shutdown(wait=False)
+    return future
+
+
+def child_of(process: GrammarProcess) -> int:
+    """The forked process that compiles now; it has begun when it has a second thread."""
+    pid, deadline = process.pid, threading.Event()
+    assert pid is not None
+    timer = threading.Timer(30, deadline.set)
+    timer.start()
+    while not (found := [child for child in children(pid) if len(os.listdir(f"/proc/{child}/task")) > 1]):
+        assert not deadline.is_set(), "nothing was forked"
+    timer.cancel()
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        StructuredOutputsParams(json={"type": "object"}).spec(),
+        StructuredOutputsParams(json={"type": "string", "maxLength": 8}).spec(),
+        StructuredOutputsParams(regex="[0-9]{3}").spec(),
+        StructuredOutputsParams(choice=("red", "green")).spec(),
+        StructuredOutputsParams(structural_tag={"format": {"type": "any_text"}}).spec(),
+    ],
+    ids=["json", "bounded string", "regex", "choice", "structural tag"],
+)
+def test_grammars_are_the_same_as_those_compiled_here(process: GrammarProcess, spec: GrammarSpec) -> None:
+    from argosy_engine.structured.vocabulary import Vocabulary
+    from argosy_engine.structured.xgrammar_backend import XGrammarBackend
+
+    here = XGrammarBackend(lambda: Vocabulary(Path(ARGS.model_path), 1024, (EOS,)), 1).compile(spec)
+    masks = []
+    for grammar in (here, process.new_compilation().run(spec)):
+        mask = np.zeros((1, 32), np.int32)
+        GrammarState(grammar, None, (EOS,)).fill(mask, 0)
+        masks.append(mask.tobytes())
+    assert masks[0] == masks[1]
+
+
+def test_what_does_not_compile_is_told_and_the_process_goes_on(process: GrammarProcess) -> None:
+    with pytest.raises(ValueError, match="not defined"):
+        compiled(process, "grammar", "root ::= missing")
+    assert compiled(process, "regex", "a") is not None
+
+
+def test_a_killed_compilation_ends_at_once(process: GrammarProcess) -> None:
+    compilation = process.new_compilation()
+    running = begin(compilation)
+    child = child_of(process)
+    compilation.lower_priority()
+    compilation.kill()
+    wait_for_end(child)
+    assert running.exception(30) is not None
+    assert compiled(process, "regex", "b") is not None
+
+
+def test_a_compilation_killed_before_it_begins_never_runs(process: GrammarProcess) -> None:
+    compilation = process.new_compilation()
+    compilation.kill()
+    with pytest.raises(BackendUnavailable):
+        compilation.run(GrammarSpec("regex", "a"))
+
+
+def test_the_kernel_ends_what_nobody_killed() -> None:
+    process = GrammarProcess(ARGS, deadline_s=0.5)
+    try:
+        with pytest.raises(ValueError, match="too much time or memory"):
+            process.new_compilation().run(ENDLESS)
+    finally:
+        process.close()
+
+
+def test_a_crash_of_the_native_code_costs_its_grammar_only(process: GrammarProcess) -> None:
+    running = begin(process.new_compilation())
+    os.kill(child_of(process), signal.SIGSEGV)
+    assert isinstance(running.exception(30), ValueError)
+    assert compiled(process, "regex", "c") is not None
+
+
+def test_the_process_is_started_again_after_its_end(process: GrammarProcess) -> None:
+    assert compiled(process, "regex", "d") is not None
+    before = process.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    wait_for_end(before)
+    assert compiled(process, "regex", "e") is not None
+    assert process.pid != before
+
+
+def test_a_vocabulary_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    process = GrammarProcess(GrammarProcessArgs(str(tmp_path), 1024, [EOS], 1))
+    try:
+        with pytest.raises(BackendUnavailable, match="vocabulary"):
+            compiled(process, "regex", "a")
+    finally:
+        process.close()
+
+
+PARENT = """
+import sys, threading
+from argosy_engine.core.grammar_client import GrammarProcess
+from argosy_engine.core.grammar_process import GrammarProcessArgs
+from argosy_engine.structured.params import GrammarSpec
+process = GrammarProcess(GrammarProcessArgs(sys.argv[1], 1024, [2], 1))
+process.new_compilation().run(GrammarSpec("regex", "a"))
+endless = GrammarSpec("regex", "(a|aa|aaa)*" * 2000)
+threading.Thread(target=process.new_compilation().run, args=(endless,), daemon=True).start()
+print(process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["running", "stopped"])
+def test_nothing_outlives_a_killed_core(stops: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", PARENT, ARGS.model_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        while not (forked := children(pid)):
+            pass
+        if stops:
+            os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+    for process in (pid, *forked):
+        wait_for_end(process)
+
+
+def test_neither_torch_nor_transformers_are_loaded_for_grammars() -> None:
+    code = (
+        "import sys\n"
+        "from argosy_engine.structured.native import import_xgrammar\n"
+        "import_xgrammar()\n"
+        "from argosy_engine.structured.params import GrammarSpec\n"
+        "from argosy_engine.structured.vocabulary import Vocabulary\n"
+        "from argosy_engine.structured.xgrammar_backend import XGrammarBackend\n"
+        "from argosy_engine.structured.step_probe import check_steps\n"
+        "from pathlib import Path\n"
+        "backend = XGrammarBackend(lambda: Vocabulary(Path(sys.argv[1]), 1024, (2,)), 1)\n"
+        "check_steps(backend.compile(GrammarSpec('regex', '[a-z]+')), backend.token_lengths())\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code, ARGS.model_path], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"
+
+
+def test_a_grammar_whose_steps_take_too_long_is_refused() -> None:
+    """With each reading of the CPU clock a tenth of a second later than usual."""
+    from argosy_engine.structured.step_probe import MAX_STEP_S, TooSlow, check_steps
+    from argosy_engine.structured.vocabulary import Vocabulary
+    from argosy_engine.structured.xgrammar_backend import XGrammarBackend
+
+    backend = XGrammarBackend(lambda: Vocabulary(Path(ARGS.model_path), 1024, (EOS,)), 1)
+    grammar = backend.compile(GrammarSpec("regex", "[a-z]+ [0-9]{3}"))
+    now = 0.0
+
+    def clock(step_s: float) -> float:
+        nonlocal now
+        now += step_s
+        return now
+
+    check_steps(grammar, backend.token_lengths(), lambda: clock(MAX_STEP_S / 100))
+    with pytest.raises(TooSlow, match="less ambiguous"):
+        check_steps(grammar, backend.token_lengths(), lambda: clock(MAX_STEP_S * 1.01))
