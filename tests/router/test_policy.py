@@ -70,6 +70,18 @@ COST_TABLE = {
         1,
         "cached",
     ),
+    "one idle replica in a busy fleet does not move a prefix": (
+        [candidate(0, queued_tokens=2500), candidate(1), candidate(2, 1000), candidate(3, 1000)],
+        {0: 900},
+        0,
+        "cached",
+    ),
+    "the holder's own queue is no reason to stay": (
+        [candidate(0, queued_tokens=2500), candidate(1), candidate(2, 0), candidate(3, 0)],
+        {0: 900, 1: 20},
+        1,
+        "cached",
+    ),
     "stickiness decides a draw": ([candidate(0), candidate(1, queued_tokens=900)], {1: 900}, 1, "cached"),
     "a fast replica makes up for a missing prefix": (
         [candidate(0, prefill_tokens_per_s=100_000.0), candidate(1)],

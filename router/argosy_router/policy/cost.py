@@ -4,13 +4,16 @@
          + (prompt - hit(w)) / prefill_rate(w)        what of this prompt must be computed
          - stickiness * hit(w) / prefill_rate(o)      what computing it again elsewhere would cost everybody
 
-    stickiness = STICKINESS + CROWDING * queued(o) / prompt, at most MAX_STICKINESS
+    stickiness = STICKINESS + CROWDING * mean(queued) / prompt, at most MAX_STICKINESS
 
-where o is elsewhere: the replica with the lowest T if nobody held a prefix.
+where o is elsewhere: the replica with the lowest T if nobody held a prefix, and the mean is over the replicas that hold
+less of the prompt than the longest prefix found.
 
-A prefix computed a second time takes cache space, and delays whoever queues behind it: nobody while some replica is
-idle, everybody once the emptiest replica has a queue. So a hot prefix spreads over idle replicas, and stays where it
-is when the whole fleet is behind, which is when hits are what gets it out.
+A prefix computed a second time takes cache space, often another prefix's, and delays whoever queues behind it: few
+while the other replicas are idle, many once they have queues of their own. So a hot prefix spreads over idle replicas
+and stays where it is when the fleet is busy. The holders' own queues do not count: a single hot prefix would be kept
+in its one place by the very queue that it causes. Nor is it the emptiest replica's queue: in a fleet at 80 % some
+replica has none at nearly every moment, and each such moment would copy a prefix.
 
 The lowest T wins; candidates within `TIE_S` or `TIE_SHARE` of it are equal and one is drawn. When nobody holds more
 than `COLD_HIT` of the prompt (all chats begin with the same template), the draw is replaced by a rendezvous hash of the
@@ -32,9 +35,9 @@ from argosy_router.policy.waiting import waiting_terms
 
 STICKINESS: Final = 0.5
 """At rest, half of the time a hit saves counts again for keeping the prefix in one place."""
-CROWDING: Final = 3.0
-"""Per prompt of this size that waits even at the emptiest replica. Replays of conversations over shared prompts
-(docs/log.md) gain from 1 on and little beyond this, while a request may wait longer for its prefix the higher it is."""
+CROWDING: Final = 6.0
+"""Per prompt of this size that waits at the mean replica elsewhere. Replays (docs/log.md) gain hits up to this and
+little beyond it, while a request may wait longer for its prefix the higher it is."""
 MAX_STICKINESS: Final = 10.0
 """Beyond it nothing but the hit would count."""
 TIE_S: Final = 0.001
@@ -106,22 +109,34 @@ def _deduct_hits(
     costs: list[float], request: RouteRequest, candidates: list[Candidate], elsewhere: int
 ) -> None:
     prompt = request.prompt_tokens
-    bonus_s = stickiness_s(request, candidates[elsewhere])
+    bonus_s = stickiness_s(request, candidates, elsewhere)
     for position, hit in request.hits.items():
         costs[position] -= (1.0 / candidates[position].prefill_tokens_per_s + bonus_s) * min(hit, prompt)
 
 
-def stickiness_s(request: RouteRequest, elsewhere: Candidate) -> float:
+def stickiness_s(request: RouteRequest, candidates: list[Candidate], elsewhere: int) -> float:
     """What a hit counts beyond the time it saves this request, in seconds per token."""
-    crowding = CROWDING * elsewhere.queued_tokens / max(1, request.prompt_tokens)
-    return min(MAX_STICKINESS, STICKINESS + crowding) / elsewhere.prefill_tokens_per_s
+    crowding = CROWDING * _queued_elsewhere(request, candidates) / max(1, request.prompt_tokens)
+    return min(MAX_STICKINESS, STICKINESS + crowding) / candidates[elsewhere].prefill_tokens_per_s
+
+
+def _queued_elsewhere(request: RouteRequest, candidates: list[Candidate]) -> float:
+    """Mean queue, in uncached prompt tokens, of the replicas that do not hold the longest prefix."""
+    hits = request.hits
+    longest = max(hits.values(), default=0)
+    holders = [position for position, hit in hits.items() if hit == longest]
+    others = len(candidates) - len(holders)
+    if not others:
+        return 0.0
+    queued = sum([candidate.queued_tokens for candidate in candidates])
+    return (queued - sum([candidates[position].queued_tokens for position in holders])) / others
 
 
 def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
     """The summands of T."""
     prompt = request.prompt_tokens
     costs = _without_hits(request, candidates)
-    bonus_s = stickiness_s(request, candidates[costs.index(min(costs))])
+    bonus_s = stickiness_s(request, candidates, costs.index(min(costs)))
     table = []
     for position, candidate in enumerate(candidates):
         rate = candidate.prefill_tokens_per_s
