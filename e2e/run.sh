@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# The whole product on a real Kubernetes: cluster up, images, chart, tests, cluster down.
+# The whole product on a real Kubernetes: binaries built once, cluster up, images, chart, tests, cluster down.
 # Runs with the project's environment on PATH (`make e2e`). Failures leave logs in e2e/artifacts.
+# What is built has deadlines of its own, for each command: the tests' timeout is for tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=e2e
-exec python -m pytest -c pyproject.toml --rootdir . e2e -x -v --timeout 1500 "$@"
+python -m cluster build
+exec python -m pytest -c pyproject.toml --rootdir . e2e -x -v --timeout 1500 -o timeout_func_only=true "$@"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import build, daemons, dns, images, node, site_closure, volumes
+from cluster import build, daemons, dns, images, node, shell, site_closure, volumes
 from cluster.settings import Settings
 from cluster.shell import ClusterError, poll
 
@@ -72,6 +74,148 @@ def test_cluster_dns_uses_the_image_and_address_given() -> None:
     assert "image: localhost/x/coredns:abc" in text
     assert "clusterIP: 10.96.0.10" in text
     assert "$" not in text
+
+
+MOUNTS = """\
+24 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+310 24 254:0 /run/netns /run/netns rw,relatime shared:1 - ext4 /dev/vda rw
+311 310 0:4 net:[4026532] /run/netns/argosy-e2e-node-a rw shared:2 - nsfs nsfs rw
+312 24 254:0 /srv /srv/with\\040space rw - ext4 /dev/vda rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "is_mounted"),
+    [
+        ("/run/netns", True),  # bound to itself, as `ip netns add` does it: the same device as its parent
+        ("/run/netns/argosy-e2e-node-a", True),
+        ("/run", False),
+        ("/run/netns/other", False),
+        ("/srv/with space", True),
+    ],
+)
+def test_a_folder_bound_to_itself_is_a_mount_point(path: str, is_mounted: bool) -> None:
+    assert (Path(path) in shell.mount_points(MOUNTS)) is is_mounted
+
+
+def test_nothing_of_the_cluster_asks_python_what_is_mounted() -> None:
+    """`os.path.ismount` compares devices, and so misses folders that are bound within one file system."""
+    folder = Path(build.__file__).parent
+    asking = [path.name for path in folder.glob("*.py") if "ismount(" in path.read_text()]
+    assert asking == []
+
+
+def recording_python(folder: Path) -> Path:
+    """A `python` that writes down how it is called, and fails for what `FAIL` names."""
+    fake = folder / "python"
+    fake.write_text('#!/bin/sh\necho "$*" >> "$CALLS"\ncase "$*" in *"$FAIL"*) exit 1;; esac\n')
+    fake.chmod(0o755)
+    return fake
+
+
+@pytest.mark.parametrize(("fail", "steps"), [("nothing", 2), ("cluster build", 1)])
+def test_the_binaries_are_built_before_any_test_has_a_deadline(fail: str, steps: int, tmp_path: Path) -> None:
+    fake = recording_python(tmp_path)
+    calls = tmp_path / "calls"
+    environment = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "CALLS": str(calls), "FAIL": fail}
+    script = Path(__file__).with_name("run.sh")
+    done = subprocess.run(["bash", script, "-k", "chosen"], env=environment, timeout=60)
+    first, *rest = calls.read_text().splitlines()
+    assert first == "-m cluster build"
+    assert len(rest) == steps - 1
+    assert bool(done.returncode) is (fail != "nothing")
+    for line in rest:
+        assert line.startswith("-m pytest")
+        assert line.endswith("-k chosen")
+        assert "timeout_func_only=true" in line, (
+            "images are built by fixtures, whose commands have their own deadlines"
+        )
+
+
+def test_for_a_cluster_of_the_users_nothing_is_built(tmp_path: Path) -> None:
+    (tmp_path / "kubeconfig").touch()
+    environment = {
+        "ARGOSY_E2E_EXTERNAL": "1",
+        "KUBECONFIG": str(tmp_path / "kubeconfig"),
+        "ARGOSY_E2E_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": str(Path(__file__).parent),
+        "PATH": "",
+    }
+    done = subprocess.run([sys.executable, "-m", "cluster", "build"], env=environment, timeout=60)
+    assert done.returncode == 0
+    assert not (tmp_path / "cache").exists()
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from cluster import build, shell
+shell.stop_cleanly()
+build._build(build.MODULES[0], {"etcd": "x"}, Path(sys.argv[1]), Path(sys.argv[1]) / "logs")
+"""
+GO = """#!/bin/sh
+mkdir "$GOTMPDIR/go-build123"
+echo $$ > "$GOTMPDIR/../pid"
+echo compiling >&2
+exec sleep 60
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_build_that_is_stopped_leaves_neither_process_nor_folder(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    binaries = tmp_path / "bin"
+    (tmp_path / "path").mkdir()
+    binaries.mkdir()
+    go = tmp_path / "path" / "go"
+    go.write_text(GO)
+    go.chmod(0o755)
+    environment = {
+        "PATH": f"{go.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parent),
+        "TMPDIR": str(tmp_path),
+    }
+    # As a job of a shell that is not interactive: SIGINT is ignored until somebody says otherwise.
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen([sys.executable, "-c", BUILD, str(binaries)], env=environment)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    with process:
+        try:
+            pid = int(poll("the build to start", lambda: _read(binaries / "pid"), 30))
+            process.send_signal(number)
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode != 0
+    poll("go to end", lambda: not Path(f"/proc/{pid}").exists() or None, 10)
+    (binaries / "pid").unlink()
+    assert [path.name for path in binaries.iterdir()] == ["logs"]
+    assert not list(tmp_path.glob("go-build*"))
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
+
+
+def test_what_an_earlier_build_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """One that was killed outright could not."""
+    binaries = tmp_path / "bin"
+    (binaries / ".work-kubernetes" / "go-build1").mkdir(parents=True)
+    (tmp_path / "go").write_text(
+        '#!/bin/sh\ntouch "$GOTMPDIR/../.staging-kubernetes/x"\nls "$GOTMPDIR" >&2\n'
+    )
+    (tmp_path / "go").chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parent),
+        "TMPDIR": str(tmp_path),
+    }
+    subprocess.run([sys.executable, "-c", BUILD, str(binaries)], env=environment, check=True, timeout=60)
+    assert sorted(path.name for path in binaries.iterdir()) == ["etcd", "logs"]
+    assert (binaries / "logs" / "kubernetes.log").read_text() == ""
 
 
 def test_every_command_gets_the_name_go_build_gives_it() -> None:

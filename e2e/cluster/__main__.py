@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster import base, build, lifecycle
 from cluster.settings import Settings
-from cluster.shell import ClusterError
+from cluster.shell import ClusterError, stop_cleanly
 
 
 def main() -> int:
@@ -30,12 +30,13 @@ def main() -> int:
     collect = commands.add_parser("collect", help="logs, events and descriptions into a folder")
     collect.add_argument("folder", type=Path)
     arguments = parser.parse_args()
+    stop_cleanly()
     try:
         environment = dict(os.environ)
         if getattr(arguments, "nodes", None):
             environment["ARGOSY_E2E_NODES"] = arguments.nodes
         settings = Settings.from_env(environment)
-        if arguments.command == "build":
+        if arguments.command == "build" and settings.external_kubeconfig is None:
             build.ensure_packages()
             build.ensure_binaries(settings)
             base.ensure_rootfs(settings)

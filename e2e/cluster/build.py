@@ -14,10 +14,13 @@ a version: `go get MODULE@VERSION && go mod tidy` in the module's folder. A new 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import re
+import shutil
+import signal
 import subprocess
 import time
 from collections import deque
@@ -125,10 +128,14 @@ def ensure_binaries(settings: Settings) -> Path:
     """Build what the cache lacks and return the folder of binaries."""
     folder = binaries(settings)
     folder.mkdir(parents=True, exist_ok=True)
-    for module in MODULES:
-        missing = {name: package for name, package in module.commands.items() if not (folder / name).exists()}
-        if missing:
-            _build(module, missing, folder, settings.cache / "build-logs")
+    with open(settings.cache / "build-lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two builds the second finds everything built
+        for module in MODULES:
+            missing = {
+                name: package for name, package in module.commands.items() if not (folder / name).exists()
+            }
+            if missing:
+                _build(module, missing, folder, settings.cache / "build-logs")
     return folder
 
 
@@ -137,7 +144,7 @@ def _build(module: Module, commands: dict[str, str], folder: Path, logs: Path) -
     go = _go()
     logs.mkdir(parents=True, exist_ok=True)
     staging = folder / f".staging-{module.name}"
-    staging.mkdir(exist_ok=True)
+    work = folder / f".work-{module.name}"
     say(f"building {' '.join(commands)} (once; minutes on a small machine)")
     argv = [
         go,
@@ -149,35 +156,53 @@ def _build(module: Module, commands: dict[str, str], folder: Path, logs: Path) -
         f"{staging}{os.sep}",
         *commands.values(),
     ]
-    env = {**os.environ, "PATH": SEARCH_PATH, "CGO_ENABLED": "0"}
+    env = {**os.environ, "PATH": SEARCH_PATH, "CGO_ENABLED": "0", "GOTMPDIR": str(work)}
+    started = time.monotonic()
+    try:
+        for path in (staging, work):
+            shutil.rmtree(path, ignore_errors=True)  # of a build that was killed
+            path.mkdir()
+        _run_reporting(argv, SOURCES / module.name, env, logs / f"{module.name}.log", module.name)
+        for name, package in commands.items():
+            (staging / _output_name(package, module.name)).rename(folder / name)
+    finally:
+        for path in (staging, work):
+            shutil.rmtree(path, ignore_errors=True)
+    say(f"built {module.name} in {time.monotonic() - started:.0f} s")
+
+
+def _run_reporting(argv: list[str], cwd: Path, env: dict[str, str], log_file: Path, name: str) -> None:
+    """Run a build to its end, saying now and then how far it is. It ends with us, compilers included."""
     started = reported = time.monotonic()
     compiled = 0
     tail: deque[str] = deque(maxlen=40)
     with (
-        open(logs / f"{module.name}.log", "w") as log,
+        open(log_file, "w") as log,
         subprocess.Popen(
             argv,
-            cwd=SOURCES / module.name,
+            cwd=cwd,
             env=env,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
+            start_new_session=True,
         ) as process,
     ):
         assert process.stderr
-        for line in process.stderr:
-            log.write(line)
-            tail.append(line)
-            compiled += 1
-            if time.monotonic() - reported > PROGRESS_PERIOD:
-                reported = time.monotonic()
-                say(f"  {module.name}: {compiled} packages, {reported - started:.0f} s")
+        try:
+            for line in process.stderr:
+                log.write(line)
+                tail.append(line)
+                compiled += 1
+                if time.monotonic() - reported > PROGRESS_PERIOD:
+                    reported = time.monotonic()
+                    say(f"  {name}: {compiled} packages, {reported - started:.0f} s")
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
     if process.returncode:
         raise ClusterError(failure_text(argv, process.returncode, "".join(tail)))
-    for name, package in commands.items():
-        (staging / _output_name(package, module.name)).rename(folder / name)
-    staging.rmdir()
-    say(f"built {module.name} in {time.monotonic() - started:.0f} s")
 
 
 def _linker_flags() -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 from pathlib import Path
 
 from cluster.settings import (
@@ -24,7 +23,7 @@ from cluster.settings import (
     NodeSettings,
     Settings,
 )
-from cluster.shell import ClusterError, run
+from cluster.shell import ClusterError, mount_points, run
 
 NAMESPACES = Path("/run/netns")
 
@@ -32,7 +31,7 @@ NAMESPACES = Path("/run/netns")
 def create(settings: Settings) -> None:
     """Raises ClusterError when the machine already uses one of our subnets."""
     _refuse_overlaps()
-    if not os.path.ismount(NAMESPACES):
+    if NAMESPACES not in mount_points():
         _mount_marker(settings).touch()  # the first `ip netns add` mounts it
     ip("link", "add", BRIDGE, "type", "bridge")
     ip("addr", "add", f"{HOST_ADDRESS}/24", "dev", BRIDGE)
@@ -57,7 +56,7 @@ def destroy(settings: Settings) -> None:
     for node in settings.possible_nodes:
         if (NAMESPACES / node.netns).exists():
             ip("netns", "del", node.netns)
-    if _mount_marker(settings).exists() and os.path.ismount(NAMESPACES) and not any(NAMESPACES.iterdir()):
+    if _mount_marker(settings).exists() and NAMESPACES in mount_points() and not any(NAMESPACES.iterdir()):
         run("umount", NAMESPACES)
         NAMESPACES.rmdir()
     for link in (*(node.link for node in settings.possible_nodes), BRIDGE):

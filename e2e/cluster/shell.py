@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -131,11 +133,38 @@ def poll(what: str, probe: Callable[[], T | None], timeout: float, interval: flo
         time.sleep(interval)
 
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def stop_cleanly() -> None:
+    """Make every usual request to stop a KeyboardInterrupt, so that `finally` runs. Python does so for SIGINT alone,
+    and not even for that in a background job of a script."""
+    for number in STOPPING:
+        signal.signal(number, signal.default_int_handler)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ignore further requests to stop while a clean-up of seconds runs."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def mount_points(mountinfo: str | None = None) -> set[Path]:
+    """Where anything is mounted, by /proc/self/mountinfo. `os.path.ismount` misses folders that are bound within
+    one file system."""
+    text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
+    return {Path(line.split()[4].replace("\\040", " ")) for line in text.splitlines()}
+
+
 def remove_tree(path: Path) -> None:
     """Delete a folder, refusing when anything is mounted below it: its files may be someone else's."""
     real = path.resolve()
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount_point = Path(line.split()[4].replace("\\040", " "))
+    for mount_point in mount_points():
         if mount_point == real or real in mount_point.parents:
             raise ClusterError(f"{mount_point} is mounted: not deleting {path}")
     if path.exists():
