@@ -21,12 +21,22 @@ class OperatorConfig:
     namespace: str
     """Namespace of operator, routers and fleet document (`POD_NAMESPACE`)."""
     fleet_key: bytes
-    """Key that every service's internal key is derived from, shared with the routers (`ARGOSY_FLEET_KEY`)."""
+    """Key that every service's internal key is derived from, shared with the routers (`ARGOSY_FLEET_KEY`). Empty
+    only at the first start, when the operator is to make it."""
     engine_image: str
     """Image of services that name none (`ARGOSY_ENGINE_IMAGE`)."""
     image_pull_policy: str = "IfNotPresent"
     """Pull policy of engine images (`ARGOSY_IMAGE_PULL_POLICY`). Weights make images large, so they are not
     pulled again unless asked."""
+    fleet_key_secret: str = ""
+    """Secret of the operator's namespace whose field `key` is the fleet key, made by the operator if it does not
+    exist (`ARGOSY_FLEET_KEY_SECRET`). Empty: the administrator gives the key."""
+    router_keys_secret: str = ""
+    """Secret of the operator's namespace whose field `api-keys` holds the clients' keys, made likewise
+    (`ARGOSY_ROUTER_KEYS_SECRET`). Empty: the administrator gives the keys, or none are asked for."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """Secrets for the registry of engine images, by name in each service's own namespace
+    (`ARGOSY_IMAGE_PULL_SECRETS`, by comma)."""
     router_url: str = ""
     """URL clients reach the router at, without a path (`ARGOSY_ROUTER_URL`); shown in status. Empty: no
     router is expected, and services are ready without one."""
@@ -49,20 +59,25 @@ class OperatorConfig:
         Raises:
             ConfigError: a variable is missing or has a value that cannot work.
         """
-        fleet_key = _required(env, "ARGOSY_FLEET_KEY").encode()
-        if len(fleet_key) < 16:
+        fleet_key_secret = env.get("ARGOSY_FLEET_KEY_SECRET", "")
+        fleet_key = (
+            env.get("ARGOSY_FLEET_KEY", "") if fleet_key_secret else _required(env, "ARGOSY_FLEET_KEY")
+        ).encode()
+        if len(fleet_key) < 16 and (fleet_key or not fleet_key_secret):
             raise ConfigError("ARGOSY_FLEET_KEY must have at least 16 bytes")
         pull_policy = env.get("ARGOSY_IMAGE_PULL_POLICY") or "IfNotPresent"
         if pull_policy not in ("Always", "IfNotPresent", "Never"):
             raise ConfigError("ARGOSY_IMAGE_PULL_POLICY must be Always, IfNotPresent or Never")
-        watched = (name.strip() for name in env.get("ARGOSY_WATCH_NAMESPACES", "").split(","))
         return cls(
             namespace=_required(env, "POD_NAMESPACE"),
             fleet_key=fleet_key,
             engine_image=_required(env, "ARGOSY_ENGINE_IMAGE"),
             image_pull_policy=pull_policy,
+            fleet_key_secret=fleet_key_secret,
+            router_keys_secret=env.get("ARGOSY_ROUTER_KEYS_SECRET", ""),
+            image_pull_secrets=_names(env, "ARGOSY_IMAGE_PULL_SECRETS"),
             router_url=env.get("ARGOSY_ROUTER_URL", "").rstrip("/"),
-            watch_namespaces=tuple(name for name in watched if name),
+            watch_namespaces=_names(env, "ARGOSY_WATCH_NAMESPACES"),
         )
 
 
@@ -71,3 +86,9 @@ def _required(env: Mapping[str, str], name: str) -> str:
     if not value:
         raise ConfigError(f"environment variable {name} is not set")
     return value
+
+
+def _names(env: Mapping[str, str], variable: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    names = (name.strip() for name in env.get(variable, "").split(","))
+    return tuple(name for name in names if name)

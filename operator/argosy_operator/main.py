@@ -29,6 +29,7 @@ from argosy_operator.controller import WATCHED, Controller
 from argosy_operator.errors import OperatorError
 from argosy_operator.health import health_app
 from argosy_operator.kopf_storage import NoDiffBase, NoProgress
+from argosy_operator.own_keys import ensure_keys
 from argosy_operator.routers import http_fetch
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="argosy operator",
         description="Reconciles InferenceServices. Settings come from the environment: POD_NAMESPACE, "
-        "ARGOSY_FLEET_KEY, ARGOSY_ENGINE_IMAGE, and optionally ARGOSY_IMAGE_PULL_POLICY, ARGOSY_ROUTER_URL, "
+        "ARGOSY_FLEET_KEY (or ARGOSY_FLEET_KEY_SECRET, to make it), ARGOSY_ENGINE_IMAGE, and optionally "
+        "ARGOSY_ROUTER_KEYS_SECRET, ARGOSY_IMAGE_PULL_POLICY, ARGOSY_IMAGE_PULL_SECRETS, ARGOSY_ROUTER_URL, "
         "ARGOSY_WATCH_NAMESPACES.",
     )
     parser.add_argument(
@@ -79,6 +81,7 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
         OperatorError: there is no cluster, or it could not be read the first time.
     """
     async with await KubernetesApi.connect() as api, aiohttp.ClientSession() as session:
+        config = await ensure_keys(api, config)
         fetch = http_fetch(session, config.fleet_key, is_tls=config.router_speaks_tls)
         controller = Controller(api, config, fetch=fetch)
         async with _served(controller, config, health_port):

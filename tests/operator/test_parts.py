@@ -245,10 +245,27 @@ def test_config_from_the_environment() -> None:
     assert OperatorConfig.from_env({**ENV, "ARGOSY_ROUTER_URL": "https://r"}).router_speaks_tls
 
 
+def test_no_fleet_key_is_needed_where_the_operator_is_to_make_it() -> None:
+    config = OperatorConfig.from_env(
+        {
+            **ENV,
+            "ARGOSY_FLEET_KEY": "",
+            "ARGOSY_FLEET_KEY_SECRET": "argosy-fleet-key",
+            "ARGOSY_ROUTER_KEYS_SECRET": "argosy-router-keys",
+            "ARGOSY_IMAGE_PULL_SECRETS": "registry,other",
+        }
+    )
+    assert (config.fleet_key, config.fleet_key_secret) == (b"", "argosy-fleet-key")
+    assert config.router_keys_secret == "argosy-router-keys"
+    assert config.image_pull_secrets == ("registry", "other")
+
+
 @pytest.mark.parametrize(
     ("change", "variable"),
     [
         ({"POD_NAMESPACE": ""}, "POD_NAMESPACE"),
+        ({"ARGOSY_FLEET_KEY": ""}, "ARGOSY_FLEET_KEY"),
+        ({"ARGOSY_FLEET_KEY": "short", "ARGOSY_FLEET_KEY_SECRET": "s"}, "ARGOSY_FLEET_KEY"),
         ({"ARGOSY_FLEET_KEY": "short"}, "ARGOSY_FLEET_KEY"),
         ({"ARGOSY_ENGINE_IMAGE": ""}, "ARGOSY_ENGINE_IMAGE"),
         ({"ARGOSY_IMAGE_PULL_POLICY": "Sometimes"}, "ARGOSY_IMAGE_PULL_POLICY"),

@@ -42,8 +42,37 @@ runAsNonRoot: true
 {{ .Values.fleetKey.existingSecret | default "argosy-fleet-key" }}
 {{- end -}}
 
+{{/* The keys given as values are the release's, in a Secret of another name than those that the operator makes. */}}
 {{- define "argosy.routerKeysSecret" -}}
-{{ .Values.router.existingKeysSecret | default "argosy-router-keys" }}
+{{- if .Values.router.existingKeysSecret -}}
+{{ .Values.router.existingKeysSecret }}
+{{- else if .Values.router.apiKeys -}}
+argosy-router-given-keys
+{{- else -}}
+argosy-router-keys
+{{- end -}}
+{{- end -}}
+
+{{/* Whether the operator makes the clients' keys. */}}
+{{- define "argosy.makesRouterKeys" -}}
+{{- if and .Values.router.requireKeys (not .Values.router.existingKeysSecret) (not .Values.router.apiKeys) }}true{{ end -}}
+{{- end -}}
+
+{{- define "argosy.imagePullSecrets" -}}
+{{- $names := list -}}
+{{- range concat ((.Values.global).imagePullSecrets | default list) .Values.imagePullSecrets -}}
+{{- if kindIs "map" . }}{{ $names = append $names .name }}{{ else }}{{ $names = append $names . }}{{ end -}}
+{{- end -}}
+{{- join "," ($names | uniq) -}}
+{{- end -}}
+
+{{- define "argosy.podImagePullSecrets" -}}
+{{- with include "argosy.imagePullSecrets" . }}
+imagePullSecrets:
+{{- range splitList "," . }}
+- name: {{ . }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "argosy.routerUrl" -}}

@@ -1,0 +1,109 @@
+"""The keys of an installation: made once by the operator, whoever renders the chart and however often."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from typing import Any
+
+import pytest
+from builders import CONFIG
+from fake_kubernetes import FakeKubernetes, Object
+from virtual_time import run
+
+from argosy_operator.api import SECRETS
+from argosy_operator.config import OperatorConfig
+from argosy_operator.errors import ApiError, OperatorError
+from argosy_operator.own_keys import ensure_keys
+
+FLEET = (SECRETS, "argosy-system", "argosy-fleet-key")
+ROUTER = (SECRETS, "argosy-system", "argosy-router-keys")
+FIRST = dataclasses.replace(
+    CONFIG, fleet_key=b"", fleet_key_secret="argosy-fleet-key", router_keys_secret="argosy-router-keys"
+)
+"""The first start: the Secret does not exist yet, so the pod got no key."""
+
+
+def value(cluster: FakeKubernetes, key: Any, field: str) -> bytes:
+    return base64.b64decode(cluster.objects[key]["data"][field])
+
+
+def secret(name: str, data: Object) -> Object:
+    metadata = {"name": name, "namespace": "argosy-system"}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
+
+
+def test_the_first_start_makes_both() -> None:
+    async def scenario() -> OperatorConfig:
+        cluster = FakeKubernetes()
+        config = await ensure_keys(cluster, FIRST)
+        assert config.fleet_key == value(cluster, FLEET, "key")
+        assert len(config.fleet_key) >= 32
+        assert value(cluster, ROUTER, "api-keys").startswith(b"sk-")
+        for key in (FLEET, ROUTER):
+            labels = cluster.objects[key]["metadata"]["labels"]
+            assert "app.kubernetes.io/instance" not in labels, "by it Argo CD would take and prune the Secret"
+            assert "ownerReferences" not in cluster.objects[key]["metadata"], "it outlives the installation"
+        return config
+
+    assert run(scenario()).fleet_key != run(scenario()).fleet_key
+
+
+def test_a_restart_keeps_them() -> None:
+    async def scenario() -> None:
+        cluster = FakeKubernetes()
+        first = await ensure_keys(cluster, FIRST)
+        before = {key: cluster.objects[key] for key in (FLEET, ROUTER)}
+        again = await ensure_keys(cluster, dataclasses.replace(FIRST, fleet_key=first.fleet_key))
+        assert again.fleet_key == first.fleet_key
+        assert {key: cluster.objects[key] for key in (FLEET, ROUTER)} == before
+
+    run(scenario())
+
+
+def test_keys_of_the_administrator_are_never_overwritten() -> None:
+    async def scenario() -> None:
+        cluster = FakeKubernetes()
+        cluster.create(secret("argosy-router-keys", {"api-keys": "bWluZQ=="}))
+        await ensure_keys(cluster, FIRST)
+        assert value(cluster, ROUTER, "api-keys") == b"mine"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("data", [{"key": "c29tZWJvZHkgbWFkZSBpdA=="}, {}], ids=["a race", "no field"])
+def test_a_fleet_key_that_exists_but_was_not_given_stops_the_process(data: Object) -> None:
+    """Another start made it after this pod was given its environment: the next one is given it. A Secret without the
+    field has to be mended by a person."""
+
+    async def scenario() -> None:
+        cluster = FakeKubernetes()
+        cluster.create(secret("argosy-fleet-key", data))
+        with pytest.raises(OperatorError, match=r"Secret 'argosy-fleet-key'.*field `key`"):
+            await ensure_keys(cluster, FIRST)
+        assert cluster.objects[FLEET]["data"] == data
+
+    run(scenario())
+
+
+def test_what_the_chart_does_not_ask_for_is_not_made() -> None:
+    async def scenario() -> None:
+        cluster = FakeKubernetes()
+        assert await ensure_keys(cluster, CONFIG) == CONFIG
+        assert not cluster.objects
+
+    run(scenario())
+
+
+def test_other_refusals_are_errors() -> None:
+    async def scenario() -> None:
+        cluster = FakeKubernetes()
+
+        def forbid(number: int) -> None:
+            raise ApiError("POST", 403, "no permission")
+
+        cluster.before_write = forbid
+        with pytest.raises(ApiError, match="no permission"):
+            await ensure_keys(cluster, FIRST)
+
+    run(scenario())
