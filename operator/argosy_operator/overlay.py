@@ -282,6 +282,13 @@ class ContainerOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
     """Mounts of the volumes below podTemplate.spec.volumes."""
 
 
+class LocalObjectReference(Struct, frozen=True, kw_only=True, rename="camel"):
+    """An object of the resource's own namespace."""
+
+    name: ObjectName
+    """Name of the object."""
+
+
 class PodSpecOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
     """What may be added to the pod's spec."""
 
@@ -291,6 +298,10 @@ class PodSpecOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
         tuple[ContainerOverlay, ...], Meta(max_length=1, extra_json_schema=MAP_BY_NAME)
     ] = ()
     """Additions to the engine container."""
+    image_pull_secrets: Annotated[
+        tuple[LocalObjectReference, ...], Meta(max_length=8, extra_json_schema=MAP_BY_NAME)
+    ] = ()
+    """Secrets for the registry of the engine's image, besides those that the operator is given."""
 
 
 _own_key_rule = (

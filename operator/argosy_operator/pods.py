@@ -83,8 +83,14 @@ def _pod_spec(service: InferenceService, config: OperatorConfig) -> Manifest:
             nodeSelector=dict(placement.node_selector),
             tolerations=[_builtins(toleration) for toleration in placement.tolerations],
             priorityClassName=placement.priority_class_name,
+            imagePullSecrets=_image_pull_secrets(service, config),
         ),
     }
+
+
+def _image_pull_secrets(service: InferenceService, config: OperatorConfig) -> list[Manifest]:
+    own = [secret.name for secret in service.spec.pod_template.spec.image_pull_secrets]
+    return [{"name": name} for name in dict.fromkeys((*config.image_pull_secrets, *own))]
 
 
 def _container(service: InferenceService, config: OperatorConfig) -> Manifest:

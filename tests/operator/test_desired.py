@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from typing import Any
 
 import pytest
@@ -274,6 +275,7 @@ OTHER_REVISION: list[dict[str, Any]] = [
     {"resources": {"gpu": {}}},
     {"placement": {"nodeSelector": {"a": "b"}}},
     {"podTemplate": {"metadata": {"annotations": {"a": "b"}}}},
+    {"podTemplate": {"spec": {"imagePullSecrets": [{"name": "registry"}]}}},
 ]
 
 
@@ -287,6 +289,15 @@ def test_revision_changes(spec: dict[str, Any]) -> None:
     made = plan(**spec)
     assert made.revision != plan().revision
     assert made.deployment["spec"]["template"]["metadata"]["labels"][REVISION_LABEL] == made.revision
+
+
+def test_image_pull_secrets_are_the_operators_and_the_services() -> None:
+    spec = {"podTemplate": {"spec": {"imagePullSecrets": [{"name": "team"}, {"name": "registry"}]}}}
+    config = dataclasses.replace(CONFIG, image_pull_secrets=("registry",))
+    for given, names in ((spec, ["registry", "team"]), ({}, ["registry"])):
+        pod_spec = desired(isvc(**given), Observed(), config).deployment["spec"]["template"]["spec"]
+        assert [secret["name"] for secret in pod_spec["imagePullSecrets"]] == names
+    assert "imagePullSecrets" not in plan().deployment["spec"]["template"]["spec"]
 
 
 STARVED = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu. preemption: not helpful."

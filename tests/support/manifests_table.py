@@ -91,6 +91,7 @@ podTemplate:
     labels: {team: search}
     annotations: {example.com/owner: search@example.com}
   spec:
+    imagePullSecrets: [{name: registry}]
     volumes:
     - {name: site, persistentVolumeClaim: {claimName: site, readOnly: true}}
     - {name: scratch, emptyDir: {sizeLimit: 1Gi}}
