@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import re
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +98,94 @@ def test_whoever_asks_the_admin_port_speaks_tls_where_it_does() -> None:
     assert 'ternary "https" "http" (not (empty .Values.router.tlsSecret))' in helpers, (
         "the operator goes by it"
     )
+
+
+def test_templates_make_nothing_up() -> None:
+    """Rendered twice they are the same, with a cluster and without: random values, times and what a cluster holds are
+    not for templates, which `helm upgrade`, `helm template` and GitOps tools render anew each time."""
+    for path in (CHART / "templates").rglob("*.*"):
+        for action in re.findall(r"{{-? *(?!/\*)(.*?)-?}}", path.read_text(), re.DOTALL):
+            found = re.search(r"\b(rand\w+|gen[A-Z]\w+|derivePassword|uuidv4|htpasswd|now|lookup)\b", action)
+            assert found is None, f"{path.name}: {action}"
+
+
+def test_the_release_and_the_operator_never_write_the_same_secret() -> None:
+    rendered = (CHART / "templates" / "secrets.yaml").read_text()
+    assert rendered.count("kind: Secret") == 1
+    helpers = (CHART / "templates" / "_helpers.tpl").read_text()
+    given, made = re.findall(r"^argosy-router-\S*keys$", helpers, re.MULTILINE)
+    assert (given, made) == ("argosy-router-given-keys", "argosy-router-keys")
+
+
+def test_by_default_two_routers_that_are_not_disrupted_together() -> None:
+    assert VALUES["router"]["replicas"] == 2
+    text = (CHART / "templates" / "router.yaml").read_text()
+    budget = text[text.index("kind: PodDisruptionBudget") :]
+    assert "maxUnavailable: 1" in budget
+    assert "if gt (int .Values.router.replicas) 1" in text
+    for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone"):
+        assert f'"{key}"' in text
+
+
+def test_a_router_has_the_time_to_drain() -> None:
+    text = (CHART / "templates" / "router.yaml").read_text()
+    margin = re.search(
+        r"terminationGracePeriodSeconds: {{ add \(int \.Values\.router\.shutdownTimeoutSeconds\) (\d+) }}",
+        text,
+    )
+    settle = re.search(r"--drain-settle=(\d+)", text)
+    assert margin is not None
+    assert settle is not None
+    assert int(margin.group(1)) >= int(settle.group(1)) + 10
+
+
+class Router(http.server.BaseHTTPRequestHandler):
+    """What a router answers to the paths of `helm test`; `key` opens it, empty for anybody."""
+
+    key = "sk-open-sesame"
+    ready = 200
+
+    def do_GET(self) -> None:
+        allowed = not self.key or self.headers["authorization"] == f"Bearer {self.key}"
+        status = self.ready if self.path == "/ready" else 200 if allowed else 401
+        body = b'{"data": [{"id": "tiny"}]}'
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("router", "keys", "said", "code"),
+    [
+        ({}, "# ours\nsk-open-sesame name=a\n", "serves tiny", 0),
+        ({}, f"sha256:{'0' * 64} name=a\n", "none was tried", 0),
+        ({"key": ""}, None, "serves tiny", 0),
+        ({"ready": 503}, "sk-open-sesame", "GET /ready: 503 instead of 200", 1),
+        ({"key": ""}, "sk-open-sesame", "GET /v1/models: 200 instead of 401", 1),
+        ({}, "sk-another-one", "GET /v1/models: 401 instead of 200", 1),
+    ],
+    ids=["a key", "digests only", "open", "not ready", "a router that asks for no key", "a wrong key"],
+)
+def test_what_helm_test_asks(
+    router: dict[str, Any], keys: str | None, said: str, code: int, tmp_path: Path
+) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Router", (Router,), router)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {"ROUTER_URL": f"http://127.0.0.1:{server.server_port}"}
+        if keys is not None:
+            (tmp_path / "api-keys").write_text(keys)
+            environment["KEYS_FILE"] = str(tmp_path / "api-keys")
+        script = (CHART / "files" / "router-test.py").read_text()
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+        )
+        server.shutdown()
+    assert said in done.stdout + done.stderr
+    assert done.returncode == code
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
