@@ -21,6 +21,7 @@ from cluster import lifecycle, volumes
 from cluster.kubectl import RESTRICTED
 from cluster.lifecycle import Cluster
 from cluster.settings import Settings
+from cluster.shell import stop_cleanly, uninterrupted
 
 ROOT = Path(__file__).resolve().parent.parent
 ARTIFACTS = ROOT / "e2e" / "artifacts"
@@ -42,6 +43,10 @@ class Stack:
 
 
 _failed: list[str] = []
+
+
+def pytest_configure() -> None:
+    stop_cleanly()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -66,7 +71,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         request.session.stash[_CLUSTER] = up
         yield up
     finally:
-        lifecycle.down(settings)
+        with uninterrupted():
+            lifecycle.down(settings)
 
 
 @pytest.fixture(scope="session")
@@ -123,8 +129,10 @@ def build_context() -> Path:
     return context
 
 
-def install(cluster: Cluster, images: dict[str, str]) -> None:
-    """`helm upgrade --install`, as users do it."""
+def install(
+    cluster: Cluster, images: dict[str, str], *more: str, keys: tuple[str, ...] = (ROUTER_KEY,)
+) -> None:
+    """`helm upgrade --install`, as users do it. Without `keys` the operator makes one for clients."""
     values = []
     for name, image in images.items():
         repository, _, tag = image.rpartition(":")
@@ -136,5 +144,6 @@ def install(cluster: Cluster, images: dict[str, str]) -> None:
         ]
     cluster.helm(
         "upgrade", "--install", "argosy", str(ROOT / "charts" / "argosy"), "-n", SYSTEM, *values,
-        "--set", f"router.apiKeys[0]={ROUTER_KEY}", "--wait", "--timeout", "300s", timeout=330,
+        *(f"--set=router.apiKeys[{number}]={key}" for number, key in enumerate(keys)), *more,
+        "--wait", "--timeout", "300s", timeout=330,
     )  # fmt: skip
