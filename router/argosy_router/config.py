@@ -120,6 +120,8 @@ class RouterConfig:
             raise ConfigError("--otlp-traces-endpoint must be an http:// or https:// URL")
         if self.hedge_after and not MIN_FACTOR <= self.hedge_after <= MAX_FACTOR:
             raise ConfigError(f"--hedge-after must be 0 or between {MIN_FACTOR:g} and {MAX_FACTOR:g}")
+        if not 0.0 < self.client.idle_timeout_s <= MAX_WAIT_S:
+            raise ConfigError(f"--idle-timeout must be above 0 and at most {MAX_WAIT_S:.0f} seconds")
         if self.index_memory < MIN_INDEX_MEMORY:
             raise ConfigError(f"--index-memory must be at least {MIN_INDEX_MEMORY} bytes")
         if self.record_max_bytes <= 0:
@@ -146,6 +148,7 @@ class RouterConfig:
         for flag, seconds in (
             ("--queue-timeout", admission.queue_timeout_s),
             ("--hold-timeout", admission.hold_timeout_s),
+            ("--keep-alive-after", admission.keep_alive_after_s),
         ):
             if not 0.0 <= seconds <= MAX_WAIT_S:
                 raise ConfigError(f"{flag} must be between 0 and {MAX_WAIT_S:.0f} seconds")

@@ -6,7 +6,7 @@ Invariants: failures eject at most half of a service's routable replicas and nev
 more than half of the rest are ejected, ejections are ignored (panic); a success ends an ejection. A replica that says
 that it is full rests, which is its own word and no failure: it neither ejects nor counts towards an ejection.
 
-healthy --failures--> ejected --back-off over--> half-open (one probe request) --success--> healthy
+healthy --failures--> ejected --back-off over--> half-open (one probe request) --first event--> healthy
                          ^------------------------------- failure ---------------------'
 """
 
@@ -28,6 +28,18 @@ and what is left would fall under the load of all. Envoy's panic threshold, seen
 SUSPECT_STEP_AGE_S = 15.0
 """A core that has not turned for this long while its HTTP server reports is stuck in a kernel, or dead. Longer than a
 long prefill step."""
+MIN_STALL_S = 5.0
+"""A core that has work and has been silent for less is not stalled, however short its steps are: kernels are compiled,
+and machines pause."""
+STALL_STEPS = 5.0
+"""Times its longest recent step for which a core with work may be silent."""
+
+
+def stall_bound_s(longest_step_s: float) -> float:
+    """How long a core with work may be silent before its requests move on; zero for `longest_step_s` is unknown."""
+    if not longest_step_s:
+        return SUSPECT_STEP_AGE_S
+    return max(MIN_STALL_S, STALL_STEPS * longest_step_s)
 
 
 class Health:
@@ -37,6 +49,7 @@ class Health:
         "_ejected_until",
         "_ejections",
         "_failures",
+        "_is_on_probation",
         "_is_probing",
         "_rests_until_room",
         "is_suspect",
@@ -48,6 +61,8 @@ class Health:
         self._ejections = 0
         self._ejected_until: float | None = None
         self._is_probing = False
+        self._is_on_probation = False
+        """An ejection has ended, and no answer has been whole since: the next failure ejects again."""
         self.is_suspect = False
         """Used only when nothing better is there."""
         self.rests_until = 0.0
@@ -111,6 +126,20 @@ class Health:
         was_probing, self._is_probing = self._is_probing, False
         return was_probing
 
+    def began(self) -> bool:
+        """An answer has begun, which ends the ejection of a replica that is being probed: a stream may take minutes.
+        Until an answer is whole the next failure ejects it again, for longer.
+
+        Returns:
+            Whether this ended an ejection.
+        """
+        if not self._is_probing:
+            return False
+        self._is_probing = False
+        self._is_on_probation = True
+        self._ejected_until = None
+        return True
+
     def succeeded(self) -> bool:
         """Returns whether this ended an ejection."""
         was_ejected = self._ejected_until is not None
@@ -118,6 +147,7 @@ class Health:
         self._ejections = 0
         self._ejected_until = None
         self._is_probing = False
+        self._is_on_probation = False
         return was_ejected
 
     def failed(
@@ -137,7 +167,7 @@ class Health:
         """
         self._failures += 1
         probing, self._is_probing = self._is_probing, False
-        due = probing or refused or self._failures >= after
+        due = probing or self._is_on_probation or refused or self._failures >= after
         if not due or not (may_eject or self.is_ejected):
             return False
         if self._ejected_until is not None and now < self._ejected_until:

@@ -18,6 +18,7 @@ from typing import get_args
 from argosy_engine.protocol.fleet import RoutingPolicy
 from argosy_engine.protocol.log_format import configure_logging
 from argosy_router.config import ConfigError, RouterConfig
+from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits
 from argosy_router.http.seats import SPARE_DESCRIPTORS, default_connections, open_files_limit
 from argosy_router.proxy.gate import AdmissionLimits
@@ -181,6 +182,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--first-byte-timeout", type=float, default=_DEFAULTS.first_byte_timeout_s, metavar="S"
     )
     times.add_argument(
+        "--idle-timeout",
+        type=float,
+        default=_DEFAULTS.client.idle_timeout_s,
+        metavar="S",
+        help="longest pause in an answer; a stream goes on elsewhere, or is cut (%(default)g)",
+    )
+    times.add_argument(
+        "--keep-alive-after",
+        type=float,
+        default=_DEFAULTS.admission.keep_alive_after_s,
+        metavar="S",
+        help="when a stream that was sent, but not begun by a replica, gets 200 and keep-alive comments (%(default)g)",
+    )
+    times.add_argument(
         "--hedge-after",
         type=float,
         default=_DEFAULTS.hedge_after,
@@ -270,7 +285,9 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
             max_queued_bytes=arguments.max_queued_bytes,
             queue_timeout_s=arguments.queue_timeout,
             hold_timeout_s=arguments.hold_timeout,
+            keep_alive_after_s=arguments.keep_alive_after,
         ),
+        client=ClientLimits(idle_timeout_s=arguments.idle_timeout),
         server=ServerLimits(
             max_inflight_bytes=arguments.max_inflight_bytes,
             max_connections=_max_connections(arguments.max_connections),

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from argosy_engine.protocol.report import ReplicaReport, ReplicaState
 from argosy_engine.protocol.telemetry import Hello
-from argosy_router.health import Health
+from argosy_router.health import SUSPECT_STEP_AGE_S, Health
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.load import LoadAccount
 from argosy_router.prefixes.residency import Residency
@@ -32,6 +32,14 @@ class Member(NamedTuple):
     """LoRA adapters it serves besides its model."""
     aliases: tuple[str, ...] = ()
     """Further names of its model that it knows."""
+
+
+class Movable(Protocol):
+    """An attempt at a replica, as far as the replica's life matters to it."""
+
+    def core_stalled(self, age_s: float, bound_s: float) -> None:
+        """The replica's core has been silent for `age_s`, which is more than `bound_s`."""
+        ...
 
 
 class Replica:
@@ -71,6 +79,12 @@ class Replica:
         self.hello: Hello | None = None
         self.heard_at: float | None = None
         """Monotonic time of the last heartbeat."""
+        self.core_step_age_s = 0.0
+        """Of the core, at the last heartbeat."""
+        self.stall_bound_s = SUSPECT_STEP_AGE_S
+        """What the core may be silent for while it has work."""
+        self.under_way: set[Movable] = set()
+        """Attempts that were sent to it and are not over."""
         self.syncs = 0
         """Snapshots taken in: one per connection of the telemetry stream, if nothing is lost."""
 
@@ -82,6 +96,23 @@ class Replica:
         if self.link == "foreign":
             return self.is_answering
         return self.link != "connecting"
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it said that it has requests, or was sent some."""
+        return self.load.reported_requests > 0 or bool(self.under_way)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its core has work and has been silent for too long, by the last heartbeat."""
+        return self.core_step_age_s > self.stall_bound_s and self.has_work
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether it says now that it works on requests."""
+        if self.link not in ("synced", "foreign") or not self.is_routable:
+            return False
+        return self.load.reported_requests > 0 and not self.is_stalled
 
     def serves(self, name: str) -> bool:
         """Whether it can answer as this adapter or alias; the empty one is the model itself."""

@@ -29,6 +29,7 @@ from argosy_router.keys import ApiKeys
 from argosy_router.metrics import Metrics
 from argosy_router.overview import Overviews
 from argosy_router.proxy.application import RouterApplication
+from argosy_router.proxy.begun_stream import KeepAlive
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.gate import Gate
@@ -93,6 +94,8 @@ class Router:
             self._books,
             self._gate,
             Hedging(self.fleet, self._wheel, config.hedge_after),
+            wheel=self._wheel,
+            keep_alive=KeepAlive(config.admission.keep_alive_s, config.admission.keep_alive_after_s),
             first_byte_timeout_s=config.first_byte_timeout_s,
             request_timeout_s=config.request_timeout_s,
         )

@@ -148,6 +148,7 @@ class TelemetryHub(Observer):
             kv_usage=stats.kv_cache_usage,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_step_s=stats.decode_step_s,
+            longest_step_s=stats.longest_step_s,
         )
 
     def _send_load(self) -> None:

@@ -304,6 +304,7 @@ class EngineCore:
             prefill_tokens_per_s=self._timing.prefill_tokens_per_s,
             decode_step_s=self._timing.decode_step_s,
             iteration_tokens=iteration_tokens,
+            longest_step_s=self._timing.longest_step_s,
         )
         kv.num_queried_tokens = kv.num_hit_tokens = scheduler.num_preemptions = 0
         return stats

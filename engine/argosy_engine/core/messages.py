@@ -127,6 +127,7 @@ class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     iteration_tokens: int = 0
+    longest_step_s: float = 0.0
 
 
 class ResidencyDelta(Struct, array_like=True, omit_defaults=True, gc=False):

@@ -1,4 +1,4 @@
-"""How fast steps are, for the router's cost: prompt tokens per second and seconds per decode step.
+"""How fast steps are, for the router: prompt tokens per second, seconds per decode step, and the longest step.
 
 Owns: the smoothing. Must not know: what steps compute.
 A step's time begins when it is launched, or when the step before it ended if that was later: with two in flight, the
@@ -18,8 +18,14 @@ _PREFILL_TOKENS_PER_REQUEST = 4
 """From here on a step is mostly prefill; less, but more than one, is a mixture that tells neither rate."""
 
 
+_LONGEST_MEMORY_S = 120.0
+"""Seconds of computing in which the longest step loses about two thirds of its weight."""
+
+
 class StepTiming:
     def __init__(self) -> None:
+        self.longest_step_s = 0.0
+        """Of the recent ones. Zero until measured."""
         self.decode_step_s = 0.0
         """Zero until measured."""
         self._prefill_tokens = 0.0
@@ -35,6 +41,7 @@ class StepTiming:
         """Both on `time.perf_counter`'s clock; `launched_s` from before anything of the step was computed."""
         seconds = ended_s - max(launched_s, self._last_end_s)
         self._last_end_s = ended_s
+        self.longest_step_s = max(seconds, self.longest_step_s * (1.0 - min(1.0, seconds / _LONGEST_MEMORY_S)))
         tokens, requests = step.total_num_scheduled_tokens, len(step.num_scheduled_tokens)
         if not tokens:
             return

@@ -92,6 +92,9 @@ class Load(Struct, frozen=True, kw_only=True, tag="load", tag_field="type", omit
     """Measured rate while prefilling; 0 when not measured yet."""
     decode_step_s: float = 0.0
     """Measured seconds per decode step; 0 when not measured yet."""
+    longest_step_s: float = 0.0
+    """Of the last minutes of computing: a core that has been silent for several times as long is stuck. 0 when not
+    measured yet, or not told."""
 
 
 class Draining(Struct, frozen=True, kw_only=True, tag="draining", tag_field="type"):

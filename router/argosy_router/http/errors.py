@@ -5,6 +5,7 @@ UpstreamError
 ├── ConnectionLost      the connection ended before the response did
 ├── FirstByteTimeout    connected, but no response in time
 ├── IdleTimeout         the response stalled
+├── CoreStalled         the replica's core has not stepped for too long
 └── MalformedResponse   not HTTP, over our limits, or a status no proxy may forward
 
 Messages are for the log; clients get `argosy_engine.protocol.errors`.
@@ -47,6 +48,10 @@ class FirstByteTimeout(UpstreamError):
 
 class IdleTimeout(UpstreamError):
     reason = "idle_timeout"
+
+
+class CoreStalled(UpstreamError):
+    reason = "stalled"
 
 
 class MalformedResponse(UpstreamError):

@@ -3,8 +3,9 @@
 Owns: one task per replica that keeps the stream open and applies its frames.
 Must not know: HTTP framing, policies, other replicas.
 Invariants: only a stream of our content type and a version we can read is believed; a lost stream changes the mode of
-routing (`stale`), it never ejects; a silent one makes the replica a suspect, and its requests try elsewhere; a replica
-where nobody listens any more gets none; whatever the peer does, the task goes on with capped, jittered back-off.
+routing (`stale`), it never ejects; a silent one makes the replica a suspect, and so does a core that is stalled, and
+its requests try elsewhere; a replica where nobody listens any more gets none; whatever the peer does, the task goes on
+with capped, jittered back-off.
 
 connecting --hello, last snapshot slice--> synced --stream lost--> stale --hello, last snapshot slice--> synced
     | | ^-- a new connection is refused: the process has ended ------' ^
@@ -37,7 +38,7 @@ from argosy_engine.protocol.telemetry import (
     unpack_u32,
     unpack_u64,
 )
-from argosy_router.health import SUSPECT_STEP_AGE_S
+from argosy_router.health import SUSPECT_STEP_AGE_S, stall_bound_s
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.http.fetch import request_head
@@ -199,7 +200,13 @@ class TelemetryClient:
         )
         if replica.load.has_seat and replica.health.found_room():
             self._on_change()
-        self._set_suspect(load.core_step_age_s > SUSPECT_STEP_AGE_S)
+        replica.core_step_age_s = load.core_step_age_s
+        replica.stall_bound_s = stall_bound_s(load.longest_step_s)
+        is_stalled = replica.is_stalled
+        self._set_suspect(is_stalled or load.core_step_age_s > SUSPECT_STEP_AGE_S)
+        if is_stalled:
+            for attempt in list(replica.under_way):
+                attempt.core_stalled(load.core_step_age_s, replica.stall_bound_s)
 
     def _synced(self) -> None:
         self._replica.health.succeeded()
@@ -215,6 +222,7 @@ class TelemetryClient:
         if replica.link == "synced":
             log.info("replica %s: telemetry lost (%s)", replica.name, reason)
             replica.load.forget()
+            replica.core_step_age_s = 0.0
             self._set_link("stale")
 
     def _set_suspect(self, is_suspect: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import Deadline
-from argosy_router.http.errors import ConnectFailed, UpstreamError
+from argosy_router.http.errors import ConnectFailed, CoreStalled, UpstreamError
 from argosy_router.http.messages import Headers, first_value
 from argosy_router.proxy import headers as header_rules
 from argosy_router.proxy.decisions import DecisionRecord
@@ -68,6 +68,7 @@ class Attempt:
 
     def start(self, *, fresh: bool = False) -> None:
         """Sends the request as soon as there is a connection (a new one if `fresh`)."""
+        self.replica.under_way.add(self)
         self.replica.pool.acquire(self, fresh=fresh)
 
     def watch(self) -> None:
@@ -88,6 +89,7 @@ class Attempt:
         """It is over, however it ended. A replica that still works on it sees a reset, and aborts the work."""
         assert not self.is_over, "an attempt ends once"
         self.is_over = True
+        self.replica.under_way.discard(self)
         self._charge.release()
         if self._overdue is not None:
             self._overdue.end()
@@ -109,6 +111,15 @@ class Attempt:
         """The client can again."""
         if self._connection is not None:
             self._connection.resume_reading()
+
+    # the replica
+
+    def core_stalled(self, age_s: float, bound_s: float) -> None:
+        if (
+            self._dispatcher.now() - self.started > bound_s
+        ):  # else it came later than the core's last sign of life
+            error = CoreStalled(f"its core has been silent for {age_s:.1f} s")
+            self._exchange.on_stalled(self, error)
 
     # the connection
 
@@ -148,6 +159,8 @@ class Attempt:
         is_stream = status == 200 and content_type.startswith(b"text/event-stream")
         self.status = status
         self.headers = header_rules.returned(headers)
+        if is_stream:
+            self._exchange.on_accepted()
         if self._is_resuming:
             if not is_stream:
                 self._exchange.on_attempt_failed(self, Refused(status, self.headers))

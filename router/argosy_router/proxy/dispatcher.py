@@ -15,10 +15,18 @@ from argosy_engine.protocol import headers
 from argosy_engine.protocol.errors import ApiError
 from argosy_router.fleet import Fleet
 from argosy_router.health import CONSECUTIVE_FAILURES
-from argosy_router.http.errors import ConnectFailed, ConnectionLost, UpstreamError
+from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    CoreStalled,
+    IdleTimeout,
+    UpstreamError,
+)
 from argosy_router.http.messages import render_headers
 from argosy_router.http.roles import Client
 from argosy_router.metrics import Metrics
+from argosy_router.proxy.begun_stream import KeepAlive
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord, HedgeOutcome
@@ -57,9 +65,13 @@ class Dispatcher:
         gate: Gate,
         hedging: Hedging,
         *,
+        wheel: TimerWheel,
+        keep_alive: KeepAlive,
         first_byte_timeout_s: float = FIRST_BYTE_TIMEOUT_S,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
+        self.wheel = wheel
+        self.keep_alive = keep_alive
         self._fleet = fleet
         self._metrics = metrics
         self._books = books
@@ -82,6 +94,8 @@ class Dispatcher:
             self.idle.clear()
         self.inflight += 1
         client.attach(exchange)
+        if exchange.call.is_stream:
+            exchange.keep_alive(Deadline(self.wheel, exchange.on_quiet))
         self._gate.enter(exchange, client)
 
     def choose(
@@ -152,6 +166,15 @@ class Dispatcher:
 
     # hedging
 
+    def elsewhere(self, call: Call, tried: Sequence[Replica], fingerprint: str) -> Choice | None:
+        """Where a request goes on whose replica's core is stalled; None leaves it where it is, if nobody is well."""
+        try:
+            choice = self.choose(call, tried, fingerprint, is_admitted=True)
+        except ApiError:
+            return None
+        replica = choice.replica
+        return choice if replica.health.is_well and not replica.is_stalled else None
+
     def hedge(self, call: Call, tried: Sequence[Replica]) -> Choice | None:
         """Who else is asked for an answer that is overdue; None if nobody can be who is well and has room."""
         if not self._gate.has_room(call.service, self.now(), call.prompt.name):
@@ -183,7 +206,7 @@ class Dispatcher:
                 return
             if error.is_busy:
                 self._rest(call, replica, error.retry_after_s)
-        if _is_no_fault(error):
+        if _is_no_fault(error, replica):
             self.abandoned(call, replica)
             return
         refused = isinstance(error, ConnectFailed) and error.refused
@@ -197,6 +220,11 @@ class Dispatcher:
     def found_at_fault(self, call: Call, replica: Replica, status: int) -> None:
         """The replica answered with this error, and another one could answer the same request."""
         self._blame(call, replica, after=CONSECUTIVE_ERRORS if is_error(status) else CONSECUTIVE_FAILURES)
+
+    def began(self, replica: Replica) -> None:
+        """The client gets the beginning of the replica's own answer, which is no error."""
+        if replica.health.began():
+            self._fleet.changed()
 
     def answered(self, replica: Replica) -> None:
         """The client gets the replica's own answer, which is whole and no error."""
@@ -253,8 +281,13 @@ class Dispatcher:
         return lines
 
 
-def _is_no_fault(error: UpstreamError) -> bool:
-    """Whether a failed attempt says nothing about its replica."""
+def _is_no_fault(error: UpstreamError, replica: Replica) -> bool:
+    """Whether a failed attempt says nothing about its replica. A pause in a stream says nothing while the replica tells
+    that it computes, and a stalled core has made it a suspect already."""
     if isinstance(error, Refused):
         return not is_fault(error.status)
+    if isinstance(error, IdleTimeout):
+        return replica.is_computing
+    if isinstance(error, CoreStalled):
+        return True
     return isinstance(error, ConnectionLost) and error.stale

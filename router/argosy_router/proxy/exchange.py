@@ -2,9 +2,9 @@
 
 Owns: which attempts are made, and everything written to the client.
 Must not know: parsing, discovery, policies, connections to replicas (`attempt`).
-Invariants: the client's answer begins once; until then a failed attempt may be repeated on another replica, after
-that only a stream goes on there, behind what the client has; every attempt is ended; a client that leaves aborts the
-replicas' work at once.
+Invariants: the client's answer begins once; until the client has something of it a failed attempt may be repeated on
+another replica, after that only a stream goes on there, behind what the client has; every attempt is ended; a client
+that leaves aborts the replicas' work at once.
 
     connecting -> waiting -> (unary)  buffering -> answered
          ^------- failed ---'  |
@@ -29,9 +29,17 @@ from argosy_engine.protocol.errors import (
     Unavailable,
 )
 from argosy_router.admission.accounts import Reservation
-from argosy_router.http.errors import ConnectFailed, ConnectionLost, FirstByteTimeout, UpstreamError
+from argosy_router.http.deadlines import Deadline
+from argosy_router.http.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    CoreStalled,
+    FirstByteTimeout,
+    UpstreamError,
+)
 from argosy_router.http.roles import Client
 from argosy_router.proxy.attempt import Attempt
+from argosy_router.proxy.begun_stream import COMMENT, STREAM_HEADERS, BegunStream
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.migration import Transcript
@@ -78,6 +86,12 @@ class Exchange:
         self._tried: list[Replica] = []
         """Since the client was last sent something."""
         self._suspects = Suspects()
+        self._quiet: Deadline | None = None
+        """Of a stream's client that has heard nothing."""
+        self._is_accepted = False
+        """Whether a replica has begun a stream for it, perhaps without an event yet."""
+        self._is_begun = False
+        """Whether its client has heard something, perhaps comments alone."""
         self._is_over = False
         self._is_started = False
 
@@ -112,9 +126,34 @@ class Exchange:
         """Ends a request that was not sent."""
         self._answer_error(error)
 
-    def answer_through(self, client: Client) -> None:
-        """Gives the answer to `client` from now on."""
-        self._client = client
+    # keep-alive comments
+
+    def keep_alive(self, quiet: Deadline) -> None:
+        """Lets a stream's client hear comments until its first event; `quiet` calls `on_quiet`."""
+        self._quiet = quiet
+        quiet.set(self._dispatcher.keep_alive.interval_s)
+
+    def on_quiet(self) -> None:
+        """The client of a stream has heard nothing for a while."""
+        quiet, times = self._quiet, self._dispatcher.keep_alive
+        if quiet is None or self._is_started:
+            return
+        if not self._is_begun and self._attempt is not None and not self._is_accepted:
+            left_s = self.started + times.after_s - self._dispatcher.now()
+            if left_s > 0.0:
+                quiet.set(left_s)
+                return
+        if not self._is_begun:
+            self._is_begun = True
+            self._client.start(200, STREAM_HEADERS + self.identity, COMMENT)
+            self._client = BegunStream(self._client)
+        elif not self.is_client_paused:
+            self._client.send(COMMENT)
+        quiet.set(times.interval_s)
+
+    def on_accepted(self) -> None:
+        """A replica has answered with the head of a stream: it took the request."""
+        self._is_accepted = True
 
     def _send_to(self, choice: Choice, transcript: Transcript | None = None) -> Attempt:
         self.attempts += 1
@@ -184,6 +223,40 @@ class Exchange:
             return None
         return successor
 
+    def on_stalled(self, attempt: Attempt, error: CoreStalled) -> None:
+        """Its replica's core has stopped. Another one goes on if it can; otherwise the core may still wake up."""
+        if attempt is not self._attempt or self._hedge is not None:
+            return
+        transcript, choice = None, None
+        if self._is_started:
+            transcript = attempt.transcript
+            if transcript is None or not transcript.read():
+                return
+        if transcript is None or transcript.missing_end is None:
+            choice = self._away_from_stall(attempt)
+            if choice is None:
+                return
+        attempt.end()
+        self._dispatcher.attempt_failed(self.call, attempt.replica, error)
+        if choice is None:
+            self._continue(attempt)  # all that is missing is the stream's end
+            return
+        if self._is_started:
+            self.migrations += 1
+        else:
+            self._dispatcher.retried(self.call, error.reason)
+        self._attempt = self._send_to(choice, transcript)
+
+    def _away_from_stall(self, attempt: Attempt) -> Choice | None:
+        """A well replica that may go on in place of a stalled one."""
+        sent, most = (self.migrations, MAX_MIGRATIONS) if self._is_started else (self.attempts, MAX_ATTEMPTS)
+        if sent >= most:
+            return None
+        fingerprint = attempt.fingerprint if self._is_started else ""
+        choice = self._dispatcher.elsewhere(self.call, self._tried, fingerprint)
+        is_free = self._is_started and not self.migrations
+        return choice if choice is not None and (is_free or self._dispatcher.may_retry(self.call)) else None
+
     def _another(self, fingerprint: str = "", *, is_admitted: bool = False) -> Choice | None:
         """The next replica to try; None leaves it at the error at hand."""
         try:
@@ -245,6 +318,7 @@ class Exchange:
             self._win(attempt, self._hedge)
         attempt.answers()
         if attempt.status < 400:
+            self._dispatcher.began(attempt.replica)
             self._find_at_fault()
         self._tried = [attempt.replica]
         if self._is_started:
@@ -252,6 +326,8 @@ class Exchange:
             self._client.send(data)
             return
         self._is_started = True
+        if self._quiet is not None:
+            self._quiet.end()
         self.status = attempt.status
         self.first_event_s = self._dispatcher.now() - self.started
         self._client.start(self.status, attempt.headers + self._own_headers(), data)
@@ -378,6 +454,8 @@ class Exchange:
         assert self._hedge is None, "one attempt answers"
         assert not self._is_over, "a request ends once"
         self._is_over = True
+        if self._quiet is not None:
+            self._quiet.end()
         for replica, _ in self._suspects.take():
             self._dispatcher.abandoned(self.call, replica)
         self._measure()

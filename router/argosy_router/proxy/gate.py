@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,8 +46,10 @@ class AdmissionLimits:
     hold_timeout_s: float = 0.0
     """Zero: while a service has no replica its requests are refused at once."""
     keep_alive_s: float = 10.0
-    """Time between the comments that a waiting stream gets: a sixth of the idle time that common load balancers allow.
-    A refusal before the first still has its own status."""
+    """Time between the comments that a stream without an event gets (`begun_stream.KeepAlive`). In the queue a refusal
+    before the first still has its own status."""
+    keep_alive_after_s: float = 15.0
+    """When they begin for a request that was sent, and that no replica has accepted."""
 
 
 class Gate:
@@ -58,8 +59,6 @@ class Gate:
         self._fleet = fleet
         self._limits = limits
         self._lanes: dict[Service, Lane] = {}
-        self._silent: OrderedDict[Waiting, float] = OrderedDict()
-        """Waiting streams, in the order of when they next get a comment."""
         self._deadline = Deadline(wheel, self._tick)
         self._is_tick_near = False
         self.now = time.monotonic
@@ -115,8 +114,6 @@ class Gate:
         except ApiError as error:
             waiting.refuse(error)
             return
-        if exchange.call.is_stream:
-            self._silent[waiting] = now + self._limits.keep_alive_s
         if not self._deadline.is_set:
             self._deadline.set(TICK_S)
 
@@ -145,7 +142,6 @@ class Gate:
 
     def left(self, waiting: Waiting, outcome: str) -> None:
         """A request waits no longer."""
-        self._silent.pop(waiting, None)
         model = waiting.exchange.call.service.spec.model
         waiting.exchange.waited_s = waited_s = self.now() - waiting.since
         self._waits.observe((model, outcome), waited_s)
@@ -176,10 +172,6 @@ class Gate:
             self._deadline.set(TICK_S)
         for lane in busy:
             lane.tick(now)
-        while self._silent and next(iter(self._silent.values())) <= now:
-            waiting, _ = self._silent.popitem(last=False)
-            waiting.keep_alive()
-            self._silent[waiting] = now + self._limits.keep_alive_s
 
 
 def _tokens_used(exchange: Exchange, now: float) -> int:

@@ -1,0 +1,57 @@
+"""A client whose event stream has begun before there was an answer.
+
+Owns: the comments that such a client hears, and how the answer goes on inside the stream.
+Must not know: when comments are due.
+
+Comments keep load balancers from cutting a connection on which nothing is sent for a minute or so. Their price: the
+status is 200 from then on, and what goes wrong later is told by an error event. They are no part of an answer, so the
+request may still be sent to another replica.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from argosy_router.http.roles import Client
+from argosy_router.http.roles import Exchange as ClientListener
+
+STREAM_HEADERS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+COMMENT = b": keep-alive\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """When the client of a stream without an event hears a comment. Times in seconds."""
+
+    interval_s: float = 10.0
+    """A sixth of the idle time that common load balancers allow."""
+    after_s: float = 15.0
+    """From here on a request that was sent, but that no replica has accepted, gets comments, too. Most failures happen
+    before, and have their own status then."""
+
+
+class BegunStream:
+    """A client whose event stream has begun before there was an answer: the answer goes on inside it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def attach(self, exchange: ClientListener) -> None:
+        self._client.attach(exchange)
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        """A whole answer becomes one event: it is an error, or the answer of an engine that did not stream."""
+        self._client.send(b"data: %b\n\n" % body.replace(b"\n", b" "))
+        self._client.finish()
+
+    def start(self, status: int, headers: bytes, first: bytes) -> None:
+        self._client.send(first)
+
+    def send(self, data: bytes) -> None:
+        self._client.send(data)
+
+    def finish(self) -> None:
+        self._client.finish()
+
+    def abort(self) -> None:
+        self._client.abort()

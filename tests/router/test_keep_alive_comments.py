@@ -1,0 +1,159 @@
+"""Comments that a stream's client hears while its first token is awaited, so that no load balancer cuts it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from argosy_router.config import ConfigError
+from argosy_router.main import build_parser, config_of
+from argosy_router.proxy.gate import AdmissionLimits
+
+from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
+from .harness import Rig, chat, rig
+
+COMMENT = ": keep-alive"
+NEVER_S = 3600.0
+
+
+class Silent:
+    """A script that sends nothing, or a stream's head alone, until it is told what comes."""
+
+    def __init__(self, *, accepts: bool) -> None:
+        self.accepts = accepts
+        self.asked = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.fate = "answer"
+
+    async def __call__(self, connection: Connection, request: Received) -> None:
+        if self.accepts:
+            connection.begin_stream()
+            await connection.writer.drain()
+        self.asked.set()
+        await self.go_on.wait()
+        if self.fate == "die":
+            connection.die()
+        elif self.accepts:
+            connection.chunk(b": of the engine\n\n" + event("hello") + DONE)
+            connection.end_stream()
+        else:
+            await answer_normally(connection, request)
+
+
+def times(after_s: float, interval_s: float = 0.02) -> AdmissionLimits:
+    return AdmissionLimits(keep_alive_s=interval_s, keep_alive_after_s=after_s)
+
+
+class Listener:
+    """A client that asks for a stream, and what it has heard of it."""
+
+    def __init__(self, r: Rig) -> None:
+        self.lines: list[str] = []
+        self.status = 0
+        self.task = asyncio.create_task(self._listen(r))
+
+    async def _listen(self, r: Rig) -> None:
+        async with r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
+            self.status = answer.status_code
+            async for line in answer.aiter_lines():
+                self.lines.append(line)
+
+    @property
+    def comments(self) -> int:
+        return self.lines.count(COMMENT)
+
+    @property
+    def data(self) -> list[str]:
+        return [line.removeprefix("data: ") for line in self.lines if line and line != COMMENT]
+
+
+@pytest.mark.parametrize(("accepts", "after_s"), [(True, NEVER_S), (False, 0.05)])
+async def test_an_awaited_first_token_is_announced_by_comments(accepts: bool, after_s: float) -> None:
+    script = Silent(accepts=accepts)
+    async with rig([FakeEngine(script=script)], admission=times(after_s)) as r:
+        client = Listener(r)
+        await r.until(lambda: client.comments >= 3)
+        assert client.status == 200
+        assert not client.data
+        script.go_on.set()
+        await client.task
+        assert client.data[-1] == "[DONE]"
+        last = len(client.lines) - 1 - client.lines[::-1].index(COMMENT)
+        assert last < client.lines.index("data: " + client.data[0]), "none follows the first event"
+        assert not any("of the engine" in line for line in client.lines)
+
+
+async def test_nothing_is_said_before_a_replica_has_the_request() -> None:
+    """A comment commits the status: what fails early keeps its own."""
+    mute, accepting = Silent(accepts=False), Silent(accepts=True)
+    mute.fate = "die"
+    engines = [FakeEngine(script=script) for script in (mute, accepting)]
+    async with rig(engines, admission=times(NEVER_S), policy="round-robin") as r:
+        clients = [Listener(r), Listener(r)]
+        await r.until(lambda: any(client.comments > 5 for client in clients))
+        (unheard,) = (client for client in clients if not client.status)
+        await mute.asked.wait()
+        await engines[1].stop()
+        mute.go_on.set()
+        await unheard.task
+        assert unheard.status in (502, 503)
+
+
+async def test_a_request_may_still_move_on_after_comments() -> None:
+    script = Silent(accepts=True)
+    script.fate = "die"
+    engines = [FakeEngine(script=script), FakeEngine()]
+    async with rig(engines, admission=times(NEVER_S), policy="round-robin") as r:
+        clients = [Listener(r), Listener(r)]
+        await script.asked.wait()
+        await r.until(lambda: any(client.comments for client in clients))
+        script.go_on.set()
+        for client in clients:
+            await client.task
+            assert client.status == 200
+            texts = [json.loads(text) for text in client.data[:-1]]
+            assert "".join(text["choices"][0]["delta"]["content"] for text in texts) == "hello"
+        assert r.metric('retries_total{model="tiny",reason="reset"}') == 1
+
+
+async def test_a_failure_after_comments_is_an_event() -> None:
+    script = Silent(accepts=True)
+    script.fate = "die"
+    async with rig([FakeEngine(script=script)], admission=times(NEVER_S)) as r:
+        client = Listener(r)
+        await r.until(lambda: client.comments > 0)
+        script.go_on.set()
+        await client.task
+        assert client.status == 200
+        (error,) = client.data
+        assert json.loads(error)["error"]["type"]
+        assert r.metric('requests_total{code="502",model="tiny"}') == 1
+
+
+async def test_unary_answers_get_none() -> None:
+    script = Silent(accepts=False)
+    async with rig([FakeEngine(script=script)], admission=times(0.01)) as r:
+        asked = asyncio.create_task(r.chat())
+        await script.asked.wait()
+        beside = Listener(r)
+        await r.until(lambda: beside.comments > 5)
+        script.go_on.set()
+        assert (await asked).json()["object"] == "chat.completion"
+        await beside.task
+
+
+@pytest.mark.parametrize(
+    "flags", [["--idle-timeout", "0"], ["--idle-timeout", "1e9"], ["--keep-alive-after", "-1"]]
+)
+def test_the_times_are_checked(flags: list[str]) -> None:
+    arguments = build_parser().parse_args(["--replica", "http://127.0.0.1:1", *flags])
+    with pytest.raises(ConfigError, match=flags[0]):
+        config_of(arguments, {})
+
+
+def test_the_times_can_be_set() -> None:
+    flags = ["--replica", "http://127.0.0.1:1", "--idle-timeout", "120", "--keep-alive-after", "5"]
+    config = config_of(build_parser().parse_args(flags), {})
+    assert (config.client.idle_timeout_s, config.admission.keep_alive_after_s) == (120.0, 5.0)
