@@ -66,6 +66,13 @@ def kind_of(manifest: Mapping[str, Any]) -> Kind:
     return KINDS[manifest["apiVersion"], manifest["kind"]]
 
 
+class ObjectList(Struct, frozen=True):
+    """All objects of a kind, as of one resource version."""
+
+    items: list[Object]
+    version: str = ""
+
+
 class Api(Protocol):
     """What the operator asks of an API server. Every method raises `ApiError` and nothing else."""
 
@@ -73,7 +80,7 @@ class Api(Protocol):
         """Whether the API server offers the kind: right after its CRD was made, it may not yet."""
         ...
 
-    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> list[Object]: ...
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList: ...
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """The object; None if there is none."""
@@ -154,16 +161,17 @@ class KubernetesApi:
             raise
         return any(resource["name"] == kind.plural for resource in offered.get("resources", ()))
 
-    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> list[Object]:
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
         path = self._resource(kind).path(namespace=namespace)
         items: list[Object] = []
         token = None
         while True:  # in pages, so that a large cluster does not cost one huge answer
             page = await self._request("get", path, label_selector=labels or None, limit=500, _continue=token)
             items += page.get("items", ())
-            token = page.get("metadata", {}).get("continue")
+            metadata = page.get("metadata", {})  # every page is of the first one's version
+            token = metadata.get("continue")
             if not token:
-                return items
+                return ObjectList(items, metadata.get("resourceVersion", ""))
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         try:

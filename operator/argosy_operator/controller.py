@@ -9,6 +9,7 @@ period.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import logging
 import random
@@ -67,6 +68,9 @@ FLEET: Final[Name] = ("", "")
 """The key that stands for the fleet document."""
 
 _RESYNC_RETRY: Final = 5.0
+_RELIST_PAUSE: Final = 5.0
+"""Between a new list of the event source's (its watch had expired, say) and ours: after an outage every kind is listed
+anew, and once is enough for all of them."""
 _START_RETRY: Final = 1.0
 _START_PATIENCE: Final = 60.0
 """A chart installs the CRD and the operator together, and the API server takes a moment to serve the former."""
@@ -101,6 +105,8 @@ class Controller:
         self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
         self._without_canary: frozenset[str] = frozenset()
         self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
+        self._relisted = asyncio.Event()
+        """The event source has listed something anew, so it may have missed deletions."""
         self.resynced_at = time.monotonic()
         """When everything was last read anew; the liveness probe watches it."""
 
@@ -138,7 +144,9 @@ class Controller:
 
     def handle(self, kind: Kind, event: str | None, obj: Object) -> None:
         """Takes in one event: `ADDED`, `MODIFIED`, `DELETED`, or None for an object that was there
-        already."""
+        already: the event source has listed its kind anew, and events may have been missed."""
+        if event is None:
+            self._relisted.set()
         if kind is INFERENCE_SERVICES and not self._is_served(obj):
             return
         if event == "DELETED":
@@ -156,8 +164,9 @@ class Controller:
         for kind, labels in WATCHED.items():
             own = (self._config.namespace,) if kind is PODS and None not in served else ()
             for namespace in dict.fromkeys((*served, *own)):
-                listed = await self._api.list(kind, namespace=namespace, labels=labels)
-                self.store.replace(kind, [_with_kind(obj, kind) for obj in listed], namespace=namespace)
+                with self.store.listing(kind, namespace) as listing:
+                    found = await self._api.list(kind, namespace=namespace, labels=labels)
+                    self.store.adopt(listing, [_with_kind(obj, kind) for obj in found.items], found.version)
         self._refresh_routers()
         self._reconciler.key_secrets.check_all_again()
         for obj in self.store.all(INFERENCE_SERVICES):
@@ -229,7 +238,7 @@ class Controller:
 
     async def _resync_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._config.resync_seconds * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
+            await self._resync_due()
             while True:
                 try:
                     await self.resync()
@@ -237,6 +246,15 @@ class Controller:
                 except OperatorError as error:
                     logger.warning("resync: %s", error)
                     await asyncio.sleep(_RESYNC_RETRY)
+
+    async def _resync_due(self) -> None:
+        """Waits for the period to end, or for the event source to list something anew."""
+        period = self._config.resync_seconds * random.uniform(0.9, 1.1)  # noqa: S311 - jitter
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(period):
+                await self._relisted.wait()
+                await asyncio.sleep(_RELIST_PAUSE)
+        self._relisted.clear()
 
     async def _publish_fleet(self) -> None:
         """Writes the fleet document if it changed, and has resources reconciled whose names are contested now, or

@@ -1,15 +1,22 @@
 """The operator's copy of the cluster: the last version of every object it has seen.
 
 Owns resources, children and pods, by kind and name, fed by lists, events and the answers to its own writes.
-Must not decide anything. Invariants: an older version never replaces a newer one; a list is the truth for its
-kind, so an event that was lost is healed by the next one.
+Must not decide anything. Invariants: an older version never replaces a newer one; a list is the truth for its kind
+as of the list's resource version, so it heals lost events, and takes back nothing that happened after it was made.
+
+Resource versions are compared as integers, as Kubernetes promises since 1.35 (KEP-5504) and etcd always allowed. One
+that is not an integer is compared for equality only: what events and writes say while a list is under way then counts
+more than the list, since the watch goes on from there.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from msgspec import Struct, field
 
 from argosy_operator.api import (
     BUDGETS,
@@ -26,6 +33,20 @@ Name = tuple[str, str]
 """Namespace and name."""
 
 
+class Listing(Struct):
+    """A list that is under way, and what events and writes said about its kind since it was asked for."""
+
+    kind: Kind
+    namespace: str | None
+    """None for all namespaces."""
+    touched: set[Name] = field(default_factory=set)
+    deleted: dict[Name, tuple[str, str]] = field(default_factory=dict)
+    """UID, and version of the deletion."""
+
+    def covers(self, kind: Kind, name: Name) -> bool:
+        return kind == self.kind and self.namespace in (None, name[0])
+
+
 class Store:
     """Objects by kind and name."""
 
@@ -34,6 +55,7 @@ class Store:
             kind: {} for kind in (INFERENCE_SERVICES, DEPLOYMENTS, SERVICES_KIND, BUDGETS, PODS)
         }
         self._by_service: dict[tuple[Kind, Name], set[Name]] = defaultdict(set)
+        self._open: list[Listing] = []
 
     def children(self, kind: Kind, service: Name) -> list[Object]:
         """Objects that carry the service's label, in its namespace."""
@@ -47,39 +69,79 @@ class Store:
         return iter(list(self._objects[kind].values()))
 
     def put(self, kind: Kind, obj: Object) -> bool:
-        """Takes a version in. False if it is not newer than the one held."""
+        """Takes a version in. False if it is not newer than what is known."""
         if kind not in self._objects:
             return False
         name = object_name(obj)
         held = self._objects[kind].get(name)
-        if held is not None and _version(held) >= _version(obj) and _uid(held) == _uid(obj):
+        if held is not None and _uid(held) == _uid(obj) and not _is_newer(_version(obj), _version(held)):
             return False
-        if held is not None:
+        self._put(kind, name, obj)
+        for listing in self._open:
+            if listing.covers(kind, name):
+                listing.touched.add(name)
+                listing.deleted.pop(name, None)
+        return True
+
+    def remove(self, kind: Kind, obj: Object) -> bool:
+        """Forgets an object that was deleted, unless a namesake has taken its place. `obj` is what the watch says: its
+        resource version is the deletion's."""
+        name = object_name(obj)
+        for listing in self._open:
+            if listing.covers(kind, name):
+                listing.touched.add(name)
+                listing.deleted[name] = (_uid(obj), _version(obj))
+        held = self._objects[kind].get(name)
+        if held is None or _uid(held) != _uid(obj) or _is_known_newer(_version(held), _version(obj)):
+            return False
+        self._drop(kind, name)
+        return True
+
+    @contextmanager
+    def listing(self, kind: Kind, namespace: str | None) -> Iterator[Listing]:
+        """To be entered before the list is asked for; `adopt` takes its answer. Meanwhile the store remembers what
+        events say, and nothing longer than that."""
+        listing = Listing(kind, namespace)
+        self._open.append(listing)
+        try:
+            yield listing
+        finally:
+            self._open.remove(listing)
+
+    def adopt(self, listing: Listing, objects: Iterable[Object], version: str) -> list[Object]:
+        """Takes a list of `version` as the truth. Returns what had changed unnoticed."""
+        kind, listed, changed = listing.kind, set(), []
+        for obj in objects:
+            name = object_name(obj)
+            listed.add(name)
+            uid, deleted_at = listing.deleted.get(name, ("", ""))
+            if uid == _uid(obj) and not _is_known_newer(_version(obj), deleted_at):
+                continue
+            held = self._objects[kind].get(name)
+            if held is None or _uid(held) != _uid(obj) or _is_newer(_version(obj), _version(held)):
+                is_comparable = _number(_version(obj)) is not None
+                if name in listing.touched and not is_comparable:
+                    continue
+                if held is not None and _is_known_newer(_version(held), version):
+                    continue  # a namesake that was made after the list
+                self._put(kind, name, obj)
+                changed.append(obj)
+        for name, held in list(self._objects[kind].items()):
+            if name in listed or not listing.covers(kind, name) or _is_known_newer(_version(held), version):
+                continue
+            if name in listing.touched and None in (_number(version), _number(_version(held))):
+                continue
+            self._drop(kind, name)
+            changed.append(held)
+        return changed
+
+    def _put(self, kind: Kind, name: Name, obj: Object) -> None:
+        if name in self._objects[kind]:
             self._drop(kind, name)
         self._objects[kind][name] = _trimmed(obj)
         service = service_of(obj)
         if service is not None:
             self._by_service[kind, service].add(name)
-        return True
-
-    def remove(self, kind: Kind, obj: Object) -> bool:
-        """Forgets an object that was deleted, unless a namesake has taken its place."""
-        name = object_name(obj)
-        held = self._objects[kind].get(name)
-        if held is None or _uid(held) != _uid(obj):
-            return False
-        self._drop(kind, name)
-        return True
-
-    def replace(self, kind: Kind, objects: Iterable[Object], *, namespace: str | None) -> list[Object]:
-        """Takes a list as the truth for a kind (and namespace). Returns what had changed unnoticed."""
-        listed = {object_name(obj): obj for obj in objects}
-        changed = [obj for obj in listed.values() if self.put(kind, obj)]
-        for name, held in list(self._objects[kind].items()):
-            if name not in listed and namespace in (None, name[0]):
-                self._drop(kind, name)
-                changed.append(held)
-        return changed
 
     def _drop(self, kind: Kind, name: Name) -> None:
         service = service_of(self._objects[kind].pop(name))
@@ -101,10 +163,26 @@ def object_name(obj: Mapping[str, Any]) -> Name:
     return metadata.get("namespace", ""), metadata["name"]
 
 
-def _version(obj: Object) -> int:
-    """Resource versions are comparable as integers (KEP-5504, since 1.35); etcd's always were."""
-    version = obj["metadata"].get("resourceVersion", "")
-    return int(version) if version.isdigit() else 0
+def _version(obj: Object) -> str:
+    version: str = obj["metadata"].get("resourceVersion", "")
+    return version
+
+
+def _number(version: str) -> int | None:
+    return int(version) if version.isascii() and version.isdigit() else None
+
+
+def _is_known_newer(version: str, other: str) -> bool:
+    """Whether both can be compared, and `version` is the later one."""
+    ours, theirs = _number(version), _number(other)
+    return ours is not None and theirs is not None and ours > theirs
+
+
+def _is_newer(version: str, other: str) -> bool:
+    """As above; of two that cannot be compared the one that came last counts as newer."""
+    if _number(version) is None or _number(other) is None:
+        return version != other
+    return _is_known_newer(version, other)
 
 
 def _uid(obj: Object) -> str:

@@ -93,9 +93,9 @@ class FakeApiServer:
                 if request.method == "POST":
                     assert request.query["fieldManager"] == "argosy-operator"
                     return web.json_response(await self.cluster.create_only(await request.json()), status=201)
-                items = await self.cluster.list(kind, namespace=namespace, labels=labels)
-                version = str(next(self.cluster._counter))
-                return web.json_response({"items": items, "metadata": {"resourceVersion": version}})
+                found = await self.cluster.list(kind, namespace=namespace, labels=labels)
+                metadata = {"resourceVersion": found.version}
+                return web.json_response({"items": found.items, "metadata": metadata})
             assert namespace is not None
             return await self._one(request, kind, namespace, name, sub)
         except ApiError as error:

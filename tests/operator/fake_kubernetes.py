@@ -22,6 +22,7 @@ from argosy_operator.api import (
     INFERENCE_SERVICES,
     PODS,
     Kind,
+    ObjectList,
     kind_of,
 )
 from argosy_operator.errors import ApiError
@@ -72,12 +73,13 @@ class FakeKubernetes:
     async def serves(self, kind: Kind) -> bool:
         return True
 
-    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> list[Object]:
-        return [
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
+        items = [
             _copy(obj)
             for (each, where, _), obj in sorted(self.objects.items(), key=lambda item: item[0][1:])
             if each == kind and namespace in (None, where) and selects(labels, obj)
         ]
+        return ObjectList(items, str(next(self._counter)))
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         return _copy(self.objects.get((kind, namespace, name)))
@@ -193,7 +195,8 @@ class FakeKubernetes:
             return
         del self.objects[key]
         self._applied.pop(key, None)
-        self._tell(key[0], "DELETED", obj)
+        deleted = {**obj, "metadata": {**obj["metadata"], "resourceVersion": str(next(self._counter))}}
+        self._tell(key[0], "DELETED", deleted)
         for child, each in list(self.objects.items()):
             if any(
                 owner["uid"] == obj["metadata"]["uid"]

@@ -144,7 +144,8 @@ async def test_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(cluster, tmp_path, monkeypatch), await KubernetesApi.connect() as api:
         assert await api.serves(INFERENCE_SERVICES)
         assert await api.get(DEPLOYMENTS, "team", "none") is None
-        assert await api.list(PODS, namespace="team") == []
+        found = await api.list(PODS, namespace="team")
+        assert (found.items, found.version.isdigit()) == ([], True)
         with pytest.raises(ApiError) as caught:
             await api.patch_status(
                 PODS, "team", "none", {"metadata": {"uid": "u"}, "status": {}}, strategic=True

@@ -110,8 +110,10 @@ def test_store_indexes_children_by_service() -> None:
     store.put(PODS, version(2, service="other"))
     assert store.children(PODS, ("team", "tiny")) == []
     assert len(store.children(PODS, ("team", "other"))) == 1
-    assert store.replace(PODS, [], namespace="elsewhere") == []
-    assert len(store.replace(PODS, [], namespace=None)) == 1
+    with store.listing(PODS, "elsewhere") as listing:
+        assert store.adopt(listing, [], "9") == []
+    with store.listing(PODS, None) as listing:
+        assert len(store.adopt(listing, [], "9")) == 1
     assert store.children(PODS, ("team", "other")) == []
     assert list(store.all(DEPLOYMENTS)) == []
 
