@@ -1,4 +1,4 @@
-"""Sizes of a checkpoint's tensors from the safetensors headers alone: no torch, no weights read.
+"""A checkpoint's tensors from the safetensors headers alone: no torch, no weights read.
 
 A safetensors file begins with the length of its header (8 bytes, little-endian) and the header, a JSON object
 tensor name -> {dtype, shape, data_offsets} (https://huggingface.co/docs/safetensors).
@@ -6,6 +6,7 @@ tensor name -> {dtype, shape, data_offsets} (https://huggingface.co/docs/safeten
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,13 @@ MAX_HEADER_BYTES = 100 << 20
 """The format's own limit."""
 
 
-class _Tensor(msgspec.Struct):
+class StoredTensor(msgspec.Struct):
+    """One tensor of a file."""
+
+    dtype: str
     shape: list[int]
+    data_offsets: tuple[int, int]
+    """Of its first byte and behind its last one, from the start of the data."""
 
 
 def checkpoint_elements(path: Path) -> dict[str, int]:
@@ -31,12 +37,21 @@ def checkpoint_elements(path: Path) -> dict[str, int]:
     """
     elements: dict[str, int] = {}
     for file, wanted in checkpoint_shards(path).items():
-        found = _file_elements(file)
-        elements |= {name: count for name, count in found.items() if wanted is None or name in wanted}
+        _, found = read_header(file)
+        elements |= {
+            name: math.prod(tensor.shape)
+            for name, tensor in found.items()
+            if wanted is None or name in wanted
+        }
     return elements
 
 
-def _file_elements(file: Path) -> dict[str, int]:
+def read_header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
+    """Where the data of a safetensors file starts, and its tensors by name.
+
+    Raises:
+        ConfigError: the file is missing or malformed.
+    """
     try:
         with file.open("rb") as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
@@ -49,13 +64,6 @@ def _file_elements(file: Path) -> dict[str, int]:
         raise ConfigError(f"cannot read {file}: {error}") from None
     header.pop("__metadata__", None)
     try:
-        return {name: _product(msgspec.convert(value, _Tensor).shape) for name, value in header.items()}
+        return 8 + length, msgspec.convert(header, dict[str, StoredTensor])
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {error}") from None
-
-
-def _product(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

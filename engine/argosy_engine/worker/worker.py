@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config import ModelConfig, load_model_config
+from argosy_engine.models.fingerprint import fingerprint
 from argosy_engine.models.loader import LoadedModel, load_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.source import resolve_model
@@ -51,6 +51,7 @@ class Worker:
         self._dtype: torch.dtype
         self._sampling: SamplerOptions
         self._budget: MemoryBudget
+        self._fingerprint: str
 
     def start(self) -> WorkerInfo:
         """Loads the model and allocates the KV cache.
@@ -82,6 +83,8 @@ class Worker:
             )
         with self._phase("weights"):
             loaded = self._load()
+        with self._phase("fingerprint"):
+            self._fingerprint = self._current_fingerprint()
         if device.type == "cpu":
             activation_bytes = estimate_activations(config, args, dtype.itemsize, has_kernels=has_kernels)
         else:
@@ -107,7 +110,7 @@ class Worker:
             )
         return WorkerInfo(
             model_path=str(self._path),
-            model_fingerprint=_fingerprint(self._path, config, str(dtype), args),
+            model_fingerprint=self._fingerprint,
             config=config,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
@@ -140,6 +143,10 @@ class Worker:
         """
         if self._runner is None:
             model = self._load().model
+            if self._current_fingerprint() != self._fingerprint:
+                raise ConfigError(
+                    f"the checkpoint in {self._path} has changed since this engine started; restart it"
+                )
             self._runner = self._make_runner(model, self._budget.num_blocks, self._budget.max_model_len)
 
     def shutdown(self) -> None:
@@ -155,6 +162,19 @@ class Worker:
             load_format=self.args.load_format,
             seed=self.args.seed,
         )
+
+    def _current_fingerprint(self) -> str:
+        """Of the checkpoint as it is on disk now."""
+        args = self.args
+        is_dummy = args.load_format == "dummy"
+        settings = (
+            repr(self._config),
+            str(self._dtype),
+            repr(args.logits_processors),
+            args.logprobs_mode,
+            f"dummy {args.seed}" if is_dummy else "",
+        )
+        return fingerprint(self._path, settings, has_weights=not is_dummy)
 
     def _make_runner(self, model: CausalLM, num_blocks: int, max_model_len: int) -> ModelRunner:
         return ModelRunner(
@@ -198,18 +218,3 @@ def choose_device(wanted: str, rank: int, world_size: int) -> torch.device:
 def _cuda_memory(device: torch.device) -> DeviceMemory:
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory("cuda", torch.cuda.get_device_name(device), total, free)
-
-
-def _fingerprint(path: Path, config: ModelConfig, dtype: str, args: EngineArgs) -> str:
-    """Digest of what determines the tokens a seed gives: config, weights' identity (names, sizes), tokenizer, dtype,
-    and the operator's logits processors."""
-    flags = f"{args.load_format}|{args.seed}|{args.logits_processors}"
-    digest = hashlib.sha256(f"{config!r}|{dtype}|{flags}".encode())
-    for file in sorted(path.glob("*.safetensors")):
-        digest.update(f"|{file.name}:{file.stat().st_size}".encode())
-        with file.open("rb") as handle:
-            digest.update(handle.read(1 << 16))
-    tokenizer = path / "tokenizer.json"
-    if tokenizer.is_file():
-        digest.update(tokenizer.read_bytes())
-    return digest.hexdigest()[:32]
