@@ -15,6 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Collection, Iterator
+from functools import partial
 from importlib.resources import files
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -28,6 +29,7 @@ from argosy_engine.protocol.errors import ApiError, BadRequest, Forbidden, Paylo
 from argosy_engine.protocol.keys import KeyRing, internal_key
 from argosy_engine.protocol.openai import decode_request
 from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH
+from argosy_router.admin_connections import MAX_CONNECTIONS, AdminConnection
 from argosy_router.explain import explain
 from argosy_router.fleet import Fleet
 from argosy_router.http.messages import Request as RouterRequest
@@ -244,6 +246,7 @@ class AdminServer(uvicorn.Server):
         """`tls` is what the port speaks; None for plain HTTP."""
         config = uvicorn.Config(
             app,
+            http=partial(AdminConnection, silent={}),  # type: ignore[arg-type]
             host=host,
             port=port,
             log_config=None,
@@ -251,7 +254,7 @@ class AdminServer(uvicorn.Server):
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
-            limit_concurrency=256,
+            limit_concurrency=MAX_CONNECTIONS,
         )
         config.load()
         config.ssl = tls  # of its own it would read files once

@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
+from ipaddress import ip_network
 from pathlib import Path
 from typing import get_args
 
@@ -20,7 +21,7 @@ from argosy_engine.protocol.log_format import configure_logging
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits
-from argosy_router.http.seats import SPARE_DESCRIPTORS, default_connections, open_files_limit
+from argosy_router.http.seats import SPARE_DESCRIPTORS, Network, default_connections, open_files_limit
 from argosy_router.proxy.gate import AdmissionLimits
 from argosy_router.records.access_log import AccessFormat
 from argosy_router.records.line_writer import LineHandler, LineWriter
@@ -61,6 +62,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="client connections at a time; beyond it idle ones are closed, then new ones refused "
         "(half of the files the process may open, 16384 at most)",
+    )
+    listen.add_argument(
+        "--trusted-proxy",
+        action="append",
+        default=[],
+        metavar="CIDR",
+        help="network of load balancers in front, whose connections are many clients': connections without a request "
+        "are not bounded per address there; repeatable (0.0.0.0/0 and ::/0 for everywhere)",
     )
     listen.add_argument(
         "--stream-moderation-us",
@@ -291,6 +300,7 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         server=ServerLimits(
             max_inflight_bytes=arguments.max_inflight_bytes,
             max_connections=_max_connections(arguments.max_connections),
+            trusted_proxies=tuple(map(_network, arguments.trusted_proxy)),
             moderation_s=arguments.stream_moderation_us * 1e-6,
         ),
         access_log=not arguments.no_access_log,
@@ -302,6 +312,14 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
     )
     config.check()
     return config
+
+
+def _network(given: str) -> Network:
+    """Raises ConfigError: it is none."""
+    try:
+        return ip_network(given)
+    except ValueError as error:
+        raise ConfigError(f"--trusted-proxy must be a network such as 10.0.0.0/8: {error}") from None
 
 
 def _max_connections(asked: int | None) -> int:

@@ -25,6 +25,7 @@ from argosy_router.history import History
 from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server import ServerConnection, ServerState
 from argosy_router.http.tls import watch as watch_tls
+from argosy_router.http.tls_listener import TlsListener
 from argosy_router.keys import ApiKeys
 from argosy_router.metrics import Metrics
 from argosy_router.overview import Overviews
@@ -131,7 +132,7 @@ class Router:
                 lambda: self.server.room.held,
             ),
         )
-        self._listener: asyncio.Server | None = None
+        self._listener: asyncio.Server | TlsListener | None = None
         self._admin: AdminServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.stopping = asyncio.Event()
@@ -192,18 +193,13 @@ class Router:
 
     async def _start(self) -> None:
         config = self.config
-        tls: dict[str, Any] = {}
-        if self._tls is not None:
-            tls["ssl"] = self._tls.context
-            tls["ssl_handshake_timeout"] = config.server.tls_handshake_timeout_s
-            tls["ssl_shutdown_timeout"] = config.server.linger_s
-        self._listener = await self._loop.create_server(
-            lambda: ServerConnection(self.server),
-            config.host,
-            config.port,
-            backlog=BACKLOG,
-            start_serving=True,
-            **tls,
+        tls = self._tls
+        self._listener = (
+            await self._loop.create_server(
+                lambda: ServerConnection(self.server), config.host, config.port, backlog=BACKLOG
+            )
+            if tls is None
+            else TlsListener(self.server, lambda: tls.context, config.host, config.port, BACKLOG)
         )
         for files in (self._tls, self._admin_tls, self._replica_tls):
             if files is not None:
@@ -296,6 +292,8 @@ class Router:
     async def _stop(self) -> None:
         if self._listener is not None:
             self._listener.close()
+        if isinstance(self._listener, TlsListener):
+            await self._listener.cut()
         for connection in list(self.server.connections):
             if connection.is_busy:
                 connection.cut()

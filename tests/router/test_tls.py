@@ -125,6 +125,36 @@ async def test_plain_http_to_a_tls_port_costs_only_its_connection(
         assert await served_name(r, trusting(ca)) == "router"
 
 
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "half a hello"])
+async def test_silent_handshakes_keep_nobody_out(authority: Callable[[str], Authority], sent: bytes) -> None:
+    ca = authority("ca")
+    certificate, key = ca.issue("router")
+    limits = ServerLimits(max_connections=16)
+    async with (
+        rig([FakeEngine()], ssl_certfile=certificate, ssl_keyfile=key, server=limits) as r,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        readers = []
+        for reader, writer in await asyncio.gather(
+            *[asyncio.open_connection(*r.router.address) for _ in range(40)]
+        ):
+            stack.callback(lambda writer=writer: writer.transport.abort())
+            writer.write(sent)
+            readers.append(reader)
+        assert await served_name(r, trusting(ca)) == "router"
+        for reader in readers[:20]:
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5) == b"", "the oldest gave way"
+        async with httpx.AsyncClient(base_url=r.router.url, verify=trusting(ca), trust_env=False) as client:
+            assert (await client.get("/health")).status_code == 200
+            assert len(r.router.server.connections) <= 16
+            await stack.aclose()
+            for _ in range(20):  # those that gave way have left no seat taken
+                assert await served_name(r, trusting(ca)) == "router"
+            assert (await client.get("/health")).status_code == 200
+        assert r.router.server.seats.refused == 0
+
+
 async def test_a_refusal_and_a_cut_arrive_over_tls(authority: Callable[[str], Authority]) -> None:
     gone = asyncio.Event()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from argosy_engine.protocol.errors import Unavailable
+from argosy_router.http.seats import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,10 @@ class ServerLimits:
     min_body_rate: int = 1024
     max_connections: int = 16384
     """Of all clients together; the command line takes fewer where the process may not open the files (`seats`)."""
+    max_silent_per_address: int = 0
+    """Of one client's address, connections without a whole request head; zero: an eighth of `max_connections`."""
+    trusted_proxies: tuple[Network, ...] = ()
+    """Networks of proxies, which many clients share: no bound per address holds there."""
     surplus_timeout_s: float = 1.0
     """How long a connection too many has to begin its request, which is then refused."""
     keep_alive_s: float = 75.0

@@ -59,6 +59,8 @@ class RequestReader:
         self._header_bytes = 0
         self._body: bytes | bytearray = b""
         self._max_body_bytes = 0
+        self.is_body_read = False
+        """Whether somebody will look at the body of the request on its way."""
         self.body_bytes = 0
         """Of the request on its way."""
         self.incoming: Request | None = None
@@ -142,11 +144,11 @@ class RequestReader:
             keep_alive=parser.should_keep_alive(),
         )
         try:
-            is_read = self._on_head(request)
+            self.is_body_read = self._on_head(request)
         except ApiError as error:
             self._refuse(error)
         limits = self._limits
-        self._max_body_bytes = limits.max_body_bytes if is_read else limits.max_unread_body_bytes
+        self._max_body_bytes = limits.max_body_bytes if self.is_body_read else limits.max_unread_body_bytes
         self._check_size(length)
         self.phase = Phase.BODY
 

@@ -10,6 +10,7 @@ sent ahead.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import cast
 
 from argosy_engine.protocol.errors import ApiError, RequestTimeout, Unavailable
@@ -19,7 +20,7 @@ from argosy_router.http.messages import Request, status_line
 from argosy_router.http.moderation import Moderator
 from argosy_router.http.request_reader import Phase, RequestReader
 from argosy_router.http.roles import Application, Exchange
-from argosy_router.http.seats import Seats
+from argosy_router.http.seats import AddressGroups, Seats
 
 
 class ServerState:
@@ -30,7 +31,8 @@ class ServerState:
         self.limits = limits
         self.wheel = wheel
         self.room = BodyRoom(limits.max_inflight_bytes)
-        self.seats = Seats(limits.max_connections)
+        self.seats = Seats(limits.max_connections, limits.max_silent_per_address)
+        self.addresses = AddressGroups(limits.trusted_proxies)
         self.moderator = Moderator(limits.moderation_s)
         self.connections: set[ServerConnection] = set()
         self.is_draining = False
@@ -81,8 +83,15 @@ class ServerConnection(asyncio.Protocol):
         """Whether what arrives is dropped: the client has sent too much ahead."""
         self._is_closing = False
         self._is_chunked = False
-        self._is_seated = True
+        self.is_seated = True
         """Whether it is one of those that may be there."""
+        self._has_sat = False
+        self._end_handshake: Callable[[], None] | None = None
+        self.is_made = False
+        self.address = ""
+        """Of the client, as seats count it; empty where many clients share one."""
+        self.is_silent = False
+        """Whether it has yet to send a whole head, or the body of a request that nobody had to be known for."""
         self._idle = state.seats.idle
         self._moderator = state.moderator
         self._interval = -1
@@ -96,8 +105,10 @@ class ServerConnection(asyncio.Protocol):
         self._state.connections.add(self)
         self._awaited = Phase.IDLE
         self._deadline.set(self._limits.header_timeout_s)
-        self._is_seated = self._state.seats.take()
-        if not self._is_seated:
+        self.is_made = True
+        if not self._has_sat:
+            self.sit(transport.get_extra_info("peername"))
+        if not self.is_seated:
             self._turn_away()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -106,7 +117,7 @@ class ServerConnection(asyncio.Protocol):
         self._stall.end()
         self._leave()
         self.reader.close()
-        self._state.seats.leave(self, is_seated=self._is_seated)
+        self._state.seats.leave(self, is_seated=self.is_seated)
         self._state.left(self)
 
     def eof_received(self) -> None:
@@ -140,6 +151,37 @@ class ServerConnection(asyncio.Protocol):
         if self.exchange is not None:
             self.exchange.on_client_resumed()
 
+    # its seat, and silence
+
+    def sit(self, peer: object, end_handshake: Callable[[], None] | None = None) -> None:
+        """Takes a seat if there is one: when the connection is made, or before its handshake.
+
+        Args:
+            peer: the client's address, as sockets tell it.
+            end_handshake: ends the handshake, and with it the connection.
+        """
+        state = self._state
+        now = state.wheel.time()
+        self._has_sat = True
+        self._end_handshake = end_handshake
+        self.is_seated = state.seats.take(now)
+        if self.is_seated:
+            self.address = state.addresses.of(str(peer[0])) if isinstance(peer, tuple) else ""
+            self._fall_silent(now)
+
+    def never_made(self) -> None:
+        """The handshake failed."""
+        self._state.seats.leave(self, is_seated=self.is_seated)
+
+    def _fall_silent(self, now: float) -> None:
+        if self.is_seated and not self.is_silent:
+            self.is_silent = True
+            self._state.seats.fell_silent(self, now)
+
+    def _speak(self) -> None:
+        self.is_silent = False
+        self._state.seats.spoke(self)
+
     # a connection too many, and one that makes room
 
     def _turn_away(self) -> None:
@@ -158,7 +200,16 @@ class ServerConnection(asyncio.Protocol):
         return False
 
     def give_way(self) -> bool:
-        """Closes an idle connection, unless its client does not have all of the last answer. Returns whether it did."""
+        """Closes a silent connection at once, and an idle one unless its client does not have all of the last answer.
+        Returns whether it did."""
+        if self.is_silent:
+            self.is_silent = False
+            self._is_closing = True
+            if self.is_made:
+                self._transport.abort()
+            elif self._end_handshake is not None:
+                self._end_handshake()
+            return True
         if self._is_closing or self._transport.get_write_buffer_size():
             return False
         self._close()
@@ -178,6 +229,8 @@ class ServerConnection(asyncio.Protocol):
                     self._deadline.clear()
                     self._awaited = None
                     self._idle.pop(self, None)
+                    if self.is_silent:
+                        self._speak()
                     self.request = request = reader.ready.pop(0)
                     self._application.on_request(self, request)
                 elif reader.failure is not None:
@@ -204,8 +257,13 @@ class ServerConnection(asyncio.Protocol):
             return
         self._idle.pop(self, None)
         if phase is Phase.HEAD:
+            self._fall_silent(self._state.wheel.time())
             self._deadline.set(limits.header_timeout_s)
         else:
+            if not self.reader.is_body_read:  # any route that needs no key will do for it
+                self._fall_silent(self._state.wheel.time())
+            elif self.is_silent:
+                self._speak()
             self._body_mark = 0
             self._deadline.set(limits.body_timeout_s)
             if self.reader.wants_continue:
@@ -231,6 +289,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _reject(self, error: ApiError) -> None:
         """Answers a request that cannot be trusted to end where we think, and closes without reading on."""
+        self._fall_silent(self._state.wheel.time())  # a newcomer has the seat before a refusal has been read
         request = self.reader.incoming
         lines, body = self._application.on_refused(error, request), error.body()
         self._transport.write(

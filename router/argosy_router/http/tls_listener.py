@@ -1,0 +1,150 @@
+"""Accepting TLS connections, each of which has its seat before its handshake.
+
+Owns: listening sockets, and connections from their acceptance to the end of their handshakes. Must not know: HTTP.
+Invariants: connections that never finish a handshake are bounded, and give way, as those that never send a request do
+(the event loop's own server tells of a connection only after its handshake, and has no bound); a process without
+descriptors left pauses, and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from argosy_router.http.server import ServerConnection, ServerState
+
+log = logging.getLogger(__name__)
+
+ACCEPTS_PER_TURN = 64
+"""Connections taken in one turn of the loop; an accept takes some 10 us."""
+PAUSE_S = 0.5
+"""Without descriptors, until the next try: as good as any, since other connections must end first."""
+
+
+class TlsListener:
+    """A server's listening sockets."""
+
+    def __init__(
+        self, state: ServerState, context: Callable[[], ssl.SSLContext], host: str, port: int, backlog: int
+    ) -> None:
+        """`context` gives that of new connections.
+
+        Raises:
+            OSError: an address is in use or not ours.
+        """
+        self._state = state
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._pauses: dict[int, asyncio.TimerHandle] = {}
+        self.sockets = _listen(host, port, backlog)
+        for listening in self.sockets:
+            self._resume(listening)
+
+    def close(self) -> None:
+        """Stops listening; handshakes go on."""
+        for pause in self._pauses.values():
+            pause.cancel()
+        for listening in self.sockets:
+            if listening.fileno() >= 0:
+                self._loop.remove_reader(listening)
+                listening.close()
+
+    async def cut(self) -> None:
+        """Ends all handshakes."""
+        handshakes = list(self._handshakes)
+        for handshake in handshakes:
+            handshake.cancel()
+        await asyncio.gather(*handshakes, return_exceptions=True)
+
+    def _resume(self, listening: socket.socket) -> None:
+        self._pauses.pop(listening.fileno(), None)
+        self._loop.add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                accepted, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("connections cannot be accepted: %s", error)
+                self._loop.remove_reader(listening)
+                self._pauses[listening.fileno()] = self._loop.call_later(PAUSE_S, self._resume, listening)
+                return
+            accepted.setblocking(False)
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            task = TlsHandshake(self._state, accepted, self._context()).task
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+
+class TlsHandshake:
+    """One accepted connection, until its `ServerConnection` is made."""
+
+    def __init__(self, state: ServerState, accepted: socket.socket, context: ssl.SSLContext) -> None:
+        self._limits = state.limits
+        self._is_crowded = state.seats.is_crowded
+        self._socket = accepted
+        self._connection = ServerConnection(state)
+        self._connection.sit(_peer(accepted), self.end)
+        self.task = asyncio.create_task(self._shake_hands(context), name="TLS handshake")
+        self.task.add_done_callback(self._ended)
+
+    def end(self) -> None:
+        """Ends it, and the connection."""
+        self.task.cancel()
+
+    async def _shake_hands(self, context: ssl.SSLContext) -> None:
+        try:
+            if self._connection.is_seated or not self._is_crowded:
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: self._connection,
+                    self._socket,
+                    ssl=context,
+                    ssl_handshake_timeout=self._limits.tls_handshake_timeout_s,
+                    ssl_shutdown_timeout=self._limits.linger_s,
+                )
+        except OSError as error:  # what the ssl module raises, too, and a handshake that takes too long
+            log.debug("TLS handshake failed: %s", error)
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        """In whatever way, perhaps cancelled before it began."""
+        if not self._connection.is_made:
+            self._connection.never_made()
+            self._socket.close()
+
+
+def _peer(accepted: socket.socket) -> object:
+    try:
+        return accepted.getpeername()
+    except OSError:  # gone already
+        return None
+
+
+def _listen(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Sockets of all addresses that `host` means, as the event loop's servers have them.
+
+    Raises:
+        OSError: one of them is in use or not ours.
+    """
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            listening = socket.socket(family, kind, protocol)
+            sockets.append(listening)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listening.bind(address)
+            listening.listen(backlog)
+            listening.setblocking(False)
+    except OSError:
+        for listening in sockets:
+            listening.close()
+        raise
+    return sockets
