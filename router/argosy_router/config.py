@@ -24,6 +24,7 @@ MAX_WAIT_S = 3600.0
 """What a service's own limits allow, too."""
 MAX_MODERATION_S = 0.01
 """Clients see the difference beyond it."""
+MAX_ROUTERS = 1000
 LOOPBACK = frozenset(("127.0.0.1", "::1", "localhost"))
 
 
@@ -57,6 +58,8 @@ class RouterConfig:
     api_keys_file: Path | None = None
     """One key and its terms per line (`admission.keys`), read again when it changes (a mounted Secret is replaced in
     place)."""
+    routers: int = 0
+    """Routers that divide the limits of keys, this one included. Zero: those found in Kubernetes, else one."""
     is_open: bool = False
     """No keys although the address is not loopback."""
     ssl_certfile: Path | None = None
@@ -103,6 +106,8 @@ class RouterConfig:
         if "" in self.api_keys:
             raise ConfigError("an --api-key must not be empty")
         self._check_admission()
+        if not 0 <= self.routers <= MAX_ROUTERS:
+            raise ConfigError(f"--routers must be between 0 and {MAX_ROUTERS}")
         has_keys = bool(self.api_keys) or self.api_keys_file is not None
         if not has_keys and self.host not in LOOPBACK and not self.is_open:
             raise ConfigError(

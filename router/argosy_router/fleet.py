@@ -47,6 +47,8 @@ class FleetSnapshot:
     revision: str = ""
     """xxh3 hex digest of the document as read."""
     members: Mapping[str, tuple[Member, ...]] = field(default_factory=dict)
+    routers: int = 0
+    """Live routers, this one included; zero where they are not counted."""
 
 
 class Fleet:

@@ -23,11 +23,15 @@ POLL_S = 1.0
 class ApiKeys:
     """The current keys."""
 
-    def __init__(self, keys: Sequence[str], path: Path | None, poll_s: float = POLL_S) -> None:
+    def __init__(
+        self, keys: Sequence[str], path: Path | None, poll_s: float = POLL_S, *, routers: int = 1
+    ) -> None:
+        """`routers` divide the keys' limits."""
         self._path = path
         self._poll_s = poll_s
         self._content: bytes | None = None
         self.table = KeyTable(keys, is_closed=path is not None, now=time.monotonic())
+        self.table.divide(routers, time.monotonic())
         if path is not None:
             self._read(path)
 

@@ -121,6 +121,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a key and its terms per line, reread when it changes (see docs/access.md)",
     )
+    access.add_argument(
+        "--routers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="routers with these keys, this one included: each applies an N-th of their limits "
+        "(with --kubernetes the router pods are counted, otherwise 1)",
+    )
     access.add_argument("--no-auth", action="store_true", help="serve a non-loopback address without keys")
     tls = parser.add_argument_group("TLS (PEM files, reread when they change)")
     tls.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate chain of both ports")
@@ -275,6 +283,7 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         fleet_configmap=arguments.fleet_configmap,
         api_keys=tuple(keys),
         api_keys_file=arguments.api_keys_file,
+        routers=arguments.routers,
         is_open=arguments.no_auth,
         ssl_certfile=arguments.ssl_certfile,
         ssl_keyfile=arguments.ssl_keyfile,

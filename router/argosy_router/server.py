@@ -20,7 +20,7 @@ from argosy_router.discovery.base import Discovery
 from argosy_router.discovery.dns import DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.static import StaticDiscovery
-from argosy_router.fleet import Fleet
+from argosy_router.fleet import Fleet, FleetSnapshot
 from argosy_router.history import History
 from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server import ServerConnection, ServerState
@@ -100,7 +100,7 @@ class Router:
             first_byte_timeout_s=config.first_byte_timeout_s,
             request_timeout_s=config.request_timeout_s,
         )
-        self._keys = ApiKeys(config.api_keys, config.api_keys_file)
+        self._keys = ApiKeys(config.api_keys, config.api_keys_file, routers=max(1, config.routers))
         self.application = RouterApplication(
             self.fleet,
             self.dispatcher,
@@ -204,7 +204,7 @@ class Router:
         for files in (self._tls, self._admin_tls, self._replica_tls):
             if files is not None:
                 self._own(watch_tls(files), "TLS files")
-        self._own(self._discovery.run(self.fleet.apply), "discovery")
+        self._own(self._discovery.run(self._apply), "discovery")
         self._own(self.fleet.maintain(), "maintenance")
         self._own(self._keys.watch(), "keys")
         if config.usage_log is not None:
@@ -213,6 +213,11 @@ class Router:
             self._own(self._recorder.run(), "recorder")
         if config.admin_port >= 0:
             await self._start_admin()
+
+    def _apply(self, snapshot: FleetSnapshot) -> None:
+        if snapshot.routers and not self.config.routers:
+            self._keys.table.divide(snapshot.routers, self.dispatcher.now())
+        self.fleet.apply(snapshot)
 
     async def _start_admin(self) -> None:
         config = self.config

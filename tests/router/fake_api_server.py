@@ -20,6 +20,8 @@ class FakeApiServer:
     status: int = 200
     drops_events: bool = False
     """Watches stay silent: a change is seen only by the next list."""
+    forbidden: set[tuple[str, str]] = field(default_factory=set)
+    """(collection, namespace) that may not be read."""
     lists: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     """Collections that were asked for during an outage."""
@@ -102,10 +104,11 @@ class FakeApiServer:
         url = urlsplit(target)
         query = dict(parse_qsl(url.query))
         _, _, _, _, namespace, collection = url.path.split("/")
-        if self.status != 200:
+        status = 403 if (collection, namespace) in self.forbidden else self.status
+        if status != 200:
             self.refused.append(collection)
-            body = json.dumps({"kind": "Status", "code": self.status}).encode()
-            writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (self.status, len(body), body))
+            body = json.dumps({"kind": "Status", "code": status}).encode()
+            writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
         elif query.get("watch") == "true":
             writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
             for version, event, key, item in self._history:

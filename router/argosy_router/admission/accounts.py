@@ -1,6 +1,8 @@
 """Accounts: what a key's holder may ask for, and what it has under way.
 
 Owns: a key's terms applied to requests. Must not know: keys themselves, queues, HTTP.
+Of several routers each has its share of the limits; together they keep them, but for one request each where a limit is
+smaller than their number.
 Invariant: a reservation is closed once; what a request took and did not use comes back, and what it used beyond that is
 owed.
 """
@@ -40,8 +42,10 @@ class RateLimited(TooManyRequests):
 class Account:
     """One key's holder. Times are a monotonic clock's."""
 
-    def __init__(self, terms: KeyTerms, now: float, secret: bytes = b"") -> None:
+    def __init__(self, terms: KeyTerms, now: float, secret: bytes = b"", routers: int = 1) -> None:
+        """`routers` divide the limits."""
         self._limits = RateLimits()
+        self._routers = routers
         self._active = 0
         """Requests with an open reservation."""
         self.usual_output_tokens = USUAL_OUTPUT_TOKENS
@@ -59,8 +63,21 @@ class Account:
         self.weight = terms.weight
         self._terms = terms
         self._secret = secret
-        self._limits.apply(terms.requests_per_minute, terms.tokens_per_minute, now)
+        self._divide(now)
         self.is_limited = self._limits.is_limited or terms.max_parallel_requests > 0
+
+    def divide(self, routers: int, now: float) -> None:
+        """So many routers serve the account from now on, this one among them."""
+        if routers != self._routers:
+            self._routers = routers
+            self._divide(now)
+
+    def _divide(self, now: float) -> None:
+        """Takes this router's share of the limits: rates exactly, of parallel requests at least one."""
+        terms, routers = self._terms, self._routers
+        self._limits.apply(terms.requests_per_minute / routers, terms.tokens_per_minute / routers, now)
+        parallel = terms.max_parallel_requests
+        self._max_parallel_requests = max(1, parallel // routers) if parallel else 0
 
     def may_use(self, *names: str) -> bool:
         """Whether it may use the model that has these names."""
@@ -93,14 +110,14 @@ class Account:
                 retry_after_s=wait_s,
                 limits=self._limits.header_lines(),
             )
-        if terms.max_parallel_requests and self._active >= terms.max_parallel_requests:
+        if self._max_parallel_requests and self._active >= self._max_parallel_requests:
             raise RateLimited(
                 f"API key {self.name!r} has its {terms.max_parallel_requests} requests under way",
                 retry_after_s=1.0,
                 limits=self._limits.header_lines(),
             )
-        if terms.tokens_per_minute:
-            tokens = min(tokens, terms.tokens_per_minute)  # a full bucket is all there is to take
+        if self._limits.tokens is not None:
+            tokens = min(tokens, int(self._limits.tokens.capacity))  # a full bucket is all there is to take
         self._active += 1
         self._limits.take(1, tokens)
         return Reservation(self, tokens, self._limits.header_lines())

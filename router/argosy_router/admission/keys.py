@@ -43,7 +43,14 @@ class KeyTable:
         self.is_open = not self._fixed and not is_closed
         self._by_name: dict[str, Account] = {}
         self._by_digest: dict[bytes, Account] = {}
+        self._routers = 1
         self._install(self._fixed, now)
+
+    def divide(self, routers: int, now: float) -> None:
+        """So many routers serve these keys from now on, and divide their limits."""
+        self._routers = routers
+        for account in self._by_name.values():
+            account.divide(routers, now)
 
     def load(self, text: str, now: float) -> list[str]:
         """Replaces the keys of the file by those of `text`. Accounts that stay keep what they have used.
@@ -85,7 +92,7 @@ class KeyTable:
                 continue  # the first key of a name gives its secret
             account = before.get(terms.name)
             if account is None:
-                account = Account(terms, now, digest)
+                account = Account(terms, now, digest, self._routers)
             else:
                 account.apply(terms, now, digest)
             self._by_name[terms.name] = account

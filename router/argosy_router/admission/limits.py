@@ -1,8 +1,8 @@
 """Requests and tokens per minute, as token buckets.
 
 Owns: how much of its limits an account has left. Must not know: keys, requests.
-Invariants: a bucket never holds more than one minute's worth; it may owe (an answer was longer than reserved), and then
-nothing passes until the debt is refilled.
+Invariants: a bucket never holds more than one minute's worth, or one where that is less; it may owe (an answer was
+longer than reserved), and then nothing passes until the debt is refilled.
 
 Times are a monotonic clock's, passed in. The header names and the forms of their values are OpenAI's.
 """
@@ -15,40 +15,42 @@ PERIOD_S = 60.0
 
 
 class TokenBucket:
-    """Refills at `per_minute`, continuously; begins full."""
+    """Refills at `per_minute`, continuously; begins full. Less than one a minute is a limit, too."""
 
-    __slots__ = ("_level", "_time", "per_minute")
+    __slots__ = ("_level", "_time", "capacity", "per_minute")
 
-    def __init__(self, per_minute: int, now: float) -> None:
+    def __init__(self, per_minute: float, now: float) -> None:
         self.per_minute = per_minute
-        self._level = float(per_minute)
+        self.capacity = max(1.0, per_minute)
+        self._level = self.capacity
         self._time = now
 
-    def resize(self, per_minute: int, now: float) -> None:
+    def resize(self, per_minute: float, now: float) -> None:
         """Another limit from now on; what was used stays used."""
         self._refill(now)
         self.per_minute = per_minute
-        self._level = min(self._level, per_minute)
+        self.capacity = max(1.0, per_minute)
+        self._level = min(self._level, self.capacity)
 
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until `amount` could be taken; zero if it can be now. More than the bucket holds needs all of it."""
         self._refill(now)
-        missing = min(amount, self.per_minute) - self._level
+        missing = min(amount, self.capacity) - self._level
         return missing * PERIOD_S / self.per_minute if missing > 0 else 0.0
 
     def take(self, amount: float) -> None:
         """Takes what `wait_s` allowed, or more afterwards; negative amounts give back."""
-        self._level = min(self.per_minute, self._level - amount)
+        self._level = min(self.capacity, self._level - amount)
 
     def remaining(self) -> int:
         return max(0, math.floor(self._level))
 
     def reset_s(self) -> float:
         """Seconds until it is full again."""
-        return (self.per_minute - self._level) * PERIOD_S / self.per_minute
+        return (self.capacity - self._level) * PERIOD_S / self.per_minute
 
     def _refill(self, now: float) -> None:
-        self._level = min(self.per_minute, self._level + (now - self._time) * self.per_minute / PERIOD_S)
+        self._level = min(self.capacity, self._level + (now - self._time) * self.per_minute / PERIOD_S)
         self._time = now
 
 
@@ -61,7 +63,7 @@ class RateLimits:
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
 
-    def apply(self, requests_per_minute: int, tokens_per_minute: int, now: float) -> None:
+    def apply(self, requests_per_minute: float, tokens_per_minute: float, now: float) -> None:
         """Sets the limits; zero is none."""
         self.requests = _resized(self.requests, requests_per_minute, now)
         self.tokens = _resized(self.tokens, tokens_per_minute, now)
@@ -99,10 +101,10 @@ _TOKENS = _LINES % ((b"tokens",) * 3)
 
 
 def _figures(bucket: TokenBucket) -> tuple[int, int, bytes]:
-    return bucket.per_minute, bucket.remaining(), duration(bucket.reset_s()).encode()
+    return math.floor(bucket.capacity), bucket.remaining(), duration(bucket.reset_s()).encode()
 
 
-def _resized(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBucket | None:
+def _resized(bucket: TokenBucket | None, per_minute: float, now: float) -> TokenBucket | None:
     if not per_minute:
         return None
     if bucket is None:

@@ -1,4 +1,5 @@
-"""Replicas from Kubernetes: the fleet document from a ConfigMap, replicas from the pods its selectors name.
+"""Replicas from Kubernetes: the fleet document from a ConfigMap, replicas from the pods its selectors name, and the
+number of routers from the router pods in the document's namespace.
 
 Owns: which objects are followed, and which pods are replicas.
 Must not know: custom resources; it only reads, never writes.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 DOCUMENT_KEY = "fleet.json"
 """Key of the document in the ConfigMap."""
+ROUTER_SELECTOR = "app.kubernetes.io/name=argosy,app.kubernetes.io/component=router"
+"""Labels that the chart gives to router pods."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -66,9 +70,12 @@ class KubernetesDiscovery:
         *,
         client: kubernetes_client.ApiClient | None = None,
         relist_s: float = RELIST_S,
+        pod_name: str = "",
     ) -> None:
+        """`pod_name` is the router's own; empty for what the environment says."""
         self._namespace = namespace
         self._configmap = configmap
+        self._pod_name = pod_name or os.environ.get("POD_NAME") or socket.gethostname()
         self._client = client
         self._relist_s = relist_s
         self._document = FleetDocument()
@@ -94,7 +101,18 @@ class KubernetesDiscovery:
             field_selector=f"metadata.name={self._configmap}",
             relist_s=self._relist_s,
         )
-        task = asyncio.create_task(documents.run(), name="fleet document")
+        routers = Reflector(
+            client,
+            f"/api/v1/namespaces/{namespace}/pods",
+            Pod,
+            self._changed.set,
+            label_selector=ROUTER_SELECTOR,
+            relist_s=self._relist_s,
+        )
+        own_tasks = [
+            asyncio.create_task(documents.run(), name="fleet document"),
+            asyncio.create_task(routers.run(), name="router pods"),
+        ]
         published: FleetSnapshot | None = None
         try:
             while True:
@@ -102,14 +120,15 @@ class KubernetesDiscovery:
                 self._changed.clear()
                 self._read(documents.objects.values())
                 self._follow(client)
-                if not self._revision or not all(pods.is_settled for pods in self._pods.values()):
+                reflectors = [routers, *self._pods.values()]
+                if not self._revision or not all(pods.is_settled for pods in reflectors):
                     continue
-                snapshot = self._snapshot()
+                snapshot = self._snapshot(count_routers(routers.objects.values(), self._pod_name))
                 if snapshot != published:
                     published = snapshot
                     publish(snapshot)
         finally:
-            tasks = [task, *self._tasks.values()]
+            tasks = [*own_tasks, *self._tasks.values()]
             for each in tasks:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -143,7 +162,7 @@ class KubernetesDiscovery:
             self._pods[namespace, selector] = reflector
             self._tasks[namespace, selector] = asyncio.create_task(reflector.run(), name=f"pods {namespace}")
 
-    def _snapshot(self) -> FleetSnapshot:
+    def _snapshot(self, num_routers: int) -> FleetSnapshot:
         by_namespace: dict[str, list[Pod]] = {}
         for (namespace, _), reflector in self._pods.items():
             by_namespace.setdefault(namespace, []).extend(reflector.objects.values())
@@ -151,7 +170,16 @@ class KubernetesDiscovery:
             service.key: tuple(members_of(service, by_namespace.get(service.namespace, ())))
             for service in self._document.services
         }
-        return FleetSnapshot(self._document, self._revision, members)
+        return FleetSnapshot(self._document, self._revision, members, num_routers)
+
+
+def count_routers(pods: Iterable[Pod], own_name: str) -> int:
+    """Routers that take requests: this one, and the others whose containers are ready and that are not leaving."""
+    return 1 + sum(
+        pod.has_ready_containers
+        for pod in pods
+        if pod.metadata.name != own_name and pod.metadata.deletion_timestamp is None
+    )
 
 
 def members_of(service: FleetService, pods: Iterable[Pod]) -> list[Member]:
