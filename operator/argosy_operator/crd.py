@@ -155,6 +155,9 @@ def schema() -> Schema:
             "status": {
                 "description": docs["status"],
                 **reported,
+                # Tools that follow kstatus (helm --wait, Flux) take a resource without an observedGeneration for
+                # reconciled, so that one which no operator has seen would count as done.
+                "default": {"observedGeneration": spec.InferenceServiceStatus().observed_generation},
             },
         },
         "x-kubernetes-validations": [rule_schema(rule) for rule in root.rules],

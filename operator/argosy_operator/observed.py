@@ -40,6 +40,10 @@ class Pod(Struct, frozen=True, kw_only=True):
     containers_ready: bool = False
     gate: str = ""
     """Status of the condition `routable`; empty while it was never written."""
+    is_ready: bool = False
+    """Kubernetes' own summary: containers ready, gate open, and the node answers."""
+    is_lost: bool = False
+    """Its node does not answer: the node controller took readiness away, the kubelet cannot say anything any more."""
     unschedulable: str = ""
     """Message of the scheduler, while no node takes the pod."""
     problem: Problem | None = None
@@ -51,7 +55,12 @@ class Pod(Struct, frozen=True, kw_only=True):
 
     @property
     def is_routable(self) -> bool:
-        return self.is_alive and self.containers_ready and self.gate == "True"
+        return self.is_alive and self.is_ready and self.gate == "True"
+
+    @property
+    def is_up(self) -> bool:
+        """Its containers are ready, as far as anybody can tell."""
+        return self.is_alive and self.containers_ready and not self.is_lost
 
 
 class Routers(Struct, frozen=True, kw_only=True):
@@ -102,9 +111,23 @@ def read_pod(obj: Object) -> Pod:
         is_finished=status.get("phase") in ("Failed", "Succeeded"),
         containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
         gate=conditions.get(ROUTABLE_GATE, {}).get("status", ""),
+        is_ready=conditions.get("Ready", {}).get("status") == "True",
+        is_lost=_is_lost(conditions),
         unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
         problem=_problem(status, container),
         restarts=container.get("restartCount", 0),
+    )
+
+
+def _is_lost(conditions: Mapping[str, Object]) -> bool:
+    """Whether the pod ceased to be ready although its containers and its gate say that they are: only the node
+    controller does that. Right after the gate opened Ready is False as well, since before that."""
+    ready, gate = conditions.get("Ready", {}), conditions.get(ROUTABLE_GATE, {})
+    return (
+        ready.get("status") == "False"
+        and gate.get("status") == "True"
+        and conditions.get("ContainersReady", {}).get("status") == "True"
+        and (ready.get("lastTransitionTime") or "") > (gate.get("lastTransitionTime") or "")
     )
 
 

@@ -308,7 +308,9 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     """Additions to the pods the operator renders."""
 
 
-ConditionType = Literal["Ready", "Progressing", "WorkloadReady", "Routable", "Degraded"]
+ConditionType = Literal[
+    "Ready", "Progressing", "WorkloadReady", "Routable", "Degraded", "Reconciling", "Stalled"
+]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
 
@@ -334,8 +336,8 @@ class Condition(Struct, frozen=True, kw_only=True, rename="camel"):
 class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     """What runs. Written by the operator only; a report, never an input."""
 
-    observed_generation: Annotated[int, Meta(ge=0)] = 0
-    """Generation of the resource this status was computed for."""
+    observed_generation: Annotated[int, Meta(ge=-1)] = -1
+    """Generation of the resource this status was computed for; -1 while no operator has looked at it."""
     url: Annotated[str, Meta(max_length=2048)] = ""
     """Base URL of the router, for an OpenAI client."""
     model: Annotated[str, Meta(max_length=256)] = ""
@@ -363,7 +365,7 @@ class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
             extra_json_schema=MAP_BY_TYPE,
         ),
     ] = ()
-    """Ready (the summary), Progressing, WorkloadReady, Routable and Degraded."""
+    """Ready (the summary), Progressing, WorkloadReady, Routable, Degraded; Reconciling and Stalled for kstatus."""
 
 
 class ObjectMeta(Struct, frozen=True, kw_only=True, rename="camel"):

@@ -11,6 +11,8 @@ rest.
     WorkloadReady  every replica wanted is updated and its containers are ready
     Routable       routers send requests to enough replicas
     Degraded       something needs a person
+    Reconciling    as Progressing, in kstatus' words
+    Stalled        nothing more happens until a person acts, in kstatus' words
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Counts(Struct, frozen=True, kw_only=True):
             desired=desired,
             alive=len(alive),
             updated=len(updated),
-            ready=sum(pod.containers_ready for pod in updated),
+            ready=sum(pod.is_up for pod in updated),
             routable=sum(pod.is_routable for pod in alive),
             old_routable=sum(pod.is_routable for pod in alive if pod.revision != revision),
             draining=sum(pod.is_terminating for pod in pods),
@@ -92,6 +94,8 @@ def status(
         "WorkloadReady": workload_ready(view),
         "Routable": routable(view),
         "Degraded": degraded(view),
+        "Reconciling": reconciling(view),
+        "Stalled": stalled(view),
     }
     labels = selector(service)
     return InferenceServiceStatus(
@@ -102,7 +106,7 @@ def status(
         revision=plan.revision,
         replicas=counts.alive,
         updated_replicas=counts.updated,
-        ready_replicas=sum(pod.is_alive and pod.containers_ready for pod in observed.pods),
+        ready_replicas=sum(pod.is_up for pod in observed.pods),
         routable_replicas=counts.routable,
         draining_replicas=counts.draining,
         routable=f"{counts.routable}/{counts.desired}",
@@ -144,6 +148,8 @@ def invalid_status(obj: Mapping[str, Any], message: str, *, now: str) -> dict[st
     verdicts: dict[ConditionType, Verdict] = {
         "Ready": Verdict("False", "InvalidSpec", message),
         "Degraded": Verdict("True", "InvalidSpec", message),
+        "Reconciling": Verdict("False", "InvalidSpec"),
+        "Stalled": Verdict("True", "InvalidSpec", message),
     }
     generation = obj["metadata"].get("generation", 0)
     merged = conditions(verdicts, previous, generation=generation, now=now)
@@ -266,12 +272,12 @@ def workload_ready(view: _View) -> Verdict:
     if view.is_complete and counts.ready == counts.desired:
         return Verdict("True", "ReplicasReady", f"{counts.ready}/{counts.desired} replicas ready")
     so_far = f"{counts.ready}/{counts.desired} updated replicas ready"
-    cause = _failed_create(view) or _replica_problem(view) or _unschedulable(view)
+    cause = _failed_create(view) or _replica_problem(view) or _lost(view) or _unschedulable(view)
     if cause is not None:
         return Verdict("False", cause.reason, f"{so_far}; {cause.message}")
     if not view.is_current:
         return Verdict("False", "Reconciling", so_far)
-    waiting = [pod.name for pod in view.observed.pods if pod.is_alive and not pod.containers_ready]
+    waiting = [pod.name for pod in view.observed.pods if pod.is_alive and not pod.is_up]
     return Verdict("False", "Starting", f"{so_far}; waiting for {_names(waiting)}" if waiting else so_far)
 
 
@@ -284,11 +290,10 @@ def routable(view: _View) -> Verdict:
         return Verdict("Unknown", "NoRouter", NO_ROUTER)
     if counts.routable >= view.wanted_routable:
         return Verdict("True", "ReplicasRoutable", so_far)
-    unrouted = [
-        pod.name
-        for pod in view.observed.pods
-        if pod.is_alive and pod.containers_ready and not pod.is_routable
-    ]
+    lost = _lost(view)
+    if lost is not None:
+        return Verdict("False", lost.reason, f"{so_far}; {lost.message}")
+    unrouted = [pod.name for pod in view.observed.pods if pod.is_up and not pod.is_routable]
     if unrouted:
         return Verdict("False", "WaitingForRouter", f"{so_far}; no router is synced with {_names(unrouted)}")
     return Verdict("False", "WaitingForReplicas", so_far)
@@ -302,13 +307,30 @@ def degraded(view: _View) -> Verdict:
     progress = progressing(view)
     if progress.reason == "ProgressDeadlineExceeded":
         return Verdict("True", progress.reason, progress.message)
-    cause = _failed_create(view) or _replica_problem(view)
+    cause = _failed_create(view) or _replica_problem(view) or _lost(view)
     if cause is not None:
         return Verdict("True", cause.reason, cause.message)
     canary = view.service.spec.router.canary
     if canary is not None and view.observed.lacks_canary:
         message = f"there is no InferenceService {canary.service!r} in this namespace; all requests stay here"
         return Verdict("True", "CanaryNotFound", message)
+    return Verdict("False", "AsExpected")
+
+
+def reconciling(view: _View) -> Verdict:
+    progress = progressing(view)
+    under_way = progress.status == "True" and stalled(view).status == "False"
+    return Verdict("True" if under_way else "False", progress.reason, progress.message if under_way else "")
+
+
+def stalled(view: _View) -> Verdict:
+    if view.failure is not None:
+        return Verdict("True", view.failure.reason, view.failure.message)
+    if view.service.served_name in view.lost_names:
+        return Verdict("True", "NameConflict", _conflict_message(view))
+    progress = progressing(view)
+    if progress.reason in ("RolloutHalted", "ProgressDeadlineExceeded"):
+        return Verdict("True", progress.reason, progress.message)
     return Verdict("False", "AsExpected")
 
 
@@ -352,6 +374,13 @@ def _replica_problem(view: _View) -> Problem | None:
     for pod in alive:
         assert pod.problem is not None
         return Problem(pod.problem.reason, f"pod {pod.name}: {pod.problem.message or pod.problem.reason}")
+    return None
+
+
+def _lost(view: _View) -> Problem | None:
+    for pod in sorted(view.observed.pods, key=lambda pod: pod.name):
+        if pod.is_alive and pod.is_lost:
+            return Problem("NodeLost", f"pod {pod.name}: node {pod.node} does not answer")
     return None
 
 

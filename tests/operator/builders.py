@@ -46,9 +46,8 @@ def pod(
     node: str = "node-a",
     **more: Any,
 ) -> Pod:
-    return Pod(
-        name=name, uid=f"uid-{name}", revision=revision, containers_ready=ready, gate=gate, node=node, **more
-    )
+    state = {"containers_ready": ready, "is_ready": ready and gate == "True", "gate": gate, "node": node}
+    return Pod(**{"name": name, "uid": f"uid-{name}", "revision": revision, **state, **more})
 
 
 def pod_object(name: str, *, labels: dict[str, str] | None = None, **status: Any) -> dict[str, Any]:

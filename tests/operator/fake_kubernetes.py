@@ -32,6 +32,7 @@ from argosy_operator.validate import apply_defaults, validate_manifest
 Object = dict[str, Any]
 Key = tuple[Kind, str, str]
 DRAIN_STEPS = 3
+NODE_DIED = "2999-01-01T00:00:00Z"
 CRASH_STEPS = 2
 """How long the container of a crashing image is ready."""
 STEP_SECONDS = 4
@@ -61,6 +62,8 @@ class FakeKubernetes:
         self._ready_steps: dict[Key, int] = {}
         self._templates: dict[str, Object] = {}
         """Pod templates by their digest, as ReplicaSets keep them."""
+        self.is_node_dead = False
+        """The kubelet says nothing any more; the node controller has marked the pods."""
         self.broken_images: set[str] = set()
         """Images that cannot be pulled."""
         self.crashing_images: set[str] = set()
@@ -363,6 +366,11 @@ class FakeKubernetes:
     def _run_kubelets(self) -> None:
         """A scheduled pod is Running after one step and its containers are ready after the next."""
         for pod in self._all_pods():
+            if self.is_node_dead and pod["spec"].get("nodeName"):
+                changed = _copy(pod)
+                _set_condition(changed, {"type": "Ready", "status": "False", "lastTransitionTime": NODE_DIED})
+                self._store(pod_key(changed), changed)
+                continue
             if not pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
                 continue
             changed = _copy(pod)
@@ -452,7 +460,10 @@ def _owned_by(obj: Object, owner: Object) -> bool:
 
 
 def is_pod_ready(pod: Object) -> bool:
-    conditions = {each["type"]: each["status"] for each in pod.get("status", {}).get("conditions", ())}
+    found = pod.get("status", {}).get("conditions", ())
+    if any(each["type"] == "Ready" and each.get("lastTransitionTime") == NODE_DIED for each in found):
+        return False
+    conditions = {each["type"]: each["status"] for each in found}
     return conditions.get("ContainersReady") == "True" and conditions.get(ROUTABLE_GATE) == "True"
 
 

@@ -65,8 +65,11 @@ def test_defaults_decide_no_either_or() -> None:
         assert "default" not in SPEC[path]
 
 
-def test_status_has_no_defaults() -> None:
-    assert not [path for path, schema in STATUS.items() if "default" in schema]
+def test_a_resource_nobody_has_reconciled_does_not_look_done() -> None:
+    """kstatus compares observedGeneration with the generation, which begins at 1."""
+    assert STATUS["status"]["default"] == {"observedGeneration": -1}
+    assert STATUS["status.observedGeneration"]["minimum"] == -1
+    assert not [path for path, schema in STATUS.items() if "default" in schema and path != "status"]
 
 
 def test_subresources_and_columns() -> None:

@@ -480,6 +480,23 @@ def test_a_broken_change_keeps_the_old_replicas() -> None:
     run(scenario())
 
 
+def test_on_a_dead_node_nothing_is_ready() -> None:
+    async def scenario() -> None:
+        cluster = new_cluster()
+        async with Operator(cluster) as operator:
+            cluster.create(isvc_object(replicas=2))
+            await operator.settle()
+            assert is_ready(cluster)
+            cluster.is_node_dead = True
+            await operator.settle()
+            for kind in ("Ready", "Routable", "WorkloadReady"):
+                assert cluster.condition(kind)["status"] == "False", kind
+            assert "node-a does not answer" in cluster.condition("Ready")["message"]
+            assert cluster.isvc()["status"]["routable"] == "0/2"
+
+    run(scenario())
+
+
 def test_the_older_service_keeps_a_contested_name() -> None:
     async def scenario() -> None:
         cluster = new_cluster()

@@ -61,6 +61,7 @@ def verdicts(made: InferenceServiceStatus) -> dict[str, tuple[str, str]]:
 
 
 STARTING = {"ready": False, "gate": ""}
+LOST = {"is_ready": False, "is_lost": True}
 CRASH = Problem("CrashLoopBackOff", "back-off 10s")
 CANARY = {"canary": {"service": "next", "weight": 10}}
 QUOTA = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "quota"}
@@ -143,13 +144,36 @@ FINE = ("False", "AsExpected")
          {"Ready": READY, "Progressing": ("False", "Paused")}),
         ("paused, then edited", report((old(1), old(2)), paused=True, engine={"threads": 3}),
          {"Ready": ("False", "Paused"), "Progressing": ("False", "Paused")}),
+        ("node of the only replica is dead", report((new(1, **LOST),), replicas=1),
+         {"Ready": ("False", "NodeLost"), "WorkloadReady": ("False", "NodeLost"), "Routable": ("False", "NodeLost"),
+          "Degraded": ("True", "NodeLost"), "Stalled": FINE}),
+        ("node of one of two is dead, one may be missing",
+         report((new(1), new(2, **LOST)), rollout={"maxUnavailable": 1}),
+         {"Ready": READY, "Routable": READY, "Degraded": ("True", "NodeLost")}),
+        ("kubelet has not seen the open gate yet", report((new(1), new(2, is_ready=False))),
+         {"Ready": ("False", "WaitingForRouter"), "WorkloadReady": ("True", "ReplicasReady"), "Degraded": FINE}),
+        ("at rest, in kstatus' words", report((new(1), new(2))), {"Reconciling": COMPLETE, "Stalled": FINE}),
+        ("starting, in kstatus' words", report((new(1), new(2, **STARTING))),
+         {"Reconciling": ("True", "WaitingForReplicas"), "Stalled": FINE}),
+        ("crash loop at the start may still heal", report((new(1), new(2, **STARTING, problem=CRASH))),
+         {"Stalled": FINE}),
+        ("new replica fails beside a serving one", report((new(1, **STARTING, problem=CRASH), old(1), old(2))),
+         {"Progressing": ("False", "RolloutHalted"), "Reconciling": ("False", "RolloutHalted"),
+          "Stalled": ("True", "RolloutHalted"), "Routable": READY}),
+        ("deadline, in kstatus' words",
+         report((new(1, **STARTING), old(1)), deployment=live_deployment(conditions=(DEADLINE,))),
+         {"Reconciling": ("False", "ProgressDeadlineExceeded"), "Stalled": ("True", "ProgressDeadlineExceeded")}),
+        ("child of somebody else, in kstatus' words", report((), failure=Problem("ChildNotOwned", "Service 'x'")),
+         {"Reconciling": ("False", "Scaling"), "Stalled": ("True", "ChildNotOwned")}),
         ("evicted pods do not count", report((new(1), new(2), new(3, is_finished=True, **STARTING))), {"Ready": READY}),
     ],
 )  # fmt: skip
 def test_conditions(name: str, made: InferenceServiceStatus, expected: dict[str, tuple[str, str]]) -> None:
     found = verdicts(made)
     assert {kind: found[kind] for kind in expected} == expected, name
-    assert list(found) == ["Ready", "Progressing", "WorkloadReady", "Routable", "Degraded"]
+    assert list(found) == [
+        "Ready", "Progressing", "WorkloadReady", "Routable", "Degraded", "Reconciling", "Stalled"
+    ]  # fmt: skip
     assert all(condition.observed_generation == 1 for condition in made.conditions)
 
 
@@ -205,7 +229,9 @@ def test_same_inputs_give_the_same_status() -> None:
 
 def test_unreadable_resource() -> None:
     made = invalid_status(isvc_object(), "field x", now=NOW)
-    assert [each["reason"] for each in made["conditions"]] == ["InvalidSpec", "InvalidSpec"]
+    assert {each["reason"] for each in made["conditions"]} == {"InvalidSpec"}
+    states = {each["type"]: each["status"] for each in made["conditions"]}
+    assert states == {"Ready": "False", "Degraded": "True", "Reconciling": "False", "Stalled": "True"}
 
 
 WAITING = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
@@ -232,11 +258,37 @@ def test_problem_of_a_pod(name: str, container: dict[str, Any], reason: str | No
     assert (found.reason if found else None, found.message if found else "") == (reason, message), name
 
 
+@pytest.mark.parametrize(
+    ("name", "ready", "gate", "is_lost"),
+    [
+        ("serves", ("True", "00:00:09Z"), ("True", "00:00:08Z"), False),
+        ("gate has just opened", ("False", "00:00:01Z"), ("True", "00:00:08Z"), False),
+        ("node controller took it out", ("False", "00:01:00Z"), ("True", "00:00:08Z"), True),
+        ("drains", ("False", "00:01:00Z"), ("False", "00:01:00Z"), False),
+    ],
+)
+def test_a_pod_on_a_dead_node(
+    name: str, ready: tuple[str, str], gate: tuple[str, str], is_lost: bool
+) -> None:
+    conditions = [
+        {"type": "ContainersReady", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+        {"type": "Ready", "status": ready[0], "lastTransitionTime": f"2026-01-01T{ready[1]}"},
+        {**gate_condition(gate[0]), "lastTransitionTime": f"2026-01-01T{gate[1]}"},
+    ]
+    found = read_pod(pod_object("p", conditions=conditions))
+    assert found.is_lost is is_lost, name
+    assert found.is_routable is (name == "serves")
+
+
 def test_reading_a_pod() -> None:
     obj = pod_object(
         "p",
         labels={"inference.argosy.dev/revision": "r"},
-        conditions=[{"type": "ContainersReady", "status": "True"}, gate_condition("True")],
+        conditions=[
+            {"type": "ContainersReady", "status": "True"},
+            {"type": "Ready", "status": "True"},
+            gate_condition("True"),
+        ],
     )
     read = read_pod(obj)
     assert (read.revision, read.node, read.is_routable) == ("r", "node-a", True)

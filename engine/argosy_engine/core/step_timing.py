@@ -41,7 +41,9 @@ class StepTiming:
         """Both on `time.perf_counter`'s clock; `launched_s` from before anything of the step was computed."""
         seconds = ended_s - max(launched_s, self._last_end_s)
         self._last_end_s = ended_s
-        self.longest_step_s = max(seconds, self.longest_step_s * (1.0 - min(1.0, seconds / _LONGEST_MEMORY_S)))
+        self.longest_step_s = max(
+            seconds, self.longest_step_s * (1.0 - min(1.0, seconds / _LONGEST_MEMORY_S))
+        )
         tokens, requests = step.total_num_scheduled_tokens, len(step.num_scheduled_tokens)
         if not tokens:
             return
