@@ -79,6 +79,11 @@ class Server:
         return self.process.wait(timeout_s)
 
 
+def with_descriptors(count: int, command: Sequence[str]) -> list[str]:
+    """The command with so many file descriptors, as soft and as hard limit."""
+    return ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(count), *command]
+
+
 @contextmanager
 def running(
     arguments: Sequence[str],
@@ -87,11 +92,17 @@ def running(
     port: int,
     ready_path: str = "/ready",
     env: dict[str, str] | None = None,
+    descriptors: int | None = None,
 ) -> Iterator[Server]:
-    """`python -m ...` with the given arguments until the block ends; waits for `ready_path` to answer 200."""
+    """`python -m ...` with the given arguments until the block ends; waits for `ready_path` to answer 200.
+
+    Args:
+        descriptors: the most files that it may have open (`ulimit -n`).
+    """
+    command = [sys.executable, "-m", *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            command if descriptors is None else with_descriptors(descriptors, command),
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},

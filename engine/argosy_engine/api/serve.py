@@ -15,10 +15,11 @@ from typing import Any
 import uvicorn
 
 from argosy_engine.api.app import ITERATION_TIMEOUT_S, Engine, build_app
+from argosy_engine.api.connection_limit import protocol_of
 from argosy_engine.api.flags import FlagParser
 from argosy_engine.api.guard import Guard
-from argosy_engine.api.http_protocol import BoundedProtocol
 from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.core.descriptors import raise_limit, require_free
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.budget import budget_table
@@ -29,6 +30,8 @@ logger = logging.getLogger("argosy.api")
 
 _KEEP_ALIVE_S = 75
 """Longer than the router keeps idle connections, so that the router closes first."""
+_MIN_DESCRIPTORS = 128
+"""Half of them are for connections; the server and its core take 30, the core's start asks for a few more."""
 _LAST_BYTES_S = 5
 """After the drain: time for clients to read what is already written."""
 
@@ -39,9 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, args = parse_args(argv)
     configure_logging(options.log_level.upper())
     try:
+        num_descriptors = raise_limit()
+        require_free(_MIN_DESCRIPTORS)
         import uvloop
 
-        return uvloop.run(_serve(options, args, started))
+        return uvloop.run(_serve(options, args, started, num_descriptors))
     except ConfigError as error:
         print(f"argosy serve: {error}", file=sys.stderr)
         return 2
@@ -52,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-async def _serve(options: argparse.Namespace, args: EngineArgs, started: float) -> int:
+async def _serve(options: argparse.Namespace, args: EngineArgs, started: float, num_descriptors: int) -> int:
     keys = KeyRing([*options.api_key, *os.environ.get("ARGOSY_API_KEY", "").split(",")])
     admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
     engine = Engine(args.served_model_name or (args.canonical_name,), options.engine_iteration_timeout)
@@ -62,7 +67,7 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float) 
             Guard(build_app(engine), keys, options.guard_metrics, admin_keys),
             host=options.host,
             port=options.port,
-            http=BoundedProtocol,
+            http=protocol_of(num_descriptors),
             ws="none",  # the guard knows HTTP only
             log_config=None,  # its records take our format, too
             log_level="warning",

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.core.descriptors import require_free
 from argosy_engine.core.messages import (
     Failed,
     Handshake,
@@ -39,9 +40,13 @@ class CoreHandle:
     """
     Args:
         args: what the core runs; sent by `greeting`, once it says hello.
+
+    Raises (from the constructor):
+        ConfigError: this process has too few file descriptors left.
     """
 
     def __init__(self, args: EngineArgs) -> None:
+        require_free()
         self._args = args
         self._directory = Path(tempfile.mkdtemp(prefix="argosy-"))  # mode 0700
         self.input_address = f"ipc://{self._directory}/input"

@@ -1,0 +1,45 @@
+"""ConnectionLimit: the HTTP protocol with a bound on open connections, so that clients never take the last descriptor.
+
+The rest of the descriptors is for what the process cannot do without: the connection to its core, the model's files,
+the processes that it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+from argosy_engine.api.http_protocol import BoundedProtocol
+from argosy_engine.protocol.errors import Unavailable
+
+
+class ConnectionLimit(BoundedProtocol):
+    """Answers 503 on a connection too many, whatever it asks, and hangs up."""
+
+    max_connections: ClassVar[int]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_turned_away = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) < self.max_connections:
+            super().connection_made(transport)
+            return
+        self._is_turned_away = True
+        error = Unavailable("this engine has as many connections as it takes", code="too_many_connections")
+        body = error.body()
+        transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
+        )
+        transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._is_turned_away:
+            super().connection_lost(exc)
+
+
+def protocol_of(num_descriptors: int) -> type[ConnectionLimit]:
+    """A protocol that leaves half of the process's descriptors to others."""
+    return type("LimitedProtocol", (ConnectionLimit,), {"max_connections": num_descriptors // 2})
