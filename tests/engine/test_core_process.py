@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from argosy_engine.core.messages import (
     EngineCoreOutputs,
@@ -23,19 +24,26 @@ from argosy_engine.core.messages import (
     UtilityOutput,
 )
 from argosy_engine.core.process import CoreProcess
+from argosy_engine.core.request import Request
 from argosy_engine.sample.params import SamplingParams
 
 
 class FakeCore:
     def __init__(self) -> None:
         self.added: list[str] = []
+        self.preprocessed: dict[str, threading.Thread] = {}
         self.kv = self
         self.residency = self
 
     def take_delta(self) -> None:
         return None
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def preprocess_request(self, message: EngineCoreRequest) -> Request:
+        self.preprocessed[message.request_id] = threading.current_thread()
+        return Request(message, 4, True)
+
+    def add_request(self, request: EngineCoreRequest, preprocessed: Request) -> None:
+        assert preprocessed.request_id == request.request_id
         if request.request_id == "refused":
             raise ValueError("no room for this one")
         self.added.append(request.request_id)
@@ -77,6 +85,28 @@ def test_a_request_that_cannot_be_read_is_answered(
         ("refused", FinishReason.ERROR),
     ]
     assert process._outputs.empty()
+
+
+def test_requests_are_decoded_and_hashed_outside_of_the_busy_loop(tmp_path: Path) -> None:
+    context = zmq.Context()
+    client = context.socket(zmq.PUSH)
+    client.bind(f"ipc://{tmp_path}/input")
+    process = CoreProcess(tmp_path, 0)
+    process.core = core = FakeCore()  # type: ignore[assignment]
+    thread = threading.Thread(target=process._receive, name="input", daemon=True)
+    thread.start()
+    client.send_multipart([RequestType.ADD, add("one")])
+    client.send_multipart([RequestType.ADD, add("two", **{"1": "no tokens"})])
+    client.send_multipart([RequestType.ADD, add("three")])
+    while len(core.added) < 2:
+        process._act(process._inputs.get(timeout=30))
+    assert core.added == ["one", "three"]
+    assert core.preprocessed == {"one": thread, "three": thread}
+    refusal = process._outputs.get(timeout=30)
+    assert refusal is not None
+    assert [output.request_id for output in refusal.outputs] == ["two"]
+    client.close(0)
+    context.term()
 
 
 @pytest.mark.parametrize("kind", [RequestType.ADD, RequestType.ABORT, RequestType.UTILITY, b"\xff", b""])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import hypothesis.strategies as st
 import msgspec
 import pytest
@@ -9,6 +12,7 @@ from hypothesis import given
 
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.core.repetition import RepetitionDetector
 from argosy_engine.core.request import Request
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.errors import InvalidRequest
@@ -76,16 +80,50 @@ def test_a_repeated_pattern_ends_the_request() -> None:
     smallest=st.integers(0, 4),
     extra=st.integers(0, 4),
     count=st.integers(2, 4),
+    resumed=st.integers(0, 24),
 )
 def test_repetition_is_what_the_definition_says(
-    sequence: list[int], smallest: int, extra: int, count: int
+    sequence: list[int], smallest: int, extra: int, count: int, resumed: int
 ) -> None:
+    """After every token, also where the first ones are of an earlier run."""
     params = RepetitionDetectionParams(max(smallest + extra, 1), smallest, count)
-    expected = any(
-        len(sequence) >= size * count and sequence[-size * count :] == sequence[-size:] * count
-        for size in range(max(smallest, 1), params.max_pattern_size + 1)
-    )
-    assert params.is_met_by([1, 1, 1, *sequence], len(sequence)) == expected
+    detector = RepetitionDetector(params, sequence[:resumed])
+    for end in range(resumed, len(sequence) + 1):
+        seen = sequence[:end]
+        expected = any(
+            len(seen) >= size * count and seen[-size * count :] == seen[-size:] * count
+            for size in range(max(smallest, 1), params.max_pattern_size + 1)
+        )
+        assert detector.is_met == expected
+        if end < len(sequence):
+            detector.append(sequence[end])
+
+
+@pytest.mark.parametrize("sequence", [[7] * 3000, [1, 2] * 1500, list(range(3000)), [5] * 1500 + [6] * 1500])
+@pytest.mark.parametrize("bounds", [(1024, 1, 1024), (1024, 1024, 1024), (1024, 512, 2), (4, 1, 2)])
+def test_repetition_detection_costs_a_few_lines_of_code_per_token(
+    sequence: list[int], bounds: tuple[int, int, int]
+) -> None:
+    """They run between two steps of all requests."""
+    params = SamplingParams(max_tokens=4000, repetition_detection=RepetitionDetectionParams(*bounds))
+    request = Request(EngineCoreRequest("r", [5, 6, 7], params, 0.0), 4, False)
+    request.max_num_tokens = 4000
+    num_lines = 0
+
+    def trace(_frame: Any, event: str, _argument: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for token_id in sequence:
+            request.append_output(token_id)
+            request.check_stop(frozenset())
+    finally:
+        sys.settrace(before)
+    assert num_lines < 60 * len(sequence)
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])

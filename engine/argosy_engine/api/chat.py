@@ -6,8 +6,19 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from argosy_engine.api.serving import Serving, book, created_at, empty_totals, finished_choices, usage_of
+from argosy_engine.api.logprobs import LogprobsFormat
+from argosy_engine.api.serving import (
+    Serving,
+    book,
+    created_at,
+    empty_totals,
+    finished_choices,
+    formatted,
+    num_shown,
+    usage_of,
+)
 from argosy_engine.frontend.chat_parser import ChatParser, ParsedCall
+from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.processor import Prompt
 from argosy_engine.protocol.openai import (
     ChatChoice,
@@ -36,36 +47,49 @@ async def chat(
     prompt = await _prompt(serving, request, size)
     merged = await serving.generate([prompt], request)
     parsers, logprobs = _parsers(serving, request, prompt, len(merged)), serving.logprobs(request)
-    choices = []
-    for output, parser in zip(merged, parsers, strict=True):
-        parsed = parser.feed(output.text, is_last=True)
-        calls = _tool_calls(parsed.calls, request_id, output.index, 0, is_delta=False)
-        message = ResponseMessage(
-            role="assistant",
-            content=parsed.content if parsed.content or not calls else None,
-            reasoning=parsed.reasoning or None,
-            tool_calls=calls,
+
+    def response() -> ChatCompletion:
+        return ChatCompletion(
+            id=f"chatcmpl-{request_id}",
+            created=int(time.time()),
+            model=name,
+            choices=[
+                _choice(request, request_id, output, parser, logprobs)
+                for output, parser in zip(merged, parsers, strict=True)
+            ],
+            usage=usage_of(merged, len(merged)),
+            prompt_token_ids=prompt.token_ids if request.return_token_ids else None,
+            prompt_logprobs=logprobs.prompt(merged[0].prompt_logprobs or [])
+            if request.prompt_logprobs is not None
+            else None,
         )
-        choices.append(
-            ChatChoice(
-                index=output.index,
-                message=message,
-                finish_reason=_chat_finish(output.finish_reason, parser),
-                stop_reason=output.stop_reason,
-                logprobs=logprobs.chat(output.logprobs) if request.logprobs else None,
-                token_ids=output.token_ids if request.return_token_ids else None,
-            )
-        )
-    return ChatCompletion(
-        id=f"chatcmpl-{request_id}",
-        created=int(time.time()),
-        model=name,
-        choices=choices,
-        usage=usage_of(merged, len(merged)),
-        prompt_token_ids=prompt.token_ids if request.return_token_ids else None,
-        prompt_logprobs=logprobs.prompt(merged[0].prompt_logprobs or [])
-        if request.prompt_logprobs is not None
-        else None,
+
+    return await formatted(sum(map(num_shown, merged)), response)
+
+
+def _choice(
+    request: ChatCompletionRequest,
+    request_id: str,
+    output: GenerationOutput,
+    parser: ChatParser,
+    logprobs: LogprobsFormat,
+) -> ChatChoice:
+    """One whole choice."""
+    parsed = parser.feed(output.text, is_last=True)
+    calls = _tool_calls(parsed.calls, request_id, output.index, 0, is_delta=False)
+    message = ResponseMessage(
+        role="assistant",
+        content=parsed.content if parsed.content or not calls else None,
+        reasoning=parsed.reasoning or None,
+        tool_calls=calls,
+    )
+    return ChatChoice(
+        index=output.index,
+        message=message,
+        finish_reason=_chat_finish(output.finish_reason, parser),
+        stop_reason=output.stop_reason,
+        logprobs=logprobs.chat(output.logprobs) if request.logprobs else None,
+        token_ids=output.token_ids if request.return_token_ids else None,
     )
 
 

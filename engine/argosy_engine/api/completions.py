@@ -5,9 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from argosy_engine.api.completion_parts import CompletionParts
-from argosy_engine.api.serving import Serving, book, created_at, empty_totals, finished_choices, usage_of
+from argosy_engine.api.serving import (
+    Serving,
+    book,
+    created_at,
+    empty_totals,
+    finished_choices,
+    formatted,
+    num_shown,
+    usage_of,
+)
 from argosy_engine.frontend.processor import Prompt
 from argosy_engine.protocol.openai import Completion, CompletionChoice, CompletionRequest, Usage
 from argosy_engine.sample.token_logprobs import TokenLogprobs
@@ -25,7 +35,9 @@ async def completion(serving: Serving, request: CompletionRequest, request_id: s
     for output in merged:  # each prompt's log probabilities came with its first choice
         output.prompt_logprobs = merged[output.index // n * n].prompt_logprobs
     parts = _parts(serving, request, prompts, [()] * len(merged))
-    choices = [parts.choice(output, is_first=True) for output in merged]
+    choices = await formatted(
+        sum(map(num_shown, merged)), lambda: [parts.choice(output, is_first=True) for output in merged]
+    )
     return Completion(
         id=f"cmpl-{request_id}", created=int(time.time()), model=name, choices=choices, usage=usage_of(merged, n)
     )  # fmt: skip
@@ -66,7 +78,8 @@ async def completion_stream(
                     leader = output.index // n * n
                     prompt_logprobs.setdefault(leader, output.prompt_logprobs)
                     output.prompt_logprobs = prompt_logprobs[leader]
-                choice = parts.choice(output, is_first=is_first)
+                make = partial(parts.choice, output, is_first=is_first)
+                choice = await formatted(num_shown(output), make)
                 book(totals[output.index], output)
                 if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids is not None:
                     yield chunk([choice], usage_of(totals, n) if continuous else None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 from argosy_engine.api.beam_search import beam_search
 from argosy_engine.api.logprobs import LogprobsFormat
@@ -30,6 +32,11 @@ from argosy_engine.protocol.openai import (
     PromptTokensDetails,
     Usage,
 )
+
+_Result = TypeVar("_Result")
+
+MAX_INLINE_TOKENS = 256
+"""Formatted on the event loop, in some milliseconds."""
 
 
 class Serving:
@@ -116,6 +123,18 @@ class Serving:
     def close(self) -> None:
         """Gives up prompts that nobody will wait for."""
         self.lanes.close()
+
+
+async def formatted(num_tokens: int, function: Callable[[], _Result]) -> _Result:
+    """What `function` makes of that many tokens: in a thread if they are many, so that other streams keep flowing."""
+    if num_tokens <= MAX_INLINE_TOKENS:
+        return function()
+    return await asyncio.to_thread(function)
+
+
+def num_shown(output: GenerationOutput) -> int:
+    """Tokens of an output that become text, or log probabilities, which take 20 us and more each."""
+    return len(output.token_ids) + len(output.logprobs) + len(output.prompt_logprobs or ())
 
 
 def created_at(request: GenerationRequest) -> int:

@@ -143,9 +143,17 @@ class EngineCore:
             steps.append(self._last_step)
         return steps
 
-    def add_request(self, message: EngineCoreRequest) -> None:
+    def preprocess_request(self, message: EngineCoreRequest) -> Request:
+        """The core's view of a request, its prompt hashed. Reads nothing that changes: any thread may call it."""
+        return Request(message, self.kv.block_size, self.kv.enable_prefix_caching)
+
+    def add_request(self, message: EngineCoreRequest, request: Request | None = None) -> None:
+        """
+        Args:
+            request: what `preprocess_request` made of the message, where that was called already.
+        """
         self.sleep_state.check_awake()
-        request = Request(message, self.kv.block_size, self.kv.enable_prefix_caching)
+        request = request or self.preprocess_request(message)
         if message.grammar is None:
             self.scheduler.add(request)
             return

@@ -24,8 +24,6 @@ class RequestType:
     ABORT = b"\x01"
     UTILITY = b"\x03"
     HANDSHAKE = b"\x06"
-    WAKE = b"\x07"
-    """From the core's own threads: there is something to do for an idle core."""
 
 
 class FinishReason(IntEnum):
@@ -76,6 +74,9 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     """Name and version of the adapter whose weights serve the request."""
     mm_features: list[MultimodalFeature] = []
     """In the order of their positions."""
+    batch_offset: int = 0
+    """In a call of several prompts, their tokens up to the end of this one; 0 in a call of one. The prompts of a call
+    take turns with other clients' requests by it (`RequestQueue`)."""
 
 
 class UtilityCall(Struct, array_like=True, gc=False):

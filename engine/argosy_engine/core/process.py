@@ -1,6 +1,7 @@
 """The EngineCore process: `python -m argosy_engine.core.process DIRECTORY PARENT`.
 
-Three threads: input (decode messages from the client), the busy loop (owns the core), output (encode and send).
+Three threads: input (decodes the client's messages and hashes their prompts), the busy loop (owns the core), output
+(encodes and sends).
 The process lives exactly as long as its client: standard input is a pipe from it, end of file means exit, and the
 kernel kills a core that cannot even read that. Sockets are ipc in the client's private directory, whose files are gone
 once both are connected; messages are typed msgpack.
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -40,6 +42,7 @@ from argosy_engine.core.messages import (
     UtilityCall,
     UtilityOutput,
 )
+from argosy_engine.core.request import Request
 from argosy_engine.errors import ConfigError, EngineBusy
 from argosy_engine.executor.lifeline import die_with_parent
 from argosy_engine.protocol.log_format import configure_logging
@@ -60,6 +63,17 @@ class _OnlyId(msgspec.Struct, array_like=True):
     request_id: str
 
 
+class _Addition(NamedTuple):
+    """A new request, as far as it can be worked on outside of the busy loop."""
+
+    message: EngineCoreRequest
+    request: Request
+
+
+_Input = _Addition | list[str] | UtilityCall | None
+"""A message of the client, decoded: a request, ids to abort, a call; None only wakes the loop."""
+
+
 class CoreProcess:
     """
     Args:
@@ -77,7 +91,7 @@ class CoreProcess:
         self._input = context.socket(zmq.PULL)
         self._input.setsockopt(zmq.RCVHWM, 0)
         self._input.connect(f"ipc://{directory}/input")
-        self._inputs: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
+        self._inputs: queue.SimpleQueue[_Input] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
         self._add_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._abort_decoder = msgspec.msgpack.Decoder(list[str])
@@ -113,7 +127,7 @@ class CoreProcess:
             logger.exception("the engine core could not start")
             self._tell(Failed(f"{type(error).__name__}: {error}", False))
             return 1
-        self.core.structured.wake = lambda: self._inputs.put((RequestType.WAKE, b""))
+        self.core.structured.wake = lambda: self._inputs.put(None)
         config = self.core.config
         phases = (("import torch" if "torch" in sys.modules else "imports", imported), *config.startup_phases)
         # What lives now lives on: keep it out of every later garbage collection.
@@ -154,36 +168,60 @@ class CoreProcess:
     def _wait_for_input(self) -> bool:
         """Blocks for the next message; False after a heartbeat's time without one."""
         try:
-            kind, payload = self._inputs.get(timeout=IDLE_HEARTBEAT_S)
+            message = self._inputs.get(timeout=IDLE_HEARTBEAT_S)
         except queue.Empty:
             return False
-        self._handle(kind, payload)
+        self._act(message)
         return True
 
     def _drain_inputs(self) -> None:
         while True:
             try:
-                kind, payload = self._inputs.get_nowait()
+                message = self._inputs.get_nowait()
             except queue.Empty:
                 return
-            self._handle(kind, payload)
+            self._act(message)
 
     def _handle(self, kind: bytes, payload: bytes) -> None:
         """One message of the client. Whatever is wrong with it costs at most the request it is about."""
+        self._act(self._read(kind, payload))
+
+    def _read(self, kind: bytes, payload: bytes) -> _Input:
+        """What a message says; None where that is answered or dropped already. For the input thread."""
         try:
             if kind == RequestType.ADD:
-                self._add(payload)
-            elif kind == RequestType.ABORT:
-                self.core.abort_requests(self._abort_decoder.decode(payload))
-            elif kind == RequestType.UTILITY:
-                result = self._call(self._utility_decoder.decode(payload))
+                return self._read_addition(payload)
+            if kind == RequestType.ABORT:
+                return self._abort_decoder.decode(payload)
+            if kind == RequestType.UTILITY:
+                return self._utility_decoder.decode(payload)
+            logger.error("unknown request type %r", kind)
+        except msgspec.DecodeError as error:
+            logger.error("dropped a malformed message of kind %r: %s", kind, error)
+        return None
+
+    def _read_addition(self, payload: bytes) -> _Addition | None:
+        try:
+            message = self._add_decoder.decode(payload)
+            return _Addition(message, self.core.preprocess_request(message))
+        except Exception as error:
+            logger.exception("a request could not be read")
+            request_id = msgspec.msgpack.decode(payload, type=_OnlyId).request_id
+            self._refuse(request_id, f"{type(error).__name__}: {error}", ErrorKind.INTERNAL)
+            return None
+
+    def _act(self, message: _Input) -> None:
+        """Passes a message on to the core."""
+        match message:
+            case _Addition():
+                self._add(message)
+            case list():
+                self.core.abort_requests(message)
+            case UtilityCall():
+                result = self._call(message)
                 self._outputs.put(
                     EngineCoreOutputs(utility=result, residency=self.core.kv.residency.take_delta())
                 )
-            elif kind != RequestType.WAKE:
-                logger.error("unknown request type %r", kind)
-        except msgspec.DecodeError as error:
-            logger.error("dropped a malformed message of kind %r: %s", kind, error)
 
     def _call(self, call: UtilityCall) -> UtilityOutput:
         if call.method not in _LOADS_WEIGHTS:
@@ -203,24 +241,26 @@ class CoreProcess:
         while not ended.wait(IDLE_HEARTBEAT_S) and time.monotonic() < deadline:
             self._outputs.put(EngineCoreOutputs())
 
-    def _add(self, payload: bytes) -> None:
+    def _add(self, addition: _Addition) -> None:
+        request_id = addition.message.request_id
         try:
-            self.core.add_request(self._add_decoder.decode(payload))
+            self.core.add_request(*addition)
         except EngineBusy as error:
-            self._refuse(payload, str(error), ErrorKind.BUSY)
+            self._refuse(request_id, str(error), ErrorKind.BUSY)
         except Exception as error:
             logger.exception("a request could not be added")
-            self._refuse(payload, f"{type(error).__name__}: {error}", ErrorKind.INTERNAL)
+            self._refuse(request_id, f"{type(error).__name__}: {error}", ErrorKind.INTERNAL)
 
-    def _refuse(self, payload: bytes, error: str, kind: ErrorKind) -> None:
-        request_id = msgspec.msgpack.decode(payload, type=_OnlyId).request_id
+    def _refuse(self, request_id: str, error: str, kind: ErrorKind) -> None:
         refused = EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error, error_kind=kind)
         self._outputs.put(EngineCoreOutputs(outputs=[refused]))
 
     def _receive(self) -> None:
         while True:
             kind, payload = self._input.recv_multipart()
-            self._inputs.put((kind, payload))
+            message = self._read(kind, payload)
+            if message is not None:
+                self._inputs.put(message)
 
     def _send(self) -> None:
         encoder = msgspec.msgpack.Encoder()

@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from argosy_engine.core.block_hash import hash_block, root_hash
 from argosy_engine.core.messages import ChunkEnd, EngineCoreRequest, FinishReason, PrefillStats
+from argosy_engine.core.repetition import RepetitionDetector
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.worker.step import BlockIds
@@ -35,6 +36,7 @@ class Request:
         "adapter",
         "all_token_ids",
         "arrival_time",
+        "batch_offset",
         "block_hashes",
         "block_ids",
         "block_size",
@@ -62,9 +64,11 @@ class Request:
         "prompt_logprobs",
         "queue_key",
         "queued_at",
+        "repetition",
         "request_id",
         "root_hash",
         "sampling_params",
+        "scores_prompt",
         "spec_token_ids",
         "status",
         "stop_ids",
@@ -85,8 +89,9 @@ class Request:
         """Drafts: guesses at the next tokens, which the next step verifies."""
         self.arrival_time = message.arrival_time
         self.priority = message.priority
-        self.queue_key = (0, 0)
-        """(urgency, order of arrival): lower goes first, higher is preempted first. Set by the scheduler."""
+        self.batch_offset = message.batch_offset
+        self.queue_key = (0, 0, 0)
+        """(urgency, turn, order of arrival): lower goes first, higher is preempted first. Set by the scheduler."""
         self.chunk_ends: list[ChunkEnd] = message.chunk_ends
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -99,8 +104,13 @@ class Request:
         self.has_first_token = False
         """Whether this run of the request gave a token; output that it continues does not count."""
         params = message.sampling_params
-        self.has_extras = params.logprobs is not None or params.repetition_detection is not None
+        self.repetition: RepetitionDetector | None = None
+        if params.repetition_detection is not None and params.repetition_detection.max_pattern_size:
+            self.repetition = RepetitionDetector(params.repetition_detection, message.resume_token_ids)
+        self.has_extras = params.logprobs is not None or self.repetition is not None
         """Whether each of its tokens takes more than appending it."""
+        self.scores_prompt = params.prompt_logprobs is not None
+        """Whether its prompt's tokens take log probabilities, which cost more than computing them."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """So far; sent with the first token."""
         self.num_computed_tokens = 0
@@ -134,6 +144,11 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def is_batch(self) -> bool:
+        """Whether its call has other prompts."""
+        return self.batch_offset > 0
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -141,13 +156,14 @@ class Request:
         self.all_token_ids.append(token_id)
         self.num_tokens += 1
         self.num_tokens_with_spec = max(self.num_tokens_with_spec, self.num_tokens)
+        if self.repetition is not None:
+            self.repetition.append(token_id)
 
     def check_stop(self, eos_token_ids: frozenset[int]) -> None:
         """Sets `finish_reason` and `stop_reason` if the last token ends the request. With a grammar EOS always does: it
         comes before `min_tokens` only when the grammar allows nothing else."""
         params, token_id = self.sampling_params, self.all_token_ids[-1]
         has_minimum = self.num_output_tokens >= params.min_tokens
-        repetition = params.repetition_detection
         must_end = self.has_grammar and token_id in eos_token_ids
         if must_end or (has_minimum and token_id in self.stop_ids):
             self.finish_reason = FinishReason.STOP
@@ -155,11 +171,7 @@ class Request:
                 self.stop_reason = token_id
         elif self.num_tokens >= self.max_num_tokens:
             self.finish_reason = FinishReason.LENGTH
-        elif (
-            repetition is not None
-            and has_minimum
-            and repetition.is_met_by(self.all_token_ids, self.num_output_tokens)
-        ):
+        elif self.repetition is not None and has_minimum and self.repetition.is_met:
             self.finish_reason, self.stop_reason = FinishReason.REPETITION, "repetition_detected"
 
     def prefill_stats(self) -> PrefillStats:

@@ -3,7 +3,8 @@
 There are no prefill or decode phases: every request has `num_computed_tokens` and tries to catch up with
 `num_tokens_with_spec`, within one token budget per step. Running requests come first, in order; when the KV cache is
 full the least urgent, then newest one is preempted and will be recomputed. Waiting requests are admitted, most urgent
-first, while budget, slots and blocks last. (vLLM V1, `v1/core/sched/scheduler.py`.)
+first, while budget, slots and blocks last; the prompts of a batch take turns with other calls (`TurnClock`). (vLLM V1,
+`v1/core/sched/scheduler.py`.)
 
 The next step may be scheduled before the last one is booked (async scheduling): a step that samples for a request
 gives it one token at least, which counts as a token to compute although nobody knows it yet. A request is left alone
@@ -26,7 +27,7 @@ from typing import Literal
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import EngineCoreOutput, ErrorKind, FinishReason
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
-from argosy_engine.core.request_queue import RequestQueue
+from argosy_engine.core.request_queue import RequestQueue, TurnClock
 from argosy_engine.core.step_plan import StepPlan
 from argosy_engine.core.steps_in_flight import StepsInFlight
 from argosy_engine.sample.token_logprobs import TokenLogprobs
@@ -78,6 +79,7 @@ class Scheduler:
         self.queued_uncached_tokens = 0
         """Tokens that admitted, waiting and blocked requests have to compute before their next token."""
         self._num_arrivals = 0
+        self._turns = TurnClock()
         self._released: list[str] = []
         """Requests whose worker slots the next step frees."""
         self._outputs: list[EngineCoreOutput] = []
@@ -111,7 +113,8 @@ class Scheduler:
         request.max_num_tokens = self.max_model_len
         if params.max_tokens is not None:
             request.max_num_tokens = min(self.max_model_len, request.num_prompt_tokens + params.max_tokens)
-        request.queue_key = (request.priority if self.policy == "priority" else 0, self._num_arrivals)
+        priority = request.priority if self.policy == "priority" else 0
+        request.queue_key = (priority, self._turns.turn(request), self._num_arrivals)
         self._num_arrivals += 1
         if request.num_output_tokens:
             request.check_stop(self.eos_token_ids)
@@ -165,9 +168,10 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plans the next step, which is in flight from now on: `update` must follow, in the order of the steps."""
         is_mixed = self.enable_chunked_prefill and any(request.has_first_token for request in self.running)
+        prefill_room = self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens
         plan = StepPlan(
             self.max_num_batched_tokens,
-            self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens,
+            prefill_room,
             self.long_prefill_token_threshold if len(self.requests) > 1 else 0,
         )
         num_preemptions = self.num_preemptions
@@ -205,7 +209,9 @@ class Scheduler:
     def _extend(self, request: Request, plan: StepPlan) -> None:
         """Gives a running request its tokens and blocks, preempting others if need be."""
         num_wanted = request.num_tokens_with_spec - request.num_computed_tokens
-        num_new = plan.limit(num_wanted, len(request.spec_token_ids))
+        num_new = plan.limit(
+            self._cap(request, num_wanted, plan), len(request.spec_token_ids), is_batch=request.is_batch
+        )
         if num_new == 0:
             return  # waits for what is in flight, or for room beside the decodes
         while (block_ids := self.kv.grow(request, num_new)) is None:
@@ -223,7 +229,7 @@ class Scheduler:
             if num_drafts:
                 plan.drafts[request.request_id] = request.spec_token_ids[:num_drafts]
         self._advance(request, num_new)
-        plan.add(request.request_id, num_new, num_drafts)
+        plan.add(request.request_id, num_new, num_drafts, is_batch=request.is_batch)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """Admits waiting requests in order, up to the first that must wait."""
@@ -259,23 +265,42 @@ class Scheduler:
                 )
             )
             self._advance(request, num_new)
-            plan.add(request.request_id, num_new)
+            plan.add(request.request_id, num_new, is_batch=request.is_batch)
 
     def _admit(self, request: Request, plan: StepPlan) -> int | None:
         """Gives the request blocks; the tokens it may compute in this step, or None when it must wait."""
         cached_block_ids = self.kv.find_cached_prefix(request)
         num_cached = len(cached_block_ids[0]) * self.kv.block_size
         num_wanted = request.num_tokens - num_cached
-        num_new = plan.limit(num_wanted)
+        num_new = plan.limit(self._cap(request, num_wanted, plan), is_batch=request.is_batch)
         if num_new == 0 or (num_new < num_wanted and not self.enable_chunked_prefill and self.running):
             return None
         if not self.kv.admit(request, cached_block_ids, num_new, leave_room=bool(self.running)):
             return None
         request.num_computed_tokens = num_cached
         if request.num_cached_tokens < 0:
+            self._turns.admit(request)
             request.num_cached_tokens = num_cached
             request.first_scheduled_at = time.monotonic()
         return num_new
+
+    def _cap(self, request: Request, num_wanted: int, plan: StepPlan) -> int:
+        """A prompt with log probabilities goes in chunks that a decode could wait for: one may be next. While another
+        call waits for its first token, the prompts of batches leave half of the step to it."""
+        if num_wanted == 1 or not self.enable_chunked_prefill:
+            return num_wanted
+        if request.is_batch and plan.batch_room is None and self._is_awaited_by_others():
+            plan.batch_room = plan.prefill_room // 2
+        if request.scores_prompt:
+            return min(num_wanted, self.max_num_mixed_prefill_tokens)
+        return num_wanted
+
+    def _is_awaited_by_others(self) -> bool:
+        """Whether a call of one prompt waits for its first token, admitted or next in the queue."""
+        first = self.waiting.peek()
+        if first is not None and not first.is_batch:
+            return True
+        return any(not request.has_first_token and not request.is_batch for request in self.running)
 
     def _advance(self, request: Request, num_new: int) -> None:
         """Counts tokens as computed, and the one that is sampled behind the last known one as to be computed."""

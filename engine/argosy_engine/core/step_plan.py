@@ -16,26 +16,32 @@ class StepPlan:
     def __init__(self, budget: int, prefill_room: int, long_prefill_token_threshold: int) -> None:
         self.budget = budget
         self.prefill_room = prefill_room
+        self.batch_room: int | None = None
+        """Tokens of prompts of batches (calls of several prompts) among those; None is no cap."""
         self._threshold = long_prefill_token_threshold
         self.num_scheduled_tokens: dict[str, int] = {}
         self.new_requests: list[NewRequest] = []
         self.new_block_ids: dict[str, BlockIds] = {}
         self.drafts: dict[str, list[int]] = {}
 
-    def limit(self, num_wanted: int, num_drafts: int = 0) -> int:
+    def limit(self, num_wanted: int, num_drafts: int = 0, *, is_batch: bool = False) -> int:
         """How many of the tokens that a request wants to compute the step can give it."""
         if num_wanted > 1 + num_drafts:  # a prompt, or what was preempted
             num_wanted = min(num_wanted, self.prefill_room)
+            if is_batch and self.batch_room is not None:
+                num_wanted = min(num_wanted, self.batch_room)
             if self._threshold:
                 num_wanted = min(num_wanted, self._threshold)
         return min(num_wanted, self.budget)
 
-    def add(self, request_id: str, num_tokens: int, num_drafts: int = 0) -> None:
+    def add(self, request_id: str, num_tokens: int, num_drafts: int = 0, *, is_batch: bool = False) -> None:
         """A request gets so many tokens, which `limit` allowed."""
         self.num_scheduled_tokens[request_id] = num_tokens
         self.budget -= num_tokens
         if num_tokens > 1 + num_drafts:
             self.prefill_room -= num_tokens
+            if is_batch and self.batch_room is not None:
+                self.batch_room -= num_tokens
 
     def drop(self, request_id: str) -> int:
         """Takes a request out again; the tokens that it would have computed."""

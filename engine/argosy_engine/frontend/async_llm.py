@@ -179,6 +179,7 @@ class AsyncLLM:
             self._live[request.request_id] = live
         self._idle.clear()
         unfinished = len(requests)
+        _set_turns(requests, n)
         try:
             for request in self._leaders(requests, n):
                 await self._submit(request)
@@ -205,6 +206,8 @@ class AsyncLLM:
                 yield from siblings
             else:
                 live.siblings = siblings
+                for sibling in siblings:
+                    sibling.batch_offset = 0  # their turn is when their prompt is computed
 
     async def _submit(self, request: EngineCoreRequest) -> None:
         """Sends a request to the core; one that continues an earlier run takes up its text first."""
@@ -413,6 +416,17 @@ class AsyncLLM:
         live = self._end(request_id, reason)
         if live is not None:
             live.collector.fail(error)
+
+
+def _set_turns(requests: Sequence[EngineCoreRequest], n: int) -> None:
+    """Has the prompts of a call, which has `n` choices of each, take turns with other calls."""
+    if len(requests) <= n:
+        return
+    offset = 0
+    for index, request in enumerate(requests):
+        if index % n == 0:
+            offset += len(request.prompt_token_ids)
+        request.batch_offset = offset
 
 
 def request_error(output: EngineCoreOutput) -> EngineError:

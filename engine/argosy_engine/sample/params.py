@@ -27,7 +27,7 @@ MAX_EXTRA_ARGS = 64
 MAX_EXTRA_ARGS_BYTES = 64 * 1024
 """All of a request together, as msgpack."""
 MAX_REPETITION_PATTERN = 1024
-"""Bound on pattern size and count: the check looks at no more than this many tokens per size."""
+"""Bound on pattern size and count, and thereby on the numbers that are kept for each such request."""
 
 
 class RepetitionDetectionParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -38,18 +38,6 @@ class RepetitionDetectionParams(Struct, frozen=True, omit_defaults=True, forbid_
     min_pattern_size: int = 0
     """tokens; 0 means 1"""
     min_count: int = 0
-
-    def is_met_by(self, token_ids: list[int], num_output: int) -> bool:
-        """Whether the last tokens are a repeated pattern; only the last `num_output` count."""
-        for size in range(max(self.min_pattern_size, 1), self.max_pattern_size + 1):
-            span = size * self.min_count
-            if span > num_output:
-                return False
-            if token_ids[-1] == token_ids[-1 - size]:
-                tail = token_ids[-span:]
-                if tail[size:] == tail[:-size]:
-                    return True
-        return False
 
     def problem(self) -> str | None:
         """What is wrong with these values, or None."""
