@@ -48,6 +48,7 @@ class Prompt:
 
     __slots__ = (
         "chunk_tokens",
+        "has_media",
         "hashes",
         "key",
         "name",
@@ -67,6 +68,8 @@ class Prompt:
         segment_bytes: Sequence[int] = (),
         chunk_tokens: Sequence[int] = (),
         name: str = "",
+        *,
+        has_media: bool = False,
     ) -> None:
         self.hashes = hashes
         self.key = key
@@ -81,6 +84,8 @@ class Prompt:
         """Prompt tokens up to each chunk, where they are known rather than estimated from `segment_bytes`."""
         self.name = name
         """Adapter or alias that not all replicas may have: one that has it must answer. Empty for the model itself."""
+        self.has_media = has_media
+        """Whether parts of it are no text: their tokens are not in proportion to any bytes."""
 
 
 class Choice:
@@ -162,6 +167,7 @@ class Service:
         if adapter or request.cache_salt:
             seed = chain_seed(self.spec.model, adapter, cache_salt=request.cache_salt or "")
         text = ids = 0
+        has_media = False
         hashes: Sequence[int] = ()
         longest: Sequence[Segment] = ()
         for segments in prompts:
@@ -171,11 +177,20 @@ class Service:
             for kind, data in segments:
                 if kind == SegmentKind.TOKENS:
                     ids += len(data) >> 2
+                elif kind == SegmentKind.DIGEST:
+                    has_media = True
                 else:
                     text += len(data)
         key = hashes[min(_KEY_CHUNKS, len(hashes)) - 1] if hashes else 0
         return Prompt(
-            hashes, key, text, ids, session, [len(data) for _, data in longest], name=adapter or alias
+            hashes,
+            key,
+            text,
+            ids,
+            session,
+            [len(data) for _, data in longest],
+            name=adapter or alias,
+            has_media=has_media,
         )
 
     # the choice
@@ -375,6 +390,7 @@ class Service:
 
     def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
         """An answer told the prompt's true length in tokens."""
-        if prompt.text_bytes >= 256 and not prompt.token_ids and prompt_tokens > 0:
+        is_text = not prompt.token_ids and not prompt.has_media
+        if prompt.text_bytes >= 256 and is_text and prompt_tokens > 0:
             ratio = min(16.0, max(0.25, prompt.text_bytes / prompt_tokens))
             self.bytes_per_token += _LEARNING_RATE * (ratio - self.bytes_per_token)

@@ -180,6 +180,14 @@ class Tables(RuleBasedStateMachine):
                 while not each.scrub(shard, numbers):
                     pass
 
+    @rule(slots=st.integers(0, SLOTS), shards=st.integers(0, SHARDS))
+    def narrow(self, slots: int, shards: int) -> None:
+        self.leave({number for number in self.live if number >= slots})
+        for each in self.tables:
+            each.narrow(slots)
+            for shard in range(shards):
+                each.narrow_shard(shard)
+
     @rule(hashes=chain, number=slot)
     def look(self, hashes: Sequence[int], number: int) -> None:
         first, second = (each.match(hashes) for each in self.tables)

@@ -1,4 +1,4 @@
-"""One small request from a task: health polls, `/v1/models`.
+"""Small requests from a task: health polls, metrics, `/v1/models`.
 
 Owns: collecting a bounded response. Must not know: what it is for.
 """
@@ -6,18 +6,28 @@ Owns: collecting a bounded response. Must not know: what it is for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 
 import msgspec
 
-from argosy_router.http.errors import MalformedResponse, UpstreamError
+from argosy_router.http.client import ClientConnection
+from argosy_router.http.errors import ConnectionLost, MalformedResponse, UpstreamError
 from argosy_router.http.messages import Headers
 from argosy_router.http.pool import ConnectionPool
+
+KEEP_S = 4.0
+"""Below the shortest keep-alive among engines' servers (uvicorn: 5 s)."""
 
 
 class Response(msgspec.Struct):
     status: int
     headers: Headers
     body: bytes
+
+
+class _Stale(ConnectionLost):
+    """The replica had closed the kept connection: that says nothing about it."""
 
 
 class _Collector:
@@ -41,7 +51,8 @@ class _Collector:
 
     def on_failed(self, error: UpstreamError) -> None:
         if not self.done.done():
-            self.done.set_exception(error)
+            is_stale = isinstance(error, ConnectionLost) and error.stale
+            self.done.set_exception(_Stale(str(error)) if is_stale else error)
 
 
 async def fetch(
@@ -52,13 +63,64 @@ async def fetch(
     Raises:
         UpstreamError: no connection, no answer in time, or not HTTP.
     """
-    connection = await pool.connect()
+    return await _get(await pool.connect(), pool, path, key, timeout_s, limit)
+
+
+class Fetcher:
+    """Requests to one replica, one after another, on a connection that is kept between them.
+
+    `keep_s` is how long: shorter than the replica keeps it.
+    """
+
+    def __init__(self, pool: ConnectionPool, key: str, keep_s: float = KEEP_S) -> None:
+        self._pool = pool
+        self._key = key
+        self._keep_s = keep_s
+        self._kept: ClientConnection | None = None
+
+    async def get(self, path: str, timeout_s: float, limit: int = 1 << 20) -> Response:
+        """GETs `path`.
+
+        Raises:
+            UpstreamError: no connection, no answer in time, or not HTTP.
+        """
+        connection, self._kept = self._kept, None
+        if connection is not None and not connection.is_closed:
+            with contextlib.suppress(_Stale):
+                return await self._get(connection, path, timeout_s, limit)
+        return await self._get(await self._pool.connect(self._keep), path, timeout_s, limit)
+
+    def close(self) -> None:
+        """Ends the connection, if one is kept."""
+        connection, self._kept = self._kept, None
+        if connection is not None:
+            connection.abort()
+
+    def _keep(self, connection: ClientConnection) -> None:
+        self._kept = connection
+        connection.expire_after(self._keep_s)
+
+    async def _get(self, connection: ClientConnection, path: str, timeout_s: float, limit: int) -> Response:
+        return await _get(connection, self._pool, path, self._key, timeout_s, limit, lambda: self._kept)
+
+
+async def _get(
+    connection: ClientConnection,
+    pool: ConnectionPool,
+    path: str,
+    key: str,
+    timeout_s: float,
+    limit: int,
+    kept: Callable[[], ClientConnection | None] = lambda: None,
+) -> Response:
+    """One request; afterwards the connection is closed, unless it is the one that `kept` returns."""
     collector = _Collector(limit)
     connection.send(collector, request_head(pool, path, key), timeout_s)
     try:
         return await collector.done
     finally:
-        connection.abort()
+        if kept() is not connection:
+            connection.abort()
 
 
 def request_head(pool: ConnectionPool, path: str, key: str) -> bytes:

@@ -63,13 +63,16 @@ class ConnectionPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def connect(self) -> ClientConnection:
-        """A new connection of the caller's own: it never enters the pool, and closes after one response.
+    async def connect(self, on_idle: Callable[[ClientConnection], None] | None = None) -> ClientConnection:
+        """A new connection of the caller's own, which never enters the pool.
+
+        Args:
+            on_idle: gets it when a response has ended and it may carry another; without it it closes then.
 
         Raises:
             ConnectFailed: refused, unreachable, or slower than the connect deadline.
         """
-        return await self._open(ClientConnection.abort)
+        return await self._open(on_idle or ClientConnection.abort)
 
     async def _open(self, on_idle: Callable[[ClientConnection], None]) -> ClientConnection:
         loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 
 from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
-from argosy_router.http.fetch import fetch
+from argosy_router.http.fetch import Fetcher
 from argosy_router.links.engine_metrics import parse_load
 from argosy_router.replica import Replica
 
@@ -42,7 +42,7 @@ class ForeignPoller:
         """`on_silent(False)` is called while polls are not answered: requests without an answer try elsewhere. Streams
         keep their own deadline, because nobody else can go on with them."""
         self._replica = replica
-        self._key = key
+        self._fetcher = Fetcher(replica.pool, key)
         self._on_change = on_change
         self._on_silent = on_silent
         self._rng = rng
@@ -52,18 +52,21 @@ class ForeignPoller:
         self._looked_up_tokens = 0.0
 
     async def poll(self, rounds: int) -> None:
-        """Polls so many times, with pauses."""
-        for _ in range(rounds):
-            await self._poll_health()
-            if self._replica.is_answering:
-                await self._poll_load()
-            await asyncio.sleep(POLL_INTERVAL_S * self._rng.uniform(0.8, 1.0))
+        """Polls so many times, with pauses, on one connection while it lasts."""
+        try:
+            for _ in range(rounds):
+                await self._poll_health()
+                if self._replica.is_answering:
+                    await self._poll_load()
+                await asyncio.sleep(POLL_INTERVAL_S * self._rng.uniform(0.8, 1.0))
+        finally:
+            self._fetcher.close()
 
     async def _poll_health(self) -> None:
         replica = self._replica
         is_silent = False
         try:
-            response = await fetch(replica.pool, "/health", self._key, TIMEOUT_S)
+            response = await self._fetcher.get("/health", TIMEOUT_S)
         except UpstreamError as error:
             is_silent = _is_silence(error)
             self._misses += is_silent
@@ -82,7 +85,7 @@ class ForeignPoller:
     async def _poll_load(self) -> None:
         replica = self._replica
         try:
-            response = await fetch(replica.pool, "/metrics", self._key, TIMEOUT_S, MAX_METRICS_BYTES)
+            response = await self._fetcher.get("/metrics", TIMEOUT_S, MAX_METRICS_BYTES)
             load = parse_load(response.body) if response.status == 200 else None
         except UpstreamError:
             load = None

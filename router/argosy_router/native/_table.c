@@ -502,6 +502,31 @@ static PyObject *Table_trim(Table *table, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(narrow_doc, "narrow(slots): whether there are shards for `narrow_shard`");
+
+static PyObject *Table_narrow(Table *table, PyObject *args) {
+    unsigned slots;
+    if (!PyArg_ParseTuple(args, "I", &slots))
+        return NULL;
+    uint32_t words = slots ? (slots - 1) / 64 + 1 : 1;
+    if (words >= table->words)
+        Py_RETURN_FALSE;
+    table->words = words; /* `live` keeps its memory, some words */
+    Py_RETURN_TRUE;
+}
+
+PyDoc_STRVAR(narrow_shard_doc, "narrow_shard(number)");
+
+static PyObject *Table_narrow_shard(Table *table, PyObject *args) {
+    unsigned number;
+    if (!PyArg_ParseTuple(args, "I", &number))
+        return NULL;
+    Shard *shard = table->shards + (number & (table->shard_count - 1));
+    if (shard->words > table->words && rebuild(table, shard, shard->size, table->words) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(resize_doc, "resize(shard_capacity)");
 
 static PyObject *Table_resize(Table *table, PyObject *args) {
@@ -589,6 +614,8 @@ static PyMethodDef methods[] = {
     {"set_live", (PyCFunction)Table_set_live, METH_VARARGS, set_live_doc},
     {"scrub", (PyCFunction)Table_scrub, METH_VARARGS, scrub_doc},
     {"trim", (PyCFunction)Table_trim, METH_VARARGS, trim_doc},
+    {"narrow", (PyCFunction)Table_narrow, METH_VARARGS, narrow_doc},
+    {"narrow_shard", (PyCFunction)Table_narrow_shard, METH_VARARGS, narrow_shard_doc},
     {"resize", (PyCFunction)Table_resize, METH_VARARGS, resize_doc},
     {"shard_capacity", (PyCFunction)Table_shard_capacity, METH_VARARGS, capacity_doc},
     {NULL},

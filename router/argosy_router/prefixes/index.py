@@ -3,7 +3,8 @@
 Owns: the slots that stand for what replicas hold, the cap on what is believed to be cached where, for one service.
 Must not know: replicas' addresses, telemetry frames, policies, time.
 Invariants: entries never exceed `capacity`, and those that were announced or asked for longest ago leave first; a slot
-is handed out again only when no entry mentions it; a wrong entry costs speed, never correctness.
+is handed out again only when no entry mentions it, the lowest first, and the highest are given up when they are free,
+so that entries do not stay as wide as a fleet once was; a wrong entry costs speed, never correctness.
 
 A chunk hash covers everything before it, so a chain needs no tree: `match` walks the hashes of a prompt and drops a
 replica at its first missing chunk. Entries are sharded, and a departed replica's bits are scrubbed shard by shard, so
@@ -13,6 +14,7 @@ that nothing stops the loop for long.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
 
 from argosy_router.native.chunk_table import ChunkTable
 
@@ -31,7 +33,10 @@ class PrefixIndex:
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self._table = ChunkTable(SHARDS)
         self._free: list[int] = []
+        """A heap: the lowest goes first, so that the highest can be given up."""
         self._slots = 0
+        self._wide = 0
+        """Shards whose entries have room for slots that were given up."""
         self._retired: dict[int, int] = {}
         """slot -> shards still to scrub"""
         self._scrubbed: list[int] = []
@@ -75,7 +80,7 @@ class PrefixIndex:
     def acquire_slot(self) -> int:
         """A slot no entry mentions."""
         if self._free:
-            slot = self._free.pop()
+            slot = heappop(self._free)
         else:
             slot = self._slots
             self._slots += 1
@@ -90,9 +95,12 @@ class PrefixIndex:
         self._retired[slot] = SHARDS
 
     def scrub(self) -> bool:
-        """Erases retired slots' bits from a shard, or part of it; call until it returns False."""
+        """Erases retired slots' bits from a shard, or part of it, or narrows it; call until it returns False."""
         if not self._retired:
-            return False
+            if self._wide:
+                self._wide -= 1
+                self._table.narrow_shard(self._wide)
+            return self._wide > 0
         number = max(self._retired.values()) - 1
         slots = self._scrubbed or [slot for slot, left in self._retired.items() if left > number]
         if self._table.scrub(number, slots):
@@ -100,14 +108,25 @@ class PrefixIndex:
                 self._left_shard(slot, number)
             slots = []
         self._scrubbed = slots
-        return bool(self._retired)
+        return bool(self._retired) or self._wide > 0
 
     def _left_shard(self, slot: int, number: int) -> None:
         if number:
             self._retired[slot] = number
         else:
             del self._retired[slot]
-            self._free.append(slot)
+            heappush(self._free, slot)
+            self._give_up_slots()
+
+    def _give_up_slots(self) -> None:
+        """Forgets the highest slots while they are free: each entry has room for as many as there are."""
+        free, before = set(self._free), self._slots
+        while self._slots and self._slots - 1 in free:
+            self._slots -= 1
+        if self._slots < before:
+            self._free = sorted(slot for slot in free if slot < self._slots)
+            if self._table.narrow(self._slots):
+                self._wide = SHARDS
 
     # knowledge
 

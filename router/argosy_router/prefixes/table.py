@@ -87,6 +87,15 @@ class ChunkTable:
         self._slots = max(self._slots, slot + 1)
         self._live = self._live | 1 << slot if is_live else self._live & ~(1 << slot)
 
+    def narrow(self, slots: int) -> bool:
+        """No slot from this one on is live or mentioned any more: entries need no room for them. Whether `narrow_shard`
+        is to be called for every shard."""
+        self._slots = min(self._slots, slots)
+        return False  # an int is as long as its highest bit
+
+    def narrow_shard(self, number: int) -> None:
+        """Takes from a shard's entries the room for slots beyond those that `narrow` named."""
+
     def scrub(self, number: int, slots: Iterable[int]) -> bool:
         """Erases these slots, live no longer, from the next entries of a shard; True when none is left in it."""
         shard = self._shards[number]

@@ -63,11 +63,17 @@ class Attempt:
         self.is_over = False
         self._connection: ClientConnection | None = None
         self._overdue: Deadline | None = None
+        self._prefill_end: Deadline | None = None
 
     # what the exchange calls
 
     def start(self, *, fresh: bool = False) -> None:
         """Sends the request as soon as there is a connection (a new one if `fresh`)."""
+        if not self._call.is_stream and self._prefill_end is None:
+            # It begins when it is complete, so its first token shows nowhere: the prompt is taken off the account when
+            # its prediction says that it is computed. A replica that is slower says so, if it reports its queue.
+            self._prefill_end = Deadline(self._dispatcher.wheel, self._charge.first_token)
+            self._prefill_end.set(self.choice.predicted_ttft_s)
         self.replica.under_way.add(self)
         self.replica.pool.acquire(self, fresh=fresh)
 
@@ -91,8 +97,9 @@ class Attempt:
         self.is_over = True
         self.replica.under_way.discard(self)
         self._charge.release()
-        if self._overdue is not None:
-            self._overdue.end()
+        for deadline in (self._overdue, self._prefill_end):
+            if deadline is not None:
+                deadline.end()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
