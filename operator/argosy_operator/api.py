@@ -52,13 +52,23 @@ SERVICES_KIND: Final = Kind("", "v1", "Service", "services")
 SECRETS: Final = Kind("", "v1", "Secret", "secrets")
 PODS: Final = Kind("", "v1", "Pod", "pods")
 CONFIGMAPS: Final = Kind("", "v1", "ConfigMap", "configmaps")
+EVENTS: Final = Kind("", "v1", "Event", "events")
 DEPLOYMENTS: Final = Kind("apps", "v1", "Deployment", "deployments")
 BUDGETS: Final = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
 INFERENCE_SERVICES: Final = Kind(spec.GROUP, spec.VERSION, spec.KIND, spec.PLURAL)
 
 KINDS: Final[Mapping[tuple[str, str], Kind]] = {
     (kind.api_version, kind.name): kind
-    for kind in (SERVICES_KIND, SECRETS, PODS, CONFIGMAPS, DEPLOYMENTS, BUDGETS, INFERENCE_SERVICES)
+    for kind in (
+        SERVICES_KIND,
+        SECRETS,
+        PODS,
+        CONFIGMAPS,
+        EVENTS,
+        DEPLOYMENTS,
+        BUDGETS,
+        INFERENCE_SERVICES,
+    )
 }
 
 

@@ -101,6 +101,7 @@ class Controller:
             now=utc_now,
             routers=lambda: self.routers.view,
             on_turn_ended=self._wake_those_that_wait,
+            look_again=self.queue.add_after,
         )
         self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
         self._without_canary: frozenset[str] = frozenset()

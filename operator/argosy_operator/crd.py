@@ -43,6 +43,7 @@ _COLUMNS: Final[tuple[Schema, ...]] = (
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
     {"name": "Revision", "type": "string", "jsonPath": ".status.revision", "priority": 1},
     {"name": "Reason", "type": "string", "jsonPath": f"{_CONDITION}.reason", "priority": 1},
+    {"name": "Message", "type": "string", "jsonPath": f"{_CONDITION}.message", "priority": 1},
 )
 
 

@@ -7,7 +7,7 @@ Invariant: a view is a function of the objects alone, so a decision made on it c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -46,6 +46,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     """Its node does not answer: the node controller took readiness away, the kubelet cannot say anything any more."""
     unschedulable: str = ""
     """Message of the scheduler, while no node takes the pod."""
+    unschedulable_since: str = ""
+    """Since when (RFC 3339)."""
     problem: Problem | None = None
     restarts: int = 0
 
@@ -114,6 +116,7 @@ def read_pod(obj: Object) -> Pod:
         is_ready=conditions.get("Ready", {}).get("status") == "True",
         is_lost=_is_lost(conditions),
         unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
+        unschedulable_since=scheduled.get("lastTransitionTime") or "",
         problem=_problem(status, container),
         restarts=container.get("restartCount", 0),
     )
@@ -153,5 +156,15 @@ def _problem(status: Object, container: Object) -> Problem | None:
     return None
 
 
+_MAX_LAST_WORDS: Final = 512
+"""Characters of a container's last line; an exception's text can be as long as its input."""
+
+
 def _exit(ended: Object) -> str:
-    return f"{ended.get('reason') or 'Error'}, code {ended.get('exitCode', '?')}"
+    """How a container ended, and the last line it wrote, which says why."""
+    result = f"{ended.get('reason') or 'Error'}, code {ended.get('exitCode', '?')}"
+    lines = [line.strip() for line in (ended.get("message") or "").splitlines() if line.strip()]
+    if not lines:
+        return result
+    last = "".join(char if char.isprintable() else " " for char in lines[-1])
+    return f"{result}: {last[:_MAX_LAST_WORDS]}"

@@ -114,6 +114,8 @@ def _container(service: InferenceService, config: OperatorConfig) -> Manifest:
             "readOnlyRootFilesystem": True,
             "runAsNonRoot": True,
         },
+        # What a failed engine wrote last becomes the message of its termination, and so of our conditions.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": _volume_mounts(service),
         # The sleep action of the kubelet needs no shell in the image; zero seconds are not allowed
         # everywhere.

@@ -30,6 +30,7 @@ from argosy_operator.config import OperatorConfig
 from argosy_operator.desired import Plan, desired
 from argosy_operator.drift import must_apply, stamped
 from argosy_operator.errors import ApiError, ChildNotOwned, OperatorError
+from argosy_operator.events import EventRecorder, news
 from argosy_operator.gate import decide, gate_patch
 from argosy_operator.key_secret import KeySecrets
 from argosy_operator.metrics import OperatorMetrics
@@ -37,7 +38,7 @@ from argosy_operator.names import APPLIED_ANNOTATION, KEY_ANNOTATION, child_name
 from argosy_operator.observed import Observed, Problem, Routers, is_owned, read_pod
 from argosy_operator.rollout import has_the_turn
 from argosy_operator.spec import InferenceService, parse
-from argosy_operator.status import invalid_status, status
+from argosy_operator.status import invalid_status, seconds_until_degraded, status
 from argosy_operator.store import Name, Object, Store, object_name, service_of
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Reconciler:
         now: Callable[[], str],
         routers: Callable[[], Routers],
         on_turn_ended: Callable[[], None],
+        look_again: Callable[[Name, float], None],
     ) -> None:
         self._api = api
         self._store = store
@@ -70,6 +72,8 @@ class Reconciler:
         self._routers = routers
         self.key_secrets = KeySecrets(api, metrics)
         self._on_turn_ended = on_turn_ended
+        self._look_again = look_again
+        self._events = EventRecorder(api, now=now)
         self._turn = asyncio.Lock()
         """Held from the decision that a service has its turn until the Deployment says so."""
         self._stubborn: dict[tuple[Kind, Name], tuple[str, int]] = {}
@@ -238,10 +242,16 @@ class Reconciler:
     ) -> None:
         observed = self._observe(service, conflicts)
         plan = desired(service, observed, self._config)
-        report = status(service, observed, plan, config=self._config, now=self._now(), failure=failure)
+        now, name = self._now(), (service.metadata.namespace, service.metadata.name)
+        report = status(service, observed, plan, config=self._config, now=now, failure=failure)
         if report != service.status:
-            name = (service.metadata.namespace, service.metadata.name)
             await self._send_status(name, service.metadata.uid, msgspec.to_builtins(report))
+            await self._events.post(service, news(service.status.conditions, report.conditions))
+        waits = [
+            seconds_until_degraded(pod, now) for pod in observed.pods if pod.is_alive and pod.unschedulable
+        ]
+        if waits and min(waits) > 0:
+            self._look_again(name, min(waits))
 
     async def _report_invalid(self, obj: Object, message: str) -> None:
         report = invalid_status(obj, message, now=self._now())

@@ -18,6 +18,7 @@ rest.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Any, Final
 
 import msgspec
@@ -36,6 +37,8 @@ from argosy_operator.spec import (
     InferenceServiceStatus,
 )
 
+UNSCHEDULABLE_SECONDS: Final = 300
+"""How long a replica may wait for a node until the service is degraded. An autoscaler takes minutes to add one."""
 NO_ROUTER: Final = "no router answers; routers run in the operator's namespace"
 
 
@@ -87,7 +90,9 @@ def status(
 ) -> InferenceServiceStatus:
     """The status to report. `failure` says why the plan could not be applied; `now` is RFC 3339."""
     counts = Counts.of(observed.pods, desired=service.spec.replicas, revision=plan.revision)
-    view = _View(service=service, observed=observed, plan=plan, config=config, counts=counts, failure=failure)
+    view = _View(
+        service=service, observed=observed, plan=plan, config=config, counts=counts, failure=failure, now=now
+    )
     verdicts: dict[ConditionType, Verdict] = {
         "Ready": ready(view),
         "Progressing": progressing(view),
@@ -165,6 +170,7 @@ class _View(Struct, frozen=True, kw_only=True):
     config: OperatorConfig
     counts: Counts
     failure: Problem | None
+    now: str
 
     @property
     def is_current(self) -> bool:
@@ -307,7 +313,7 @@ def degraded(view: _View) -> Verdict:
     progress = progressing(view)
     if progress.reason == "ProgressDeadlineExceeded":
         return Verdict("True", progress.reason, progress.message)
-    cause = _failed_create(view) or _replica_problem(view) or _lost(view)
+    cause = _failed_create(view) or _replica_problem(view) or _lost(view) or _placed_nowhere(view)
     if cause is not None:
         return Verdict("True", cause.reason, cause.message)
     canary = view.service.spec.router.canary
@@ -387,8 +393,38 @@ def _lost(view: _View) -> Problem | None:
 def _unschedulable(view: _View) -> Problem | None:
     for pod in sorted(view.observed.pods, key=lambda pod: pod.name):
         if pod.is_alive and pod.unschedulable:
-            return Problem("Unschedulable", f"pod {pod.name}: {pod.unschedulable}")
+            reason = "ClaimNotFound" if _lacks_claim(pod) else "Unschedulable"
+            return Problem(reason, f"pod {pod.name}: {pod.unschedulable}")
     return None
+
+
+def _lacks_claim(pod: Pod) -> bool:
+    """Whether the scheduler misses a PersistentVolumeClaim: that does not heal by itself."""
+    return "persistentvolumeclaim" in pod.unschedulable and "not found" in pod.unschedulable
+
+
+def _placed_nowhere(view: _View) -> Problem | None:
+    """A replica that no node has taken for long, or ever can. A rollout that waits for a GPU is no defect; it has a
+    deadline of its own."""
+    if view.plan.rollout.phase in ("in-place", "waiting-for-capacity"):
+        return None
+    left = [
+        seconds_until_degraded(pod, view.now)
+        for pod in view.observed.pods
+        if pod.is_alive and pod.unschedulable
+    ]
+    return _unschedulable(view) if left and min(left) <= 0 else None
+
+
+def seconds_until_degraded(pod: Pod, now: str) -> float:
+    """How much longer a pod that cannot be scheduled counts as merely waiting."""
+    if _lacks_claim(pod):
+        return 0.0
+    try:
+        waited = datetime.fromisoformat(now) - datetime.fromisoformat(pod.unschedulable_since)
+    except (ValueError, TypeError):  # the condition has no time, or one without a zone
+        return float(UNSCHEDULABLE_SECONDS)
+    return UNSCHEDULABLE_SECONDS - waited.total_seconds()
 
 
 def _names(names: list[str], limit: int = 3) -> str:

@@ -19,6 +19,7 @@ import msgspec
 from argosy_operator.api import (
     CONFIGMAPS,
     DEPLOYMENTS,
+    EVENTS,
     INFERENCE_SERVICES,
     PODS,
     Kind,
@@ -218,11 +219,11 @@ class FakeKubernetes:
         return [obj for (kind, where, _), obj in self.objects.items() if kind is PODS and where == namespace]
 
     def children(self, *, namespace: str = "team") -> dict[str, Object]:
-        """Everything but the InferenceServices, without what differs between two runs."""
+        """Everything but the InferenceServices and events about them, without what differs between two runs."""
         return {
             f"{kind.name}/{name}": obj.get("spec", obj.get("data"))
             for (kind, where, name), obj in sorted(self.objects.items(), key=lambda item: item[0][1:])
-            if where == namespace and kind not in (INFERENCE_SERVICES, PODS)
+            if where == namespace and kind not in (INFERENCE_SERVICES, PODS, EVENTS)
         }
 
     def fleet(self) -> str:

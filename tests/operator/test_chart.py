@@ -77,6 +77,10 @@ def test_the_operator_cannot_read_secrets() -> None:
     assert grants("argosy.operatorRules")["/secrets"] == {"create", "patch"}
 
 
+def test_the_operator_may_post_events_but_not_read_them() -> None:
+    assert grants("argosy.operatorRules")["/events"] == {"create", "patch"}
+
+
 def test_the_operator_may_watch_what_it_watches() -> None:
     granted = grants("argosy.operatorRules")
     for kind in WATCHED:

@@ -300,6 +300,11 @@ def test_image_pull_secrets_are_the_operators_and_the_services() -> None:
     assert "imagePullSecrets" not in plan().deployment["spec"]["template"]["spec"]
 
 
+def test_a_failed_engine_tells_why_in_its_termination_message() -> None:
+    """The kubelet takes the end of the log for it: the engine's last line."""
+    assert container(plan())["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
 STARVED = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu. preemption: not helpful."
 NO_CPU = "0/2 nodes are available: 2 Insufficient cpu."
 WAITING = pod("new-1", "new", ready=False, gate="", node="", unschedulable=STARVED)

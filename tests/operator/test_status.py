@@ -61,6 +61,11 @@ def verdicts(made: InferenceServiceStatus) -> dict[str, tuple[str, str]]:
 
 
 STARTING = {"ready": False, "gate": ""}
+NOWHERE = {**STARTING, "node": ""}
+NO_CLAIM = '0/2 nodes are available: persistentvolumeclaim "weights" not found. preemption: not helpful.'
+NO_GPU = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
+LONG_AGO, LATELY = "2025-12-31T23:54:59Z", "2025-12-31T23:55:01Z"
+GPU_REVISION = desired(parse(isvc_object(resources={"gpu": {}})), Observed(), CONFIG).revision
 LOST = {"is_ready": False, "is_lost": True}
 CRASH = Problem("CrashLoopBackOff", "back-off 10s")
 CANARY = {"canary": {"service": "next", "weight": 10}}
@@ -165,6 +170,18 @@ FINE = ("False", "AsExpected")
          {"Reconciling": ("False", "ProgressDeadlineExceeded"), "Stalled": ("True", "ProgressDeadlineExceeded")}),
         ("child of somebody else, in kstatus' words", report((), failure=Problem("ChildNotOwned", "Service 'x'")),
          {"Reconciling": ("False", "Scaling"), "Stalled": ("True", "ChildNotOwned")}),
+        ("its claim does not exist", report((new(1, **NOWHERE, unschedulable=NO_CLAIM),), replicas=1),
+         {"Ready": ("False", "ClaimNotFound"), "Degraded": ("True", "ClaimNotFound")}),
+        ("no node has its GPUs, for long",
+         report((new(1, **NOWHERE, unschedulable=NO_GPU, unschedulable_since=LONG_AGO),)),
+         {"Ready": ("False", "Unschedulable"), "Degraded": ("True", "Unschedulable")}),
+        ("no node has its GPUs, yet",
+         report((new(1, **NOWHERE, unschedulable=NO_GPU, unschedulable_since=LATELY),)),
+         {"Ready": ("False", "Unschedulable"), "Degraded": FINE}),
+        ("a rollout waits for a GPU for long",
+         report((pod("s", GPU_REVISION, **NOWHERE, unschedulable=NO_GPU, unschedulable_since=LONG_AGO), old(1)),
+                replicas=1, resources={"gpu": {}}),
+         {"Progressing": ("True", "WaitingForCapacity"), "Degraded": FINE, "Routable": READY}),
         ("evicted pods do not count", report((new(1), new(2), new(3, is_finished=True, **STARTING))), {"Ready": READY}),
     ],
 )  # fmt: skip
@@ -250,6 +267,12 @@ OOM = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
          "back-off (last exit: OOMKilled, code 137)"),
         ("restarted, not yet ready", {"state": {"running": {}}, "ready": False, "lastState": OOM}, "OOMKilled",
          "last exit: OOMKilled, code 137"),
+        ("crash loop with last words", {"state": WAITING, "lastState": {"terminated": {
+            "reason": "Error", "exitCode": 2, "message": "loading\nargosy serve: no config.json\n \n"}}},
+         "CrashLoopBackOff", "back-off (last exit: Error, code 2: argosy serve: no config.json)"),
+        ("last words that would move a terminal's cursor", {"ready": False, "state": {"terminated": {
+            "reason": "Error", "exitCode": 2, "message": "a\x1b[2Jb" + "x" * 9999}}},
+         "ContainerExited", "last exit: Error, code 2: a [2Jb" + "x" * 506),
         ("restarted long ago", {"state": {"running": {}}, "ready": True, "lastState": OOM}, None, ""),
     ],
 )  # fmt: skip

@@ -110,6 +110,9 @@ imagePullSecrets:
 - apiGroups: [""]
   resources: [pods/status]
   verbs: [patch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
 {{- end -}}
 
 {{- define "argosy.routerRules" -}}

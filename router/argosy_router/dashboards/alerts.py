@@ -38,7 +38,7 @@ def alerts(registry: Registry) -> list[Alert]:
             "2m",
             "critical",
             "No replica of {{ $labels.model }} can be reached: its requests are answered with 503.",
-            "`argosy why` names the reason of a service; `kubectl get pods` shows whether its pods run.",
+            "`kubectl get isvc -A -o wide` names the reason of a service, `kubectl get pods` whether its pods run.",
         ),
         Alert(
             "ArgosyRequestsFail",
@@ -62,7 +62,7 @@ def alerts(registry: Registry) -> list[Alert]:
             "30m",
             "warning",
             "Nobody has answered at {{ $labels.replica }} of {{ $labels.model }} for half an hour.",
-            "`argosy why` tells whether it still loads its model; a process that keeps ending says why in its log.",
+            "`kubectl get isvc -A -o wide` tells whether it still loads its model, or why its process keeps ending.",
         ),
         Alert(
             "ArgosyMostReplicasEjected",

@@ -1,0 +1,143 @@
+"""Kubernetes Events: what happened to a service, as `kubectl describe` and `kubectl events` show it.
+
+Owns which changes of a status are worth an event, and how events are posted. Must not know how a status is computed.
+Invariants: an event never fails or delays a reconcile by more than one request; equal events are one object that
+counts; a service that flaps posts at most EVENT_BURST events, and one per EVENT_REFILL_SECONDS after that (as
+client-go's spam filter does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal
+
+import xxhash
+from msgspec import Struct
+
+from argosy_operator.api import Api
+from argosy_operator.errors import ApiError
+from argosy_operator.names import FIELD_MANAGER
+from argosy_operator.spec import API_VERSION, KIND, Condition, InferenceService
+
+logger = logging.getLogger(__name__)
+
+EVENT_BURST: Final = 25
+EVENT_REFILL_SECONDS: Final = 300.0
+MAX_REMEMBERED: Final = 4096
+"""Events whose count is kept, and services whose rate is: what is forgotten begins anew."""
+MAX_MESSAGE: Final = 1024
+"""What the API server takes."""
+
+_PROGRESS: Final = {
+    "RolloutHalted": "Warning",
+    "WaitingForCapacity": "Warning",
+    "NoGPUForSurge": "Normal",
+    "WaitingForTurn": "Normal",
+}
+"""Reasons of Progressing that are news, and how grave they are."""
+
+
+class Event(Struct, frozen=True):
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+def news(before: Iterable[Condition], after: Iterable[Condition]) -> list[Event]:
+    """Events for what changed between two statuses: by status and reason, since messages count replicas."""
+    old = {each.type: each for each in before}
+    found: dict[str, Event] = {}
+    for each in after:
+        previous = old.get(each.type)
+        was = (previous.status, previous.reason) if previous is not None else ("Unknown", "")
+        if was == (each.status, each.reason):
+            continue
+        kind: Literal["Normal", "Warning"] | None = None
+        if each.type == "Degraded" and each.status == "True":
+            kind = "Warning"
+        elif each.type == "Ready" and each.status == "True" != was[0]:
+            kind = "Normal"
+        elif each.type == "Progressing" and each.reason in _PROGRESS:
+            kind = "Warning" if _PROGRESS[each.reason] == "Warning" else "Normal"
+        if kind is not None:
+            found[each.reason] = Event(kind, each.reason, each.message)
+    return list(found.values())
+
+
+class _Posted(Struct):
+    count: int
+    first: str
+
+
+class _Allowance(Struct):
+    left: float
+    at: float
+
+
+class EventRecorder:
+    """Posts events about services."""
+
+    def __init__(self, api: Api, *, now: Callable[[], str]) -> None:
+        self._api = api
+        self._now = now
+        self._posted: OrderedDict[str, _Posted] = OrderedDict()
+        self._allowances: OrderedDict[str, _Allowance] = OrderedDict()
+
+    async def post(self, service: InferenceService, events: Iterable[Event]) -> None:
+        """Posts what the service's rate allows; what cannot be posted is logged and forgotten."""
+        for event in events:
+            if not self._is_allowed(service.metadata.uid):
+                logger.info("%s: too many events; left out: %s", service.key, event.reason)
+                continue
+            try:
+                await self._api.apply(self._manifest(service, event))
+            except ApiError as error:
+                logger.warning("%s: event %s was not posted: %s", service.key, event.reason, error)
+
+    def _is_allowed(self, uid: str) -> bool:
+        now = asyncio.get_running_loop().time()
+        allowance = self._allowances.setdefault(uid, _Allowance(EVENT_BURST, now))
+        _keep_newest(self._allowances, uid)
+        refilled = allowance.left + (now - allowance.at) / EVENT_REFILL_SECONDS
+        allowance.left, allowance.at = min(float(EVENT_BURST), refilled), now
+        if allowance.left < 1:
+            return False
+        allowance.left -= 1
+        return True
+
+    def _manifest(self, service: InferenceService, event: Event) -> dict[str, Any]:
+        metadata, now = service.metadata, self._now()
+        identity = "\0".join((metadata.uid, event.type, event.reason, event.message))
+        name = f"{metadata.name}.{xxhash.xxh3_64_hexdigest(identity.encode())}"
+        posted = self._posted.setdefault(f"{metadata.namespace}/{name}", _Posted(0, now))
+        _keep_newest(self._posted, f"{metadata.namespace}/{name}")
+        posted.count += 1
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": metadata.namespace},
+            "involvedObject": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": metadata.name,
+                "namespace": metadata.namespace,
+                "uid": metadata.uid,
+            },
+            "type": event.type,
+            "reason": event.reason,
+            "message": event.message[:MAX_MESSAGE],
+            "count": posted.count,
+            "firstTimestamp": posted.first,
+            "lastTimestamp": now,
+            "source": {"component": FIELD_MANAGER},
+            "reportingComponent": FIELD_MANAGER,
+        }
+
+
+def _keep_newest(held: OrderedDict[str, Any], key: str) -> None:
+    held.move_to_end(key)
+    while len(held) > MAX_REMEMBERED:
+        held.popitem(last=False)

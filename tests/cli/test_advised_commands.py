@@ -1,0 +1,56 @@
+"""Whatever tells people to run a command names one that exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from argosy.main import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+ADVICE = sorted(
+    path
+    for pattern in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/*.md",
+        "examples/*",
+        "charts/argosy/**/*.yaml",
+        "charts/argosy/**/*.txt",
+        "charts/argosy/**/*.json",
+        "router/argosy_router/**/*.py",
+        "operator/argosy_operator/**/*.py",
+        "engine/argosy_engine/**/*.py",
+        "cli/argosy/**/*.py",
+    )
+    for path in ROOT.glob(pattern)
+    if path.is_file() and path.name not in ("decisions.md", "log.md")  # they tell of the past
+)
+KUBECTL = {
+    "annotate", "api-resources", "apply", "cordon", "create", "delete", "describe", "drain", "edit", "events", "exec",
+    "explain", "get", "label", "logs", "patch", "port-forward", "rollout", "scale", "set", "top", "uncordon", "wait",
+}  # fmt: skip
+_ARGOSY = re.compile(r"(?:`|^\s*\$?\s*)argosy ([a-z][a-z-]*)(?=[\s`])", re.MULTILINE)
+_KUBECTL = re.compile(
+    r"(?:`|^\s*\$?\s*|\$\()kubectl ((?:--?[a-z-]+(?: |=)\S+ )*)([a-z][a-z-]*)(?=[\s`])", re.MULTILINE
+)
+
+
+def advised(text: str) -> set[str]:
+    """Commands of ours that a text names in backticks, or at the beginning of a line."""
+    return set(_ARGOSY.findall(text))
+
+
+@pytest.mark.parametrize("path", ADVICE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_advised_commands_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert advised(text) <= {command.name for command in COMMANDS}
+    assert {verb for _, verb in _KUBECTL.findall(text)} <= KUBECTL
+
+
+def test_advice_is_found() -> None:
+    assert advised("ask `argosy why NAME`\n  argosy up -f x\nand argosy is good") == {"why", "up"}
+    found = {command for path in ADVICE for command in advised(path.read_text(encoding="utf-8"))}
+    assert len(found) > 5
