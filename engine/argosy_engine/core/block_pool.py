@@ -81,9 +81,16 @@ class BlockPool:
     Args:
         num_blocks: including the null block.
         on_evict: called with a block id when its cached content is about to be lost.
+        on_cached, on_uncached: called with a hash once a block is registered for it, and once none is any more.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int], None] | None = None,
+        on_cached: Callable[[bytes], None] | None = None,
+        on_uncached: Callable[[bytes], None] | None = None,
+    ) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self._free = FreeQueue()
         for block in self.blocks[1:]:
@@ -91,6 +98,8 @@ class BlockPool:
         self.blocks[0].ref_count = 1
         self._by_hash: dict[bytes, Block] = {}
         self._on_evict = on_evict
+        self._on_cached = on_cached
+        self._on_uncached = on_uncached
 
     @property
     def num_free_blocks(self) -> int:
@@ -126,6 +135,9 @@ class BlockPool:
             ids.append(block.block_id)
         return ids
 
+    def is_cached(self, block_hash: bytes) -> bool:
+        return block_hash in self._by_hash
+
     def num_free_among(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks sit in the free queue: sharing them uses up that many free blocks."""
         return sum(self.blocks[i].ref_count == 0 for i in block_ids)
@@ -147,6 +159,8 @@ class BlockPool:
             return False
         block.block_hash = block_hash
         self._by_hash[block_hash] = block
+        if self._on_cached is not None:
+            self._on_cached(block_hash)
         return True
 
     def unregister(self, block_ids: Sequence[int]) -> None:
@@ -181,11 +195,14 @@ class BlockPool:
         return True
 
     def _forget(self, block: Block) -> None:
-        assert block.block_hash is not None
-        del self._by_hash[block.block_hash]
+        block_hash = block.block_hash
+        assert block_hash is not None
+        del self._by_hash[block_hash]
         block.block_hash = None
         if self._on_evict is not None:
             self._on_evict(block.block_id)
+        if self._on_uncached is not None:
+            self._on_uncached(block_hash)
 
     def check(self) -> None:
         """Asserts the invariants of the module docstring; O(blocks), for tests and the idle engine."""

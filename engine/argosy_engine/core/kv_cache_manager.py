@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from argosy_engine.core.block_pool import BlockPool
-from argosy_engine.core.kv_cache_groups import NULL_BLOCK, make_groups
+from argosy_engine.core.kv_cache_groups import NULL_BLOCK, FullAttentionGroup, make_groups
 from argosy_engine.core.request import Request
 from argosy_engine.core.residency import ResidencyTracker
+from argosy_engine.core.waiting_tokens import WaitingTokens
 from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from argosy_engine.worker.step import BlockIds
 
@@ -44,13 +45,18 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = make_groups(specs, block_size, max_num_batched_tokens)
+        self._counted_group = _counted_group(self.groups)
         self.residency = ResidencyTracker()
-        self.pool = BlockPool(num_blocks, on_evict=self.residency.evict)
+        self._new_pool(num_blocks)
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_promised_blocks = 0
         """Of all requests: the sum of their `num_promised_blocks`."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+
+    def _new_pool(self, num_blocks: int) -> None:
+        self.waiting = waiting = WaitingTokens(self.block_size, lambda key: self.pool.is_cached(key))
+        self.pool = BlockPool(num_blocks, self.residency.evict, waiting.cached, waiting.evicted)
 
     @property
     def usage(self) -> float:
@@ -67,13 +73,9 @@ class KVCacheManager:
         At most `num_tokens - 1` tokens count as computed, because the last token must run to give logits. A request
         that wants its prompt's log probabilities, or a mean over it, computes all of it.
         """
-        wants_prompt = request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens
-        if request.pooling_params is not None:
-            wants_prompt = request.pooling_params.needs_every_token
-        if not self.enable_prefix_caching or wants_prompt:
+        hashes = self._shareable(request)
+        if not hashes:
             return [[] for _ in self.groups]
-        request.hash_full_blocks()
-        hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
         while True:
             # A group may cut the hit of those before it; the hits agree once a round cuts nothing.
             longest, hits = len(hashes), []
@@ -83,6 +85,27 @@ class KVCacheManager:
                 hashes = hashes[: len(hit)]
             if len(hashes) == longest or len(hits) == 1:
                 return hits
+
+    def _shareable(self, request: Request) -> list[bytes]:
+        """Hashes of the leading blocks that the request would take from the cache."""
+        wants_prompt = request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens
+        if request.pooling_params is not None:
+            wants_prompt = request.pooling_params.needs_every_token
+        if not self.enable_prefix_caching or wants_prompt:
+            return []
+        request.hash_full_blocks()
+        return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+
+    def enqueue(self, request: Request) -> None:
+        """The request waits to be admitted."""
+        hashes = self._shareable(request) if self._counted_group is not None else []
+        if self._counted_group is not None and self._counted_group.key_suffix:
+            hashes = [self._counted_group.key(block_hash) for block_hash in hashes]
+        self.waiting.add(request.request_id, request.num_tokens, hashes)
+
+    def dequeue(self, request: Request) -> None:
+        """The request no longer waits."""
+        self.waiting.remove(request.request_id)
 
     def admit(
         self, request: Request, cached_block_ids: BlockIds, num_new_tokens: int, *, leave_room: bool
@@ -176,7 +199,7 @@ class KVCacheManager:
 
     def rebuild(self) -> None:
         """Starts over with an empty cache. The caller has every request forget its blocks."""
-        self.pool = BlockPool(len(self.pool.blocks), on_evict=self.residency.evict)
+        self._new_pool(len(self.pool.blocks))
         self.num_promised_blocks = 0
         self.residency.clear()
 
@@ -264,3 +287,11 @@ class KVCacheManager:
                 self.residency.tie(ends[index].hash, num_blocks * self.block_size, holder[0])
             index += 1
         request.num_tied_chunks = index
+
+
+def _counted_group(groups: Sequence[FullAttentionGroup]) -> FullAttentionGroup | None:
+    """The group whose cached blocks tell what waiting requests need not compute: one that keeps every block, where
+    there is one, because what lies behind a window may be gone and not be missed. None: nothing is ever shared."""
+    if not all(group.is_shareable for group in groups):
+        return None
+    return next((group for group in groups if type(group) is FullAttentionGroup), groups[0])

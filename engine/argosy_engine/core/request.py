@@ -117,7 +117,7 @@ class Request:
         self.num_cached_tokens = -1
         """Prompt tokens found in the prefix cache at first schedule; -1 before."""
         self.num_pending_tokens = 0
-        """The request's part of the scheduler's `queued_uncached_tokens`."""
+        """The request's part of the scheduler's `queued_uncached_tokens` while it runs."""
         self.num_preemptions = 0
         self.queued_at = time.monotonic()
         self.first_scheduled_at = 0.0

@@ -76,8 +76,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.in_flight = StepsInFlight()
         self.num_preemptions = 0
-        self.queued_uncached_tokens = 0
-        """Tokens that admitted, waiting and blocked requests have to compute before their next token."""
+        self._num_pending_tokens = 0
+        """Of all running requests: the sum of their `num_pending_tokens`."""
         self._num_arrivals = 0
         self._turns = TurnClock()
         self._released: list[str] = []
@@ -94,6 +94,12 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         """Whether a request still awaits its answer, blocked ones included."""
         return bool(self.requests or self._outputs)
+
+    @property
+    def queued_uncached_tokens(self) -> int:
+        """Tokens that admitted, waiting and blocked requests have to compute before their next token; of those that
+        are not admitted yet, prefixes in the cache do not count."""
+        return self._num_pending_tokens + self.kv.waiting.num_tokens
 
     @property
     def num_waiting(self) -> int:
@@ -157,7 +163,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self._set_pending(request, request.num_tokens)
+        self.kv.enqueue(request)
         if request.status in BLOCKED:
             self.blocked[request.request_id] = request
         else:
@@ -249,6 +255,7 @@ class Scheduler:
                 )
                 continue
             self.waiting.remove(request)
+            self.kv.dequeue(request)
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             plan.new_requests.append(
@@ -319,7 +326,8 @@ class Scheduler:
         self._set_drafts(request, [])
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
-        self._set_pending(request, request.num_tokens)
+        self._set_pending(request, 0)
+        self.kv.enqueue(request)
         self.num_preemptions += 1
         self._released.append(request.request_id)
         self.waiting.push(request)
@@ -409,7 +417,9 @@ class Scheduler:
         """Takes an unfinished request out of the collection that its status names."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-        elif request.status in BLOCKED:
+            return
+        self.kv.dequeue(request)
+        if request.status in BLOCKED:
             del self.blocked[request.request_id]
         else:
             self.waiting.remove(request)
@@ -429,7 +439,7 @@ class Scheduler:
         request.num_tokens_with_spec = request.num_tokens + len(token_ids)
 
     def _set_pending(self, request: Request, num_tokens: int) -> None:
-        self.queued_uncached_tokens += num_tokens - request.num_pending_tokens
+        self._num_pending_tokens += num_tokens - request.num_pending_tokens
         request.num_pending_tokens = num_tokens
 
     # When something is wrong
@@ -447,7 +457,7 @@ class Scheduler:
         unanswered = [request for request in self.requests.values() if request.finish_reason is None]
         self._released += self.requests
         self.requests, self.waiting, self.blocked, self.running = {}, RequestQueue(), {}, []
-        self.queued_uncached_tokens = 0
+        self._num_pending_tokens = 0
         for request in unanswered:
             self.kv.forget(request)
             request.num_computed_tokens = request.num_pending_tokens = 0
@@ -475,4 +485,5 @@ class Scheduler:
         assert all(request.status is RequestStatus.RUNNING for request in self.running)
         assert all(not request.block_ids for request in (*self.waiting, *self.blocked.values()))
         pending = sum(request.num_pending_tokens for request in self.requests.values())
-        assert pending == self.queued_uncached_tokens
+        assert pending == self._num_pending_tokens
+        self.kv.waiting.check([request.request_id for request in (*self.waiting, *self.blocked.values())])
