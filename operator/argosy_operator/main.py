@@ -29,7 +29,7 @@ from argosy_operator.controller import WATCHED, Controller
 from argosy_operator.errors import OperatorError
 from argosy_operator.health import health_app
 from argosy_operator.kopf_storage import NoDiffBase, NoProgress
-from argosy_operator.own_keys import ensure_keys
+from argosy_operator.own_keys import ensure_keys, keep_fleet_key
 from argosy_operator.routers import http_fetch
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
         async with _served(controller, config, health_port):
             await controller.start()  # before kopf, which finds out once which resources are served
             stop = asyncio.Event()
-            work = asyncio.create_task(controller.run(), name="controller")
+            work = asyncio.create_task(_work(controller, api, config), name="controller")
             ready = [asyncio.Event() for _ in scopes(config)]
             sources = [
                 asyncio.create_task(event_source(controller, scope, stop=stop, ready=each), name="kopf")
@@ -111,6 +111,15 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
                     logger.error("stopped by a failure", exc_info=error)
                     return 1
             return 0
+
+
+async def _work(controller: Controller, api: KubernetesApi, config: OperatorConfig) -> None:
+    """What the operator does until it is cancelled."""
+    keeping = asyncio.create_task(keep_fleet_key(api, config), name="fleet-key")
+    try:
+        await controller.run()
+    finally:
+        keeping.cancel()
 
 
 async def _stop_signal(ready: Sequence[asyncio.Event]) -> None:

@@ -7,6 +7,7 @@ no release and no resource, so that they outlive an uninstallation and engines k
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import logging
@@ -24,16 +25,45 @@ FLEET_KEY_FIELD: Final = "key"
 ROUTER_KEYS_FIELD: Final = "api-keys"
 _KEY_BYTES: Final = 32
 """Of randomness in each key."""
+_START_RETRY: Final = 1.0
+_START_PATIENCE: Final = 30.0
+"""A chart installs permissions and operator together, and the API server takes a moment to honour the former."""
 
 
-async def ensure_keys(api: Api, config: OperatorConfig) -> OperatorConfig:
+async def ensure_keys(api: Api, config: OperatorConfig, patience: float = _START_PATIENCE) -> OperatorConfig:
     """Makes what is missing, and returns the settings with the fleet key. The key is part of the pod's environment
     once its Secret exists, so nothing has to be read.
 
     Raises:
         OperatorError: there is a Secret, but it had no key when this process was started.
-        ApiError: the API server refused.
+        ApiError: the API server refused for `patience` seconds.
     """
+    deadline = asyncio.get_running_loop().time() + patience
+    while True:
+        try:
+            return await _ensure(api, config)
+        except ApiError as error:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise
+            logger.info("waiting for the API server: %s", error)
+            await asyncio.sleep(_START_RETRY)
+
+
+async def keep_fleet_key(api: Api, config: OperatorConfig) -> None:
+    """Makes the Secret again if it was deleted, with the same key, until cancelled: the next start of the operator
+    would make another key, and every engine would roll."""
+    while True:
+        await asyncio.sleep(config.resync_seconds)
+        if not config.fleet_key_secret:
+            continue
+        try:
+            key = config.fleet_key.decode()
+            await _made(api, config, config.fleet_key_secret, FLEET_KEY_FIELD, key)
+        except ApiError as error:
+            logger.warning("cannot keep the Secret %s: %s", config.fleet_key_secret, error)
+
+
+async def _ensure(api: Api, config: OperatorConfig) -> OperatorConfig:
     if config.router_keys_secret:
         key = f"sk-{secrets.token_hex(_KEY_BYTES)}"
         await _made(api, config, config.router_keys_secret, ROUTER_KEYS_FIELD, key)

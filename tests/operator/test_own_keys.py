@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 from typing import Any
@@ -14,7 +15,7 @@ from virtual_time import run
 from argosy_operator.api import SECRETS
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError, OperatorError
-from argosy_operator.own_keys import ensure_keys
+from argosy_operator.own_keys import ensure_keys, keep_fleet_key
 
 FLEET = (SECRETS, "argosy-system", "argosy-fleet-key")
 ROUTER = (SECRETS, "argosy-system", "argosy-router-keys")
@@ -95,15 +96,46 @@ def test_what_the_chart_does_not_ask_for_is_not_made() -> None:
     run(scenario())
 
 
-def test_other_refusals_are_errors() -> None:
-    async def scenario() -> None:
+def test_a_refusal_is_an_error_if_it_lasts() -> None:
+    """The chart makes permissions and operator together, and they take a moment to count."""
+
+    async def scenario(until: int) -> OperatorConfig:
         cluster = FakeKubernetes()
 
         def forbid(number: int) -> None:
-            raise ApiError("POST", 403, "no permission")
+            if number <= until:
+                raise ApiError("POST", 403, "no permission")
 
         cluster.before_write = forbid
-        with pytest.raises(ApiError, match="no permission"):
-            await ensure_keys(cluster, FIRST)
+        return await ensure_keys(cluster, FIRST)
+
+    assert run(scenario(3)).fleet_key
+    with pytest.raises(ApiError, match="no permission"):
+        run(scenario(10**6))
+
+
+def test_a_fleet_key_that_was_deleted_comes_back_as_it_was() -> None:
+    """Else the next start would make another one, and every engine would roll."""
+
+    async def scenario() -> None:
+        cluster = FakeKubernetes()
+        config = await ensure_keys(cluster, FIRST)
+        made = dict(cluster.objects[FLEET]["data"])
+        keeping = asyncio.create_task(keep_fleet_key(cluster, config))
+        cluster.remove(FLEET)
+        await asyncio.sleep(2 * config.resync_seconds)
+        assert cluster.objects[FLEET]["data"] == made
+        changed = {**cluster.objects[FLEET], "data": {"key": "bmV3"}}
+        cluster.overwrite(FLEET, changed)
+        cluster.before_write = failing
+        await asyncio.sleep(2 * config.resync_seconds)
+        cluster.before_write = lambda number: None
+        await asyncio.sleep(2 * config.resync_seconds)
+        assert cluster.objects[FLEET]["data"] == {"key": "bmV3"}, "the administrator's change stays"
+        assert not keeping.done(), "an API server that fails for a while stops nothing"
+        keeping.cancel()
+
+    def failing(number: int) -> None:
+        raise ApiError("POST", 0, "no answer")
 
     run(scenario())
