@@ -147,75 +147,76 @@ def test_for_a_cluster_of_the_users_nothing_is_built(tmp_path: Path) -> None:
 
 
 BUILD = """
-import sys
-from pathlib import Path
+import os
 from cluster import build, shell
+from cluster.settings import Settings
 shell.stop_cleanly()
-build._build(build.MODULES[0], {"etcd": "x"}, Path(sys.argv[1]), Path(sys.argv[1]) / "logs")
+build.ensure_binaries(Settings.from_env(dict(os.environ)))
 """
-GO = """#!/bin/sh
-mkdir "$GOTMPDIR/go-build123"
-echo $$ > "$GOTMPDIR/../pid"
-echo compiling >&2
-exec sleep 60
-"""
+
+
+def fake_go(folder: Path, script: str) -> dict[str, str]:
+    """The environment of a build with another `go`, and a cache below `folder`."""
+    path = folder / "path"
+    path.mkdir()
+    (path / "go").write_text(f"#!/bin/sh\n{script}\n")
+    (path / "go").chmod(0o755)
+    return {
+        "PATH": f"{path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parent),
+        "TMPDIR": str(folder),
+        "PID_FILE": str(folder / "pid"),
+        "ARGOSY_E2E_CACHE": str(folder / "cache"),
+        "ARGOSY_E2E_STATE": str(folder / "state"),
+    }
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 def test_a_build_that_is_stopped_leaves_neither_process_nor_folder(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    binaries = tmp_path / "bin"
-    (tmp_path / "path").mkdir()
-    binaries.mkdir()
-    go = tmp_path / "path" / "go"
-    go.write_text(GO)
-    go.chmod(0o755)
-    environment = {
-        "PATH": f"{go.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(Path(__file__).parent),
-        "TMPDIR": str(tmp_path),
-    }
+    temporary = '"${GOTMPDIR:-$TMPDIR}/go-build123"'
+    go = f'mkdir {temporary}; echo $$ > "$PID_FILE"; echo compiling >&2; exec sleep 60'
+    environment = fake_go(tmp_path, go)
     # As a job of a shell that is not interactive: SIGINT is ignored until somebody says otherwise.
-    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        process = subprocess.Popen([sys.executable, "-c", BUILD, str(binaries)], env=environment)
+        process = subprocess.Popen([sys.executable, "-c", BUILD], env=environment)
     finally:
-        signal.signal(signal.SIGINT, ignored)
+        signal.signal(signal.SIGINT, before)
     with process:
         try:
-            pid = int(poll("the build to start", lambda: _read(binaries / "pid"), 30))
+            pid = int(poll("the build to start", lambda: _read(tmp_path / "pid"), 30))
             process.send_signal(number)
             process.wait(timeout=30)
         finally:
             process.kill()
     assert process.returncode != 0
     poll("go to end", lambda: not Path(f"/proc/{pid}").exists() or None, 10)
-    (binaries / "pid").unlink()
-    assert [path.name for path in binaries.iterdir()] == ["logs"]
-    assert not list(tmp_path.glob("go-build*"))
+    assert list(tmp_path.rglob("go-build*")) == []
+    (binaries,) = (tmp_path / "cache").glob("bin-*")
+    assert list(binaries.iterdir()) == []
 
 
 def _read(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-def test_what_an_earlier_build_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    """One that was killed outright could not."""
-    binaries = tmp_path / "bin"
-    (binaries / ".work-kubernetes" / "go-build1").mkdir(parents=True)
-    (tmp_path / "go").write_text(
-        '#!/bin/sh\ntouch "$GOTMPDIR/../.staging-kubernetes/x"\nls "$GOTMPDIR" >&2\n'
-    )
-    (tmp_path / "go").chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(Path(__file__).parent),
-        "TMPDIR": str(tmp_path),
-    }
-    subprocess.run([sys.executable, "-c", BUILD, str(binaries)], env=environment, check=True, timeout=60)
-    assert sorted(path.name for path in binaries.iterdir()) == ["etcd", "logs"]
-    assert (binaries / "logs" / "kubernetes.log").read_text() == ""
+def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    names = sorted({name for module in build.MODULES for name in module.commands})
+    # Whether it finds anything in its folders, and one file for each command, in the folder that follows -o.
+    go = f"""ls "$GOTMPDIR" >&2
+while [ "$1" != -o ]; do shift; done
+cd "$2" && ls >&2 && touch server {" ".join(names)}"""
+    environment = fake_go(tmp_path, go)
+    settings = Settings.from_env(environment)
+    folder = build.binaries(settings)
+    for stale in (".work-kubernetes/go-build1", ".staging-kubernetes"):
+        (folder / stale).mkdir(parents=True)
+    (folder / ".staging-kubernetes" / "kubelet").touch()
+    subprocess.run([sys.executable, "-c", BUILD], env=environment, check=True, timeout=60)
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert (settings.cache / "build-logs" / "kubernetes.log").read_text() == ""
 
 
 def test_every_command_gets_the_name_go_build_gives_it() -> None:
