@@ -122,6 +122,15 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             "token is drawn from (processed)"
         ),
     ] = "raw_logprobs"
+    request_stall_timeout: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=86400.0,
+            description="seconds after which a request that nothing moves is failed; 0: never",
+        ),
+    ] = 300.0
+    """Longer than any compilation of a grammar and any step; nothing that works stands still for minutes."""
     structured_outputs_cache_bytes: Annotated[
         int, Meta(ge=0, le=1 << 40, description="compiled grammars kept for later requests")
     ] = 256 << 20

@@ -13,6 +13,7 @@ from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
+from argosy_engine.core.watchdog import Watchdog
 from argosy_engine.structured.compiler import GrammarCompiler
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
@@ -174,7 +175,9 @@ def test_the_compilation_of_a_client_that_left_is_killed() -> None:
 
 def test_a_request_whose_grammar_was_lost_is_answered(caplog: pytest.LogCaptureFixture) -> None:
     waiting = WaitingCore()
+    waiting.core.watchdog = Watchdog(300.0, lambda: waiting.now)
     waiting.core.structured.forget(["waits"])
+    waiting.now += 10.0
     waiting.core.tick()
     (output,) = waiting.core.step().outputs
     assert output.error_kind is ErrorKind.INTERNAL

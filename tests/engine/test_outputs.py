@@ -467,3 +467,50 @@ def test_thought_is_expected_where_the_template_leaves_room(
     ).reasoning
     assert processor.has_thinking is has_thinking
     assert (None if reasoning is None else reasoning.is_open) is is_open
+
+
+class ForgetfulClient(FakeClient):
+    """A core that knows some requests only."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm)
+        self.unknown: list[str] = []
+
+    async def call_utility(self, method: str, request_ids: list[str]) -> list[str]:
+        assert method == "unknown_requests"
+        return [request_id for request_id in request_ids if request_id in self.unknown]
+
+
+async def test_a_request_that_the_core_has_lost_is_failed(llm: LLM) -> None:
+    """Its end may be on its way, so the core is asked twice; and nobody is asked for what was not sent yet."""
+    client = ForgetfulClient(llm)
+    engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
+    kept, lost = choices(llm, PROMPT, 2), choices(llm, PROMPT, 1)
+    async with aclosing(engine.generate(kept, 2)) as known, aclosing(engine.generate(lost)) as forgotten:  # type: ignore[type-var]
+        waiting, failing = asyncio.ensure_future(anext(known)), asyncio.ensure_future(anext(forgotten))
+        await client.arrivals(2)
+        client.unknown = [lost[0].request_id, kept[1].request_id]
+        assert await engine.fail_lost(silent_s=0.0) == 0
+        assert not failing.done()
+        assert await engine.fail_lost(silent_s=0.0) == 1
+        with pytest.raises(RequestFailed, match="lost"):
+            await failing
+        assert engine.num_live == 2
+        client.say(EngineCoreOutput(kept[0].request_id, [9]))
+        assert [output.token_ids for output in await waiting] == [[9]]
+    await engine.close()
+
+
+async def test_a_silence_that_is_short_is_not_asked_about(llm: LLM) -> None:
+    client = ForgetfulClient(llm)
+    engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
+    (request,) = choices(llm, PROMPT, 1)
+    async with aclosing(engine.generate([request])) as stream:  # type: ignore[type-var]
+        waiting = asyncio.ensure_future(anext(stream))
+        await client.arrivals(1)
+        client.unknown = [request.request_id]
+        for _ in range(3):
+            assert await engine.fail_lost(silent_s=3600.0) == 0
+        client.say(EngineCoreOutput(request.request_id, [9]))
+        await waiting
+    await engine.close()

@@ -89,6 +89,12 @@ class Metrics(Observer):
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = counter("num_preemptions", "Preemptions.")
+        self._stalled = Counter(
+            "argosy_engine_stalled_requests",
+            "Requests failed because nothing moved them any more.",
+            _LABELS,
+            registry=self.registry,
+        ).labels(*values)
         self._prompt = counter("prompt_tokens", "Prompt tokens of finished prefills.")
         self._prompt_cached = counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
         self._generated = counter("generation_tokens", "Generated tokens.")
@@ -155,8 +161,13 @@ class Metrics(Observer):
         ):
             if value:
                 metric.inc(value)
+        if stats.num_stalled:
+            self._stalled.inc(stats.num_stalled)
         if stats.iteration_tokens:
             self._iteration.observe(stats.iteration_tokens)
+
+    def on_lost(self, count: int) -> None:
+        self._stalled.inc(count)
 
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
         self._generated.inc(count)

@@ -14,12 +14,14 @@ from typing import Any
 
 import uvicorn
 
+from argosy_engine.api.api_diagnostics import describe_on_signal
 from argosy_engine.api.app import ITERATION_TIMEOUT_S, Engine, build_app
 from argosy_engine.api.connection_limit import protocol_of
 from argosy_engine.api.flags import FlagParser
 from argosy_engine.api.guard import Guard
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.descriptors import raise_limit, require_free
+from argosy_engine.core.diagnostics import dump_stacks_on_signal
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.budget import budget_table
@@ -39,6 +41,7 @@ _LAST_BYTES_S = 5
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server; exit code 0 after a drain, 1 when the engine died, 2 for wrong usage."""
     started = time.perf_counter()
+    dump_stacks_on_signal()
     options, args = parse_args(argv)
     configure_logging(options.log_level.upper())
     try:
@@ -82,6 +85,7 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float, 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    describe_on_signal(loop, engine)
     serving = asyncio.create_task(server.serve(), name="http")
     loading = asyncio.create_task(_load(engine, args, stop, started, options), name="load")
     stopping = asyncio.create_task(stop.wait(), name="stop")

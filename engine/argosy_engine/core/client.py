@@ -88,7 +88,7 @@ class InprocClient:
     def step(self) -> EngineCoreOutputs:
         if not self.core.has_work:
             self.core.structured.wait(WAIT_S)
-            self.core.tick()
+        self.core.tick()
         try:
             outputs = self.core.step()
         except Exception:

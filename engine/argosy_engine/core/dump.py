@@ -1,8 +1,10 @@
-"""What the core was doing when it died, for its log: load, requests, last steps. No text, no token ids, bounded."""
+"""What the core is doing, for its log: load, requests and their ages, last steps. No text, no token ids, bounded.
+Written when the core dies and when it is asked (`diagnostics`)."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -28,19 +30,36 @@ def log_dump(core: EngineCore) -> None:
         logger.exception("the state of the engine core could not be described")
 
 
-def describe(core: EngineCore) -> str:
+def describe(core: EngineCore, title: str = "state of the engine core at its end") -> str:
     """Some lines of `name: key=value ...`; at most `MAX_REQUESTS` per list."""
+    now = time.monotonic()
     config, scheduler = core.config, core.scheduler
     lines = [
-        "state of the engine core at its end",
+        title,
         f"  engine: model={config.model_name} architecture={config.architecture} device={config.device} "
         f"dtype={config.dtype} max_model_len={config.max_model_len} block_size={config.block_size} "
         f"num_gpu_blocks={config.num_gpu_blocks} max_num_seqs={config.max_num_seqs} "
         f"max_num_batched_tokens={config.max_num_batched_tokens}",
         f"  scheduler: running={len(scheduler.running)} waiting={scheduler.num_waiting} "
-        f"kv_cache_usage={core.kv.usage:.3f}",
+        f"blocked={len(scheduler.blocked)} in_flight={len(scheduler.in_flight)} kv_cache_usage={core.kv.usage:.3f}",
+        f"  grammars: compiling={core.structured.compiler.num_running} queued={core.structured.compiler.num_queued} "
+        f"stuck_threads={core.structured.num_stuck}",
+        f"  step: began {now - core.step_began_at:.3f} s ago, "
+        + ("not over" if core.is_stepping else f"ended {now - core.step_ended_at:.3f} s ago"),
     ]
-    lines += _listed("running", scheduler.running, len(scheduler.running), _request)
+
+    def aged(request: Request) -> str:
+        return (
+            f"{_request(request)} age={now - request.queued_at:.1f}s "
+            f"still={core.watchdog.still_s(request.request_id):.1f}s"
+        )
+
+    for name, requests in (
+        ("running", list(scheduler.running)),
+        ("waiting", list(scheduler.waiting)),
+        ("blocked", list(scheduler.blocked.values())),
+    ):
+        lines += _listed(name, requests, len(requests), aged)
     for step in core.last_steps:
         lines += _step(step)
     return "\n".join(lines)

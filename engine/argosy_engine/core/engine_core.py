@@ -32,6 +32,7 @@ from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.core.sleep import SleepState
 from argosy_engine.core.step_timing import StepTiming
+from argosy_engine.core.watchdog import Watchdog
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor, PendingOutput
 from argosy_engine.structured.manager import Failure
@@ -122,10 +123,14 @@ class EngineCore:
         """Whether the invariants were checked since the last step."""
         self._was_healed = False
         """Whether the last step's bookkeeping failed."""
+        self.watchdog = Watchdog(args.request_stall_timeout)
+        self._num_stalled = 0
+        self.step_began_at = self.step_ended_at = time.monotonic()
         self.sleep_state = SleepState(self.scheduler, self.kv, executor)
         self._utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.kv.reset_prefix_cache,
             "check": self._check,
+            "unknown_requests": self._unknown_requests,
             "collective_rpc": self._collective_rpc,
             "sleep": self._sleep,
             "wake_up": self.sleep_state.wake_up,
@@ -183,6 +188,17 @@ class EngineCore:
         A step whose bookkeeping fails is empty; the next one starts afresh.
         """
         self._is_checked = False
+        self.step_began_at = time.monotonic()
+        try:
+            return self._step()
+        finally:
+            self.step_ended_at = time.monotonic()
+
+    @property
+    def is_stepping(self) -> bool:
+        return self.step_ended_at < self.step_began_at
+
+    def _step(self) -> EngineCoreOutputs:
         step = self._schedule()
         if step is None:
             return self.idle_outputs()
@@ -205,7 +221,6 @@ class EngineCore:
     def _schedule(self) -> SchedulerOutput | None:
         """The next step, None if the bookkeeping failed."""
         try:
-            self.structured.tick()
             self._admit_compiled()
             step = self.scheduler.schedule()
             if self.structured:
@@ -313,17 +328,37 @@ class EngineCore:
             decode_step_s=self._timing.decode_step_s,
             iteration_tokens=iteration_tokens,
             longest_step_s=self._timing.longest_step_s,
+            num_stalled=self._num_stalled,
         )
+        self._num_stalled = 0
         kv.num_queried_tokens = kv.num_hit_tokens = scheduler.num_preemptions = 0
         return stats
 
     def tick(self) -> None:
-        """Lets time pass for an idle core: for what waits for something other than a step."""
+        """Lets time pass, for what waits for something other than a step; cheap enough for each turn of a loop."""
         try:
             self.structured.tick()
-            self._release_blocked()
+            if self.watchdog.is_due:
+                self._release_blocked()
+                self._fail_stalled()
         except Exception:
-            logger.exception("fault while looking after grammars")
+            self._heal("looking after requests")
+
+    def _fail_stalled(self) -> None:
+        """Ends requests that nothing moves any more."""
+        stalled = self.watchdog.check(self.scheduler.requests.values())
+        if not stalled:
+            return
+        self._num_stalled += len(stalled)
+        logger.error("%d requests stood still for %g s and are failed", len(stalled), self.watchdog.timeout_s)
+        reason = f"the engine made no progress with this request for {self.watchdog.timeout_s:g} s"
+        for request_id in stalled:
+            self.scheduler.fail(request_id, reason, ErrorKind.INTERNAL)
+        self._forget_finished()
+
+    def _unknown_requests(self, request_ids: list[str]) -> list[str]:
+        """Those of these requests that the core does not have (any more)."""
+        return [request_id for request_id in request_ids if request_id not in self.scheduler.requests]
 
     def idle_outputs(self) -> EngineCoreOutputs:
         """Heartbeat of a core with nothing to do; also carries what aborts and resets changed."""

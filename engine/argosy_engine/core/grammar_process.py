@@ -12,7 +12,6 @@ come a `Job`, then nothing (`LOWER_PRIORITY` at most) until the end of the file,
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import logging
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from argosy_engine.core.diagnostics import dump_stacks_on_signal
 from argosy_engine.executor.lifeline import die_with_parent
 from argosy_engine.structured.params import GrammarSpec
 from argosy_engine.structured.step_probe import check_steps
@@ -69,7 +69,7 @@ class Job(Struct, frozen=True):
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    faulthandler.register(signal.SIGUSR1)
+    dump_stacks_on_signal()
     # Ctrl-C goes to the whole group; the core decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

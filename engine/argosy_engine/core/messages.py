@@ -129,6 +129,8 @@ class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     decode_step_s: float = 0.0
     iteration_tokens: int = 0
     longest_step_s: float = 0.0
+    num_stalled: int = 0
+    """Requests failed by the watchdog since the last report."""
 
 
 class ResidencyDelta(Struct, array_like=True, omit_defaults=True, gc=False):

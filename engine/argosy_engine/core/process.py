@@ -25,6 +25,7 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
+from argosy_engine.core.diagnostics import describe_on_signal, dump_stacks_on_signal
 from argosy_engine.core.launch import START_TIMEOUT_S
 from argosy_engine.core.messages import (
     EngineCoreOutput,
@@ -96,6 +97,7 @@ class CoreProcess:
         self._add_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._abort_decoder = msgspec.msgpack.Decoder(list[str])
         self._utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
+        self._turned_at = self._received_at = self._sent_at = time.monotonic()
 
     def run(self) -> int:
         """Start, serve, report why it ended. The exit code is 0 only for an orderly end."""
@@ -133,6 +135,7 @@ class CoreProcess:
         # What lives now lives on: keep it out of every later garbage collection.
         gc.collect()
         gc.freeze()
+        describe_on_signal(self._describe)
         self._tell(Ready(msgspec.structs.replace(config, startup_phases=phases)))
         threading.Thread(target=_or_die, args=(self._receive,), daemon=True, name="input").start()
         sender = threading.Thread(target=_or_die, args=(self._send,), name="output")
@@ -153,8 +156,9 @@ class CoreProcess:
     def _busy_loop(self) -> None:
         core = self.core
         while True:
+            self._turned_at = time.monotonic()
+            core.tick()
             if not core.has_work and not self._wait_for_input():
-                core.tick()
                 core.check_when_idle()
                 self._outputs.put(core.idle_outputs())
                 continue
@@ -164,6 +168,18 @@ class CoreProcess:
             outputs = core.step()
             if outputs.stats is not None:  # else it was only launched
                 self._outputs.put(outputs)
+
+    def _describe(self) -> str:
+        """For SIGUSR1; called in a thread of its own."""
+        from argosy_engine.core.dump import describe
+
+        now = time.monotonic()
+        return (
+            f"{describe(self.core, 'state of the engine core')}\n"
+            f"  loop: turned {now - self._turned_at:.3f} s ago\n"
+            f"  reader: unread={self._inputs.qsize()} last message {now - self._received_at:.3f} s ago\n"
+            f"  writer: unsent={self._outputs.qsize()} last message {now - self._sent_at:.3f} s ago"
+        )
 
     def _wait_for_input(self) -> bool:
         """Blocks for the next message; False after a heartbeat's time without one."""
@@ -258,6 +274,7 @@ class CoreProcess:
     def _receive(self) -> None:
         while True:
             kind, payload = self._input.recv_multipart()
+            self._received_at = time.monotonic()
             message = self._read(kind, payload)
             if message is not None:
                 self._inputs.put(message)
@@ -266,6 +283,7 @@ class CoreProcess:
         encoder = msgspec.msgpack.Encoder()
         while (outputs := self._outputs.get()) is not None:
             self._output.send(encoder.encode(outputs))
+            self._sent_at = time.monotonic()
         self._output.close()  # lingers until the client has everything
 
     def _tell(self, message: HandshakeMessage) -> None:
@@ -303,6 +321,7 @@ def _exit_with_parent(directory: Path) -> None:
 def main() -> int:
     configure_logging("INFO")
     # The terminal's Ctrl-C goes to the whole group; the API process decides when the core ends.
+    dump_stacks_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     directory, parent = Path(sys.argv[1]), int(sys.argv[2])

@@ -8,6 +8,7 @@ msgpack.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import select
@@ -59,6 +60,7 @@ class Failure(Struct, array_like=True):
 
 def main() -> None:
     configure_logging("INFO")
+    faulthandler.register(signal.SIGUSR1)
     # Ctrl-C goes to the whole group; the core decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

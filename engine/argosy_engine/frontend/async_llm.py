@@ -36,6 +36,10 @@ from argosy_engine.frontend.processor import InputProcessor
 
 logger = logging.getLogger("argosy.frontend")
 
+LOST_CHECK_S = 30.0
+"""How often, and after how long a silence, the core is asked whether it still has a request."""
+MAX_DESCRIBED = 64
+"""Requests listed in a description; the rest is counted."""
 _CHUNK = 128
 """Outputs processed before other tasks of the loop get their turn."""
 
@@ -63,6 +67,7 @@ class _Live:
         "has_output",
         "index",
         "is_finished",
+        "is_submitted",
         "num_output",
         "num_prompt",
         "resumed_text",
@@ -82,6 +87,8 @@ class _Live:
         self.has_output = False
         self.is_finished = False
         """before it began: it resumes a run that had ended"""
+        self.is_submitted = False
+        """Whether the core was told of it."""
         self.resumed_text = ""
         self.siblings: Sequence[EngineCoreRequest] = ()
         """Other choices of the same prompt, which wait for this one to compute it."""
@@ -92,6 +99,9 @@ class Observer:
     """What wants to know about outputs as they pass: metrics and telemetry subclass it."""
 
     def on_core_outputs(self, outputs: EngineCoreOutputs) -> None: ...
+
+    def on_lost(self, count: int) -> None:
+        """Requests were failed that the core no longer knew."""
 
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None: ...
 
@@ -118,7 +128,9 @@ class AsyncLLM:
         self._sleep_lock = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._suspects: set[str] = set()
         self._reader = asyncio.create_task(self._read_outputs(), name="engine outputs")
+        self._watchdog = asyncio.create_task(self._watch(), name="lost requests")
 
     @classmethod
     async def start(cls, args: EngineArgs) -> AsyncLLM:
@@ -218,6 +230,7 @@ class AsyncLLM:
         live.resumed_text = live.detokenizer.update(request.resume_token_ids, is_last=False)
         if live.detokenizer.stop_reason is None and not live.is_finished:
             await self.client.add_request(request)
+            live.is_submitted = True
         else:
             ended = EngineCoreOutput(request.request_id, [], FinishReason.STOP)
             await self._process_all([ended])
@@ -288,10 +301,66 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Ends the core; requests that are still live fail, so that nobody waits for it."""
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        tasks = self._reader, self._watchdog
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._fail_live(EngineDead("the engine was shut down"))
         await self.client.close()
+
+    async def _watch(self) -> None:
+        while self._dead is None:
+            await asyncio.sleep(LOST_CHECK_S)
+            try:
+                await self.fail_lost()
+            except EngineError as error:
+                logger.warning("the core does not tell which requests it has: %s", error)
+
+    async def fail_lost(self, silent_s: float = LOST_CHECK_S) -> int:
+        """Fails requests that the core did not know in this call and the one before; how many. One look is not enough:
+        what tells of the end of a request may be on its way.
+
+        Args:
+            silent_s: asks for those only that have had no output for so long.
+
+        Raises:
+            EngineDead, UtilityFailed: the core does not answer.
+        """
+        now = time.monotonic()
+        silent = [
+            request_id
+            for request_id, live in self._live.items()
+            if live.is_submitted and now - max(live.timings.arrived, live.timings.last_token) >= silent_s
+        ]
+        unknown = set(await self.client.call_utility("unknown_requests", silent)) if silent else set[str]()
+        lost = [request_id for request_id in unknown & self._suspects if request_id in self._live]
+        self._suspects = unknown
+        for request_id in lost:
+            logger.error("the core has lost request %s", request_id)
+            self._fail(request_id, RequestFailed("the engine lost this request"))
+        if lost:
+            for observer in self.observers:
+                observer.on_lost(len(lost))
+        return len(lost)
+
+    def describe(self) -> str:
+        """Ages of requests and readers, for the log; no text, bounded."""
+        now = time.monotonic()
+        lines = [
+            f"state of the API: live={len(self._live)} sleep_level={self._sleep_level} dead={self.is_dead} "
+            f"core last heard {self.heartbeat_age_s:.3f} s ago"
+        ]
+        for request_id, live in list(self._live.items())[:MAX_DESCRIBED]:
+            timings, collector = live.timings, live.collector
+            silent_s = now - max(timings.arrived, timings.last_token)
+            lines.append(
+                f"    {request_id}: age={now - timings.arrived:.1f}s silent={silent_s:.1f}s "
+                f"submitted={live.is_submitted} siblings={len(live.siblings)} output={live.num_output} "
+                f"reader: pending={collector.num_pending} last took {now - collector.taken_at:.1f} s ago"
+            )
+        if len(self._live) > MAX_DESCRIBED:
+            lines.append(f"    and {len(self._live) - MAX_DESCRIBED} more")
+        return "\n".join(lines)
 
     async def _read_outputs(self) -> None:
         try:

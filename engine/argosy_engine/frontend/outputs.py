@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -55,6 +56,13 @@ class OutputCollector:
         self._pending: dict[int, GenerationOutput] = {}
         self._error: Exception | None = None
         self._ready = asyncio.Event()
+        self.taken_at = time.monotonic()
+        """When the reader last took something."""
+
+    @property
+    def num_pending(self) -> int:
+        """Choices with outputs that the reader has not taken."""
+        return len(self._pending)
 
     def put(self, output: GenerationOutput) -> None:
         earlier = self._pending.get(output.index)
@@ -77,6 +85,7 @@ class OutputCollector:
         await self._ready.wait()
         if not self._pending and self._error is not None:
             raise self._error
+        self.taken_at = time.monotonic()
         outputs = list(self._pending.values())
         self._pending.clear()
         if self._error is None:

@@ -115,6 +115,11 @@ class StructuredOutputManager:
         return bool(self._states)
 
     @property
+    def num_stuck(self) -> int:
+        """Threads stuck in steps that were given up."""
+        return self._steps.num_given_up
+
+    @property
     def request_ids(self) -> list[str]:
         """Requests that have a grammar or wait for it."""
         return [*self._states, *self._waiting]
@@ -137,7 +142,7 @@ class StructuredOutputManager:
             key: whose request this is, for the compiler's fair shares.
         """
         self._waiting[request_id] = request, output
-        if self._steps.num_given_up >= MAX_STUCK:
+        if self.num_stuck >= MAX_STUCK:
             self._finished(request_id, _STUCK)
             return
         done = partial(self._finished, request_id)

@@ -1,0 +1,89 @@
+"""SIGUSR1 tells what a server is doing, and does it no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import Server, children, free_port, running, wait_until
+
+SERVE = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--dtype", "float32"]
+
+
+def begin_stream(server: Server) -> socket.socket:
+    """A client that has read the beginning of a long stream."""
+    body = json.dumps(
+        {"model": "tiny", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    ).encode()
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    client.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    assert client.recv(1024).startswith(b"HTTP/1.1 200")
+    return client
+
+
+def test_a_server_tells_stacks_and_ages_of_both_processes(tmp_path: Path) -> None:
+    port = free_port()
+    with running([*SERVE, "--port", str(port)], tmp_path / "log", port=port) as server:
+        log = tmp_path / "log"
+        with begin_stream(server):
+            server.process.send_signal(signal.SIGUSR1)
+            wait_until(lambda: "state of the engine core" in log.read_text(), "the core's description")
+        told = log.read_text()
+        assert "state of the API: live=1" in told
+        assert "silent=" in told
+        assert "last took" in told
+        assert "engine outputs:" in told, "its tasks"
+        for about in ("loop: turned", "reader: unread=", "writer: unsent=", "step: began", "still="):
+            assert about in told
+        assert told.count("most recent call first") >= 2, "stacks of both processes"
+        (core,) = children(server.process.pid)
+        os.kill(core, signal.SIGUSR1)
+        wait_until(lambda: log.read_text().count("state of the engine core") == 2, "another description")
+        begin_stream(server).close()
+
+
+HANGS = """
+import sys, time
+from argosy_engine.core.diagnostics import describe_on_signal, dump_stacks_on_signal
+dump_stacks_on_signal()
+if sys.argv[1] == "describing":
+    describe_on_signal(lambda: "described")
+import _thread
+lock = _thread.allocate_lock()
+lock.acquire()
+def hangs_here():
+    print("up", flush=True)
+    lock.acquire()  # not even a signal's handler runs here, in Python
+hangs_here()
+"""
+
+
+@pytest.mark.parametrize("state", ["starting", "describing"])
+def test_a_main_thread_that_hangs_is_told(state: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", HANGS, state], stdout=subprocess.PIPE, stderr=output
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGUSR1)
+            wait_until(lambda: "hangs_here" in log.read_text(), "the stack")
+            if state == "describing":
+                wait_until(lambda: "described" in log.read_text(), "the description")
+            assert process.poll() is None
+        finally:
+            process.kill()

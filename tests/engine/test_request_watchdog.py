@@ -1,0 +1,115 @@
+"""Requests that nothing moves are failed; those that wait for a good reason are not. Time is the test's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.engine_core import EngineCore
+from argosy_engine.core.messages import EngineCoreRequest, ErrorKind, FinishReason
+from argosy_engine.core.request import Request, RequestStatus
+from argosy_engine.core.watchdog import CHECK_INTERVAL_S, Watchdog
+from argosy_engine.sample.params import SamplingParams
+from core_fakes import BLOCK, FakeExecutor
+
+TIMEOUT_S = 60.0
+
+
+class Watched:
+    """Requests by name, and a watchdog whose time passes by `after`."""
+
+    def __init__(self, *names: str) -> None:
+        self.now = 1000.0
+        self.watchdog = Watchdog(TIMEOUT_S, lambda: self.now)
+        self.requests = {name: request(name) for name in names}
+
+    def after(self, seconds: float, moving: str = "") -> list[str]:
+        """The requests found stalled by the end of this time, in which one may move."""
+        stalled: list[str] = []
+        for _ in range(round(seconds / CHECK_INTERVAL_S)):
+            self.now += CHECK_INTERVAL_S
+            if moving:
+                self.requests[moving].append_output(1)
+            stalled = self.watchdog.check(self.requests.values())
+        return stalled
+
+
+def request(name: str, **changed: Any) -> Request:
+    made = Request(EngineCoreRequest(name, [1] * 5, SamplingParams(max_tokens=8), 0.0), BLOCK, True)
+    made.status = RequestStatus.RUNNING
+    return made
+
+
+def test_a_request_that_stands_still_is_found_in_time() -> None:
+    watched = Watched("a")
+    assert watched.after(TIMEOUT_S) == []
+    assert watched.after(2 * CHECK_INTERVAL_S) == ["a"]
+
+
+def test_a_request_that_moves_is_left_alone() -> None:
+    watched = Watched("a")
+    assert watched.after(100 * TIMEOUT_S, moving="a") == []
+
+
+def test_a_decoding_request_is_found_although_others_move() -> None:
+    watched = Watched("a", "b")
+    watched.requests["a"].has_first_token = True
+    assert watched.after(2 * TIMEOUT_S, moving="b") == ["a"]
+
+
+@pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.RUNNING])
+def test_a_prompt_waits_for_its_turn_as_long_as_others_move(status: RequestStatus) -> None:
+    watched = Watched("a", "b")
+    watched.requests["a"].status = status
+    assert watched.after(100 * TIMEOUT_S, moving="b") == []
+    assert watched.after(2 * TIMEOUT_S) == ["a", "b"]
+
+
+def test_a_blocked_request_is_found_although_others_move() -> None:
+    watched = Watched("a", "b")
+    watched.requests["a"].status = RequestStatus.WAITING_FOR_GRAMMAR
+    assert watched.after(2 * TIMEOUT_S, moving="b") == ["a"]
+
+
+def test_time_in_which_the_loop_was_elsewhere_does_not_count() -> None:
+    """Weights that are loaded for ten minutes are no reason to fail what came before."""
+    watched = Watched("a")
+    watched.after(CHECK_INTERVAL_S)
+    watched.now += 600.0
+    assert watched.watchdog.check(watched.requests.values()) == []
+
+
+def test_without_a_timeout_nothing_is_failed() -> None:
+    watched = Watched("a")
+    watched.watchdog.timeout_s = 0.0
+    assert watched.after(100 * TIMEOUT_S) == []
+    assert watched.watchdog.still_s("a") > TIMEOUT_S
+
+
+def test_a_request_that_the_core_lost_sight_of_is_answered_and_counted() -> None:
+    """As if a fault had left it out of every queue."""
+    now = 1000.0
+    core = EngineCore(EngineArgs.of(model="builtin://tiny", block_size=BLOCK), FakeExecutor())
+    core.watchdog = Watchdog(TIMEOUT_S, lambda: now)
+    core.add_request(EngineCoreRequest("lost", [1] * 5, SamplingParams(max_tokens=4), 0.0))
+    core.scheduler.requests["lost"].status = RequestStatus.WAITING_FOR_GRAMMAR
+    core.scheduler.waiting.remove(core.scheduler.requests["lost"])
+    core.scheduler.blocked["lost"] = core.scheduler.requests["lost"]
+    core.structured.is_waiting_for = lambda request_id: True  # type: ignore[method-assign]
+    for _ in range(20):
+        assert not core.has_work
+        now += CHECK_INTERVAL_S
+        core.tick()
+        if core.has_work:
+            break
+    outputs = core.step()
+    (output,) = outputs.outputs
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error_kind is ErrorKind.INTERNAL
+    assert "no progress" in (output.error or "")
+    assert outputs.stats is not None
+    assert outputs.stats.num_stalled == 1
+    assert core.stats().num_stalled == 0
+    core.scheduler.check()
