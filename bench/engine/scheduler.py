@@ -1,8 +1,11 @@
-"""What the engine core's bookkeeping costs: microseconds per running request and step, without a model.
+"""What scheduler and KV cache cost: microseconds per running request and step, without a model.
 
 A stub answers every step with one token per request, so what is left is `Scheduler.schedule` and `Scheduler.update`
-with the KV cache's work in them. Requests start at different lengths, so that each step crosses the block boundaries
-of every 16th; `boundary` is the worst step, in which all cross at once, `prefill` a step that admits all prompts.
+with the KV cache's work in them, for requests of tokens alone: no grammars, no log probabilities, no outputs on their
+way to the API process. `core_step.py` has these.
+
+Requests start at different lengths, so that each step crosses the block boundaries of every 16th; `boundary` is the
+worst step, in which all cross at once, `prefill` a step that admits all prompts.
 
 Times are the thread's CPU time, median over the steps of the best round: other processes cost cores, not cycles.
 

@@ -47,6 +47,7 @@ SECTIONS = {
     "served": Section("serving.py", _CLOSED, (*_ONE, "--output-len", "16")),
     "long prompts": Section("serving.py", _LONG, _ONE),
     "bookkeeping": Section("scheduler.py", has_peer=False),
+    "core step": Section("core_step.py", has_peer=False),
     "memory": Section("memory.py", (), ("--requests", "250", "--warm-up", "50"), has_peer=False),
 }
 
@@ -84,7 +85,10 @@ ROWS = (
     Row("3", "start to first token, offline 5 M, s", "offline tiny", _START, "<= 0.1x"),
     Row("3", "start to first token, served 5 M, s", "served", _START, "<= 0.1x"),
     Row("3", "start to first token, served 449 M, s", "long prompts", _START, "<= 0.1x"),
-    Row("4", "bookkeeping, us per request and step", "bookkeeping", "decode us", "<= 2"),
+    Row("4", "scheduler and KV cache, us per request and step", "bookkeeping", "decode us", "<= 2"),
+    Row("4", "core step, tokens only, us", "core step", "core step, plain us", "<= 2"),
+    Row("4", "core step, 5 log probabilities, us", "core step", "core step, logprobs us", "<= 5"),
+    Row("4", "core step, JSON schema, us", "core step", "core step, grammar us", "<= 40"),
     Row("5", "449 M, 3000 tokens, TTFT cached over cold", "long prompts", _CACHED, "<= 0.1"),
     Row("6", "449 M, 3000 tokens cold, TTFT ms", "long prompts", _LONG_PREFILL, "<= 1.11x"),
     Row("6", "449 M, decodes beside prefills, ITL p99 ms", "long prompts", _MIXED, "<= 0.7x"),
@@ -139,7 +143,7 @@ def peer(python: str | None) -> str | None:
 def command(name: str, options: argparse.Namespace) -> list[str]:
     section = SECTIONS[name]
     flags = [*section.flags, *(section.quick if options.quick else ())]
-    if section.script != "scheduler.py":
+    if section.script not in ("scheduler.py", "core_step.py"):
         flags += ["--models", str(options.models)]
     if section.has_peer and options.vllm_python:
         flags += ["--vllm-python", options.vllm_python]
