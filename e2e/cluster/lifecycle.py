@@ -105,6 +105,17 @@ class Cluster:
         if living:
             network.route_services_through(living[0])
 
+    @contextmanager
+    def silent_node(self, name: str) -> Iterator[None]:
+        """A node that nobody hears from while the block runs; see `node.freeze_kubelet`."""
+        chosen = self._node(name)
+        node.freeze_kubelet(self.settings, chosen)
+        try:
+            yield
+        finally:
+            node.thaw_kubelet(self.settings, chosen)
+            node.wait_ready(self.kubectl, chosen)
+
     def start_node(self, name: str) -> None:
         """Boot a killed node and wait until it is Ready."""
         node.start(self.settings, build.binaries(self.settings), self._node(name))

@@ -112,6 +112,15 @@ def inside(settings: Settings, node: NodeSettings, *words: str | Path) -> str:
     return run("nsenter", f"--target={init}", "--mount", "--net", "--pid", *words).stdout
 
 
+def freeze_kubelet(settings: Settings, node: NodeSettings) -> None:
+    """The node says nothing any more, while its containers go on: what the control plane sees of a lost network."""
+    inside(settings, node, "pkill", "-STOP", "-x", "kubelet")  # of this node's pid namespace
+
+
+def thaw_kubelet(settings: Settings, node: NodeSettings) -> None:
+    inside(settings, node, "pkill", "-CONT", "-x", "kubelet")
+
+
 def node_logs(settings: Settings, node: NodeSettings) -> Path:
     return settings.logs / node.name
 
