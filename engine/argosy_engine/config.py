@@ -12,6 +12,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.protocol.engine_limits import (
+    BlockSize,
+    KvCacheBytes,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    Threads,
+)
 from argosy_engine.sample.token_logprobs import LogprobsMode
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -36,14 +44,14 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
     ] = "auto"
     max_model_len: Annotated[
-        Annotated[int, Meta(ge=16, le=1 << 22)] | Literal["auto"] | None,
+        MaxModelLen | Literal["auto"] | None,
         Meta(description="longest prompt plus output; default: the model's; auto: what fits into memory"),
     ] = None
-    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="requests running at once")] = 256
-    max_num_batched_tokens: Annotated[
-        int, Meta(ge=16, le=1 << 20, description="token budget of one step")
-    ] = 2048
+    block_size: Annotated[BlockSize, Meta(description="tokens per KV block")] = 16
+    max_num_seqs: Annotated[MaxNumSeqs, Meta(description="requests running at once")] = 256
+    max_num_batched_tokens: Annotated[MaxNumBatchedTokens, Meta(description="token budget of one step")] = (
+        2048
+    )
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, le=1 << 20, description="cap on one prompt's share of a step; 0: no cap")
     ] = 0
@@ -86,7 +94,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         ),
     ] = None
     kv_cache_memory_bytes: Annotated[
-        Annotated[int, Meta(ge=1 << 16, le=1 << 46)] | None,
+        KvCacheBytes | None,
         Meta(description="KV cache size, instead of sizing it from memory"),
     ] = None
     num_gpu_blocks_override: Annotated[
@@ -135,7 +143,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         int, Meta(ge=0, le=1 << 40, description="compiled grammars kept for later requests")
     ] = 256 << 20
     threads: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | None,
+        Threads | None,
         Meta(description="CPU compute threads; default: the cores this process may use"),
     ] = None
     seed: Annotated[

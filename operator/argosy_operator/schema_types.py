@@ -44,13 +44,17 @@ MAP_BY_TYPE: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubern
 MAP_BY_NAME: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 
 QUANTITY_PATTERN: Final = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
-BYTES_PATTERN: Final = r"^[1-9][0-9]*(k|Ki|M|Mi|G|Gi|T|Ti)?$"
 
 Quantity = Annotated[str, Meta(pattern=QUANTITY_PATTERN, max_length=32)]
 """A Kubernetes quantity as a string, such as `500m` or `16Gi`."""
 
-ByteQuantity = Annotated[str, Meta(pattern=BYTES_PATTERN, max_length=32)]
-"""A whole number of bytes with an optional suffix, such as `2Gi`."""
+CACHE_PATTERN: Final = (
+    r"^([1-9][0-9]{6,12}|[1-9][0-9]{3,9}(k|Ki)|[1-9][0-9]{0,6}(M|Mi)|[1-9][0-9]{0,3}(G|Gi)"
+    r"|([1-9]|[1-5][0-9]|6[0-3])(T|Ti))$"
+)
+"""A number of bytes that an engine's KV cache may have (`engine_limits.KvCacheBytes`), whatever its suffix."""
+CacheQuantity = Annotated[str, Meta(pattern=CACHE_PATTERN, max_length=32)]
+"""Bytes between 1M and 63Ti, such as `2Gi`."""
 
 LabelValue = Annotated[str, Meta(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$")]
 LabelKey = Annotated[str, Meta(max_length=317)]
@@ -78,7 +82,7 @@ _SUFFIXES: Final = {
 
 
 def quantity_bytes(quantity: str) -> int:
-    """Bytes of a `ByteQuantity`.
+    """Bytes of a `CacheQuantity`.
 
     Raises:
         ValueError: not a whole number with a known suffix.

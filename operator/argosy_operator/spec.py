@@ -14,13 +14,20 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from argosy_engine.protocol.engine_limits import (
+    BlockSize,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    Threads,
+)
 from argosy_engine.protocol.fleet import RoutingPolicy
 from argosy_operator.overlay import EnvVar, PodTemplate
 from argosy_operator.schema_types import (
     MAP_BY_NAME,
     MAP_BY_TYPE,
     SET,
-    ByteQuantity,
+    CacheQuantity,
     InferenceServiceName,
     LabelKey,
     LabelValue,
@@ -102,21 +109,21 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     """Where the model computes. `auto` takes a GPU if the replica has one. `cuda` needs resources.gpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and activations. `auto` follows the model and the device."""
-    max_model_len: Annotated[int, Meta(ge=1, le=16_777_216)] | None = None
+    max_model_len: MaxModelLen | None = None
     """Longest sequence, prompt and output together, in tokens. The model's own limit if left out."""
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65_536)] | None = None
+    max_num_seqs: MaxNumSeqs | None = None
     """Most sequences in one step."""
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=16_777_216)] | None = None
+    max_num_batched_tokens: MaxNumBatchedTokens | None = None
     """Most tokens in one step; longer prompts are computed in chunks."""
-    block_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    block_size: BlockSize | None = None
     """Tokens per KV cache block."""
-    kv_cache_memory: ByteQuantity | None = None
-    """Size of the KV cache of one replica, such as `2Gi`. Excludes gpuMemoryUtilization."""
+    kv_cache_memory: CacheQuantity | None = None
+    """Size of the KV cache of one replica, such as `2Gi`, between 1M and 63Ti. Excludes gpuMemoryUtilization."""
     gpu_memory_utilization: Annotated[float, Meta(ge=0.05, le=1.0)] | None = None
     """Share of a GPU's memory that weights, activations and KV cache may take together."""
     enable_prefix_caching: bool = True
     """Whether prompts that begin alike share KV blocks. Prefix-aware routing needs it."""
-    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    threads: Threads | None = None
     """CPU compute threads of one replica."""
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=128, extra_json_schema=MAP_BY_NAME)] = ()
     """Environment variables of the engine."""
@@ -131,8 +138,15 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
 class Gpu(Struct, frozen=True, kw_only=True, rename="camel"):
     """GPUs of one replica."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule="!has(self.count) || self.count == 1",
+            message="a replica runs on one GPU today; for more GPUs set more replicas",
+            field_path=".count",
+        ),
+    )
     count: Annotated[int, Meta(ge=1, le=16)] = 1
-    """How many."""
+    """How many. One: an engine does not share a model among GPUs yet."""
     resource_name: Annotated[
         str,
         Meta(

@@ -41,7 +41,7 @@ def test_several_documents_are_one_fleet(tmp_path: Path) -> None:
         (manifest(replica=2), 'InferenceService "tiny" is not valid', "did you mean 'replicas'?"),
         (manifest(model={"source": "pvc://weights/m"}), "needs a cluster; on this machine use file:///", ""),
         (manifest(model={"source": "file:///nonexistent"}), "/nonexistent is not a directory", ""),
-        (manifest(resources={"gpu": {"count": 2}}), "needs 2 GPU, this machine has 1; lower", ""),
+        (manifest(resources={"gpu": {"count": 2}}), "is not valid", "a replica runs on one GPU today"),
         (
             manifest("a") + "---\n" + manifest("b", model={"source": "builtin://tiny", "servedName": "a"}),
             "default/a and default/b both claim the model name 'a'; change servedName",
@@ -54,6 +54,11 @@ def test_refusals_name_the_remedy(tmp_path: Path, text: str, message: str, detai
         read(tmp_path, text, gpus=1)
     assert message in str(refusal.value)
     assert details in refusal.value.details
+
+
+def test_a_replica_needs_its_gpu_on_this_machine(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="needs 1 GPU, this machine has 0; lower"):
+        read(tmp_path, manifest(resources={"gpu": {}}), gpus=0)
 
 
 def test_a_service_and_its_canary_may_serve_one_name(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ GOOD: dict[str, str] = {
     "volume claim": manifest("model: {source: 'pvc://models/qwen3-8b'}"),
     "root of a volume claim": manifest("model: {source: 'pvc://models'}"),
     "file": manifest("model: {source: 'file:///models/qwen3-8b'}"),
-    "cuda with gpu": manifest(f"{TINY}\nengine: {{device: cuda}}\nresources: {{gpu: {{count: 2}}}}"),
+    "cuda with gpu": manifest(f"{TINY}\nengine: {{device: cuda}}\nresources: {{gpu: {{count: 1}}}}"),
     "auto with gpu": manifest(f"{TINY}\nresources: {{gpu: {{}}}}"),
     "mig slice": manifest(f"{TINY}\nresources: {{gpu: {{resourceName: nvidia.com/mig-1g.10gb}}}}"),
     "cpu": manifest(f"{TINY}\nengine: {{device: cpu, threads: 1, kvCacheMemory: 64Mi}}"),
@@ -157,6 +157,30 @@ BAD: dict[str, tuple[str, str]] = {
     "no gpus": (
         manifest(f"{TINY}\nresources: {{gpu: {{count: 0}}}}"),
         "spec.resources.gpu.count in body should be greater than or equal to 1",
+    ),
+    "more gpus than a replica can use": (
+        manifest(f"{TINY}\nresources: {{gpu: {{count: 8}}}}"),
+        "a replica runs on one GPU today",
+    ),
+    "shorter sequences than the engine takes": (
+        manifest(f"{TINY}\nengine: {{maxModelLen: 8}}"),
+        "spec.engine.maxModelLen in body should be greater than or equal to 16",
+    ),
+    "more sequences than the engine takes": (
+        manifest(f"{TINY}\nengine: {{maxNumSeqs: 65536}}"),
+        "spec.engine.maxNumSeqs in body should be less than or equal to 4096",
+    ),
+    "larger blocks than the engine takes": (
+        manifest(f"{TINY}\nengine: {{blockSize: 1024}}"),
+        "spec.engine.blockSize in body should be less than or equal to 256",
+    ),
+    "fewer tokens in a step than the engine takes": (
+        manifest(f"{TINY}\nengine: {{maxNumBatchedTokens: 8}}"),
+        "spec.engine.maxNumBatchedTokens in body should be greater than or equal to 16",
+    ),
+    "smaller cache than the engine takes": (
+        manifest(f"{TINY}\nengine: {{kvCacheMemory: 1k}}"),
+        "spec.engine.kvCacheMemory in body should match",
     ),
     "gpu without a domain": (
         manifest(f"{TINY}\nresources: {{gpu: {{resourceName: gpu}}}}"),

@@ -1,0 +1,66 @@
+"""What the custom resource accepts, the engine accepts: the bounds are the engine's own."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from builders import isvc
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError
+from argosy_operator import crd
+from argosy_operator.engine_command import engine_args
+from argosy_operator.schema_types import CACHE_PATTERN, quantity_bytes
+
+ENGINE: dict[str, Any] = crd.schema()["properties"]["spec"]["properties"]["engine"]["properties"]
+NUMBERS = {
+    "maxModelLen": "max_model_len",
+    "maxNumSeqs": "max_num_seqs",
+    "maxNumBatchedTokens": "max_num_batched_tokens",
+    "blockSize": "block_size",
+    "threads": "threads",
+}
+
+
+@pytest.mark.parametrize(("field", "flag"), NUMBERS.items())
+def test_a_number_is_accepted_by_both_or_by_none(field: str, flag: str) -> None:
+    low, high = ENGINE[field]["minimum"], ENGINE[field]["maximum"]
+    for value in (low, high):
+        EngineArgs.of(model="m", **{flag: value})
+    for value in (low - 1, high + 1):
+        with pytest.raises(ConfigError):
+            EngineArgs.of(model="m", **{flag: value})
+
+
+def test_no_numeric_field_is_left_out() -> None:
+    own = {"shutdownTimeoutSeconds", "gpuMemoryUtilization"}  # a flag of the server; a share
+    found = {name for name, schema in ENGINE.items() if schema["type"] in ("integer", "number")}
+    assert found - own == NUMBERS.keys()
+
+
+@given(st.from_regex(CACHE_PATTERN, fullmatch=True))
+def test_every_cache_size_is_accepted_by_the_engine(quantity: str) -> None:
+    EngineArgs.of(model="m", kv_cache_memory_bytes=quantity_bytes(quantity))
+
+
+@pytest.mark.parametrize("quantity", ["1M", "64Mi", "2Gi", "9999Gi", "63Ti", "1000000", "1000k", "1024Ki"])
+def test_usual_cache_sizes_are_accepted(quantity: str) -> None:
+    assert re.fullmatch(CACHE_PATTERN, quantity)
+
+
+def test_the_command_line_of_the_extremes_is_accepted() -> None:
+    """Through the engine's own parser."""
+    from argosy_engine.api.flags import FlagParser
+
+    for bound in ("minimum", "maximum"):
+        service = isvc(engine={field: ENGINE[field][bound] for field in NUMBERS})
+        parser = FlagParser("serve", "")
+        parser.add_argument("--host")
+        parser.add_argument("--port")
+        parser.add_argument("--shutdown-timeout")
+        parser.add_engine_flags()
+        parser.parse(engine_args(service)[1:])
