@@ -128,17 +128,20 @@ async def test_waiting_for_a_name_ends_like_any_waiting(have: dict[str, tuple[st
         await r.until(lambda: admitted(r) == 0)
 
 
-async def test_a_name_without_replicas_is_refused_whoever_else_waits() -> None:
-    async with partly(NOTHING, ADAPTER) as (r, (base, special)):
+@pytest.mark.parametrize(("have", "name"), [(ADAPTER, "tiny:sql"), (ALIAS, "small")])
+async def test_a_name_without_replicas_is_refused_whoever_else_waits(
+    have: dict[str, tuple[str, ...]], name: str
+) -> None:
+    async with partly(NOTHING, have) as (r, (base, special)):
         busy = [asyncio.create_task(r.chat(f"q{number}")) for number in range(3)]
         await r.until(lambda: len(base.asked) == len(special.asked) == 1 and queued(r) == 1)
-        waiting = asyncio.create_task(r.chat("sql", model="tiny:sql"))
+        waiting = asyncio.create_task(r.chat("special", model=name))
         await r.until(lambda: queued(r) == 2)
         r.replica(1).has_announced_drain = True
         r.router.fleet.changed()
         refused = await waiting
         assert refused.status_code == 503
-        assert "tiny:sql" in refused.json()["error"]["message"]
+        assert repr(name) in refused.json()["error"]["message"]
         assert queued(r) == 1, "the others wait on"
         base.let(10)
         special.let(10)

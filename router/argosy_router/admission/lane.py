@@ -68,10 +68,12 @@ class DrainRate:
 class _Standing:
     """Whether some replica can answer requests for a name."""
 
-    __slots__ = ("is_deserted", "turned")
+    __slots__ = ("is_deserted", "reason", "turned")
 
     def __init__(self, now: float) -> None:
         self.is_deserted = False
+        self.reason = ""
+        """What was said of it last when it was."""
         self.turned = now
         """When the name last got its first replica or lost its last one."""
 
@@ -189,8 +191,9 @@ class Lane:
             standing = self._standings[name] = _Standing(now)
         try:
             room, is_deserted = self._room(now, name), False
-        except Unavailable:
+        except Unavailable as error:
             room, is_deserted = 0, True
+            standing.reason = error.message
         if is_deserted is not standing.is_deserted:
             standing.is_deserted = is_deserted
             standing.turned = now
@@ -205,8 +208,7 @@ class Lane:
     def _refusal(self, now: float, name: str) -> ApiError:
         standing = self._standings.get(name)
         if standing is not None and standing.is_deserted:
-            asked = f"{self._model}:{name}" if name else self._model
-            return Unavailable(f"no replica of model {asked!r} is ready", retry_after_s=1.0)
+            return Unavailable(standing.reason, retry_after_s=1.0)
         return TooManyRequests(
             f"model {self._model!r} has more requests than it can take",
             retry_after_s=self._drain.retry_after_s(len(self._queue) + 1, now),
