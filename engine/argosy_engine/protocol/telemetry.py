@@ -39,7 +39,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello", tag_field="type", om
     model: str
     """Canonical served model name, the one chunk hashes are seeded with."""
     model_fingerprint: str
-    """Digest of weights' identity, config and dtype: streams may migrate only between equal fingerprints."""
+    """Digest of what decides about tokens and text (samples of all weights, config, dtype, tokenizer, chat template,
+    default parameters): streams may migrate only between equal fingerprints."""
     block_size: int
     max_model_len: int
     max_num_seqs: int
