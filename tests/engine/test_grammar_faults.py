@@ -112,6 +112,25 @@ def test_the_others_of_the_batch_are_answered(
     assert llm.client.call_utility("check")
 
 
+@pytest.mark.parametrize(("cost_s", "fails"), [(0.2, True), (0.02, False)])
+def test_of_grammars_too_slow_together_the_most_expensive_fails(
+    llm: LLM, cost_s: float, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Expensive(StateOfB):
+        def take_cpu_s(self) -> float:
+            return cost_s if self.is_b else 0.01
+
+    monkeypatch.setattr("argosy_engine.structured.manager.GrammarState", Expensive)
+    last = ask_all(llm)
+    assert {name: output.finish_reason is FinishReason.ERROR for name, output in last.items()} == {
+        "a": False,
+        "b": fails,
+        "c": False,
+    }
+    if fails:
+        assert last["b"].error_kind is ErrorKind.BUSY
+
+
 class NeverCompiles:
     """A backend whose compilations neither end nor fail."""
 

@@ -49,7 +49,9 @@ LOWER_PRIORITY = b"N"
 MAX_MEMORY_BYTES = 2 << 30
 """Of one compilation, beyond what the process has from the start; that of a large tool catalogue takes 200 MB."""
 NICENESS = 10
-_LONG_NICENESS = 19
+_LONG_NICENESS = 13
+"""Half the share of a new compilation. Not the lowest priority: where the engine computes on all cores that would be no
+share at all, and a large schema would miss its deadline."""
 
 
 class GrammarProcessArgs(Struct, frozen=True):

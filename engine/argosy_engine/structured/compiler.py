@@ -8,7 +8,7 @@ grammars from starving each other:
 - A compilation that nobody waits for any more is dropped, or killed if it runs.
 - Keys take turns, and each may queue a part of the whole queue only. The key is what the engine knows of a tenant:
   the request's cache salt, which the router sets per key where caches are private; all others share one.
-- A compilation that takes longer than `QUANTUM_S` gives its slot to the next and goes on at the lowest priority, beside
+- A compilation that takes longer than `QUANTUM_S` gives its slot to the next and goes on at a lower priority, beside
   a few others like it (`MIN_LONG`); beyond them the key that has most of them loses its newest one.
 - A failure, of a thread's start too, costs the requests that wait for this grammar, nobody else.
 
@@ -38,8 +38,8 @@ catalogue needs with a vocabulary of 150k tokens is about ten."""
 QUANTUM_S = 1.0
 """How long a compilation keeps its slot. Nearly all are done within it."""
 MIN_LONG = 4
-"""Compilations without a slot, where there are fewer slots: at the lowest priority they take no core from anybody, but
-memory (`grammar_process.MAX_MEMORY_BYTES` each at most)."""
+"""Compilations without a slot, where there are fewer slots. Each may take memory (`grammar_process.MAX_MEMORY_BYTES`)
+and a part of a core."""
 TICK_S = 0.1
 """How exactly deadlines are kept; `tick` does nothing more often than that."""
 MAX_QUEUED = 1024

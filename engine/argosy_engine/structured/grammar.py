@@ -55,7 +55,7 @@ class GrammarState:
         """The last tokens of the think block, as many as its end has."""
         self._trail: list[tuple[Phase, list[int]]] = []
         """Phase and thoughts before each token, for `rollback`."""
-        self._cpu_s = 0.0
+        self._cpu_s = self._reported_cpu_s = 0.0
 
     @property
     def phase(self) -> Phase:
@@ -75,6 +75,11 @@ class GrammarState:
     def is_too_slow(self) -> bool:
         """Whether this output has used up its share of the core's time."""
         return self._cpu_s > CPU_S_BASE + CPU_S_PER_TOKEN * len(self._trail)
+
+    def take_cpu_s(self) -> float:
+        """CPU time since the last call."""
+        taken, self._reported_cpu_s = self._cpu_s - self._reported_cpu_s, self._cpu_s
+        return taken
 
     def accept(self, token_id: int) -> bool:
         """Advances by one token; False (and no change) when it is not allowed here."""

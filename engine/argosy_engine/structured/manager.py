@@ -32,16 +32,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("argosy.structured")
 
-MAX_STEP_CPU_S = 0.2
+MAX_STEP_CPU_S = 0.1
 """CPU time of one request's mask, or of matching its tokens of one step. All other requests wait for it. Usual grammars
 need tens of microseconds; more than this is given up, and its request fails."""
+MAX_TOTAL_CPU_S = 0.1
+"""CPU time of all grammars in one step. Beyond it the most expensive request is failed, one in each step, until the
+rest fits: a dozen grammars that are bearable alone would stall all streams together."""
+MIN_BLAMED_CPU_S = 0.01
+"""What a request must have used of it to be failed for that: a large batch of usual grammars costs nobody anything."""
 MAX_STUCK = 4
 """Threads stuck in such steps; until one of them is free again there are no new grammars: they might cost more."""
 REPLAY_SLICE_S = 0.02
 """Between two steps of the engine, for the tokens of earlier runs that grammars have to follow first."""
-_REPLAY_CHUNK = 64
+_REPLAY_CHUNK = 16
 _NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 _TOO_SLOW = "matching the output against this grammar takes too long; make the grammar less ambiguous"
+_TOO_SLOW_TOGETHER = (
+    "matching outputs against grammars takes too long, and most of the time goes to this one; "
+    "retry later, or make it less ambiguous"
+)
 _NOTHING_FITS = "no token satisfies the structured output together with the request's other limits"
 _FAULT = "the engine could not follow this request's grammar"
 _STUCK = NoGrammar("too many grammars are taking too long to match", is_overload=True)
@@ -267,11 +276,22 @@ class StructuredOutputManager:
             results[request_id] = _follow(self._states[request_id], sampled[request_id])
 
         errors = self._steps.run([partial(follow, request_id) for request_id in followed])
+        results |= self._most_expensive([i for n, i in enumerate(followed) if n not in errors])
         # A call that was given up may still write to `results`.
         failures = {
             request_id: failure for request_id, failure in list(results.items()) if failure is not None
         }
         return failures | self._failures({followed[index]: error for index, error in errors.items()})
+
+    def _most_expensive(self, request_ids: Sequence[str]) -> dict[str, Failure | None]:
+        """The request to fail because all together take too long; nobody, nearly always."""
+        costs = {request_id: self._states[request_id].take_cpu_s() for request_id in request_ids}
+        if sum(costs.values()) <= MAX_TOTAL_CPU_S:
+            return {}
+        request_id, cost_s = max(costs.items(), key=lambda item: item[1])
+        if cost_s < MIN_BLAMED_CPU_S:
+            return {}
+        return {request_id: Failure(_TOO_SLOW_TOGETHER, is_overload=True)}
 
     def _failures(self, errors: Mapping[str, Exception]) -> dict[str, Failure]:
         """What became of requests whose matcher raised or did not come back; it is not used again."""
