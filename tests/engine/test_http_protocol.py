@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from argosy_engine.api.http_protocol import MAX_HEAD_BYTES, BoundedProtocol
+from argosy_engine.api.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, BoundedProtocol
 
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"
@@ -115,6 +115,38 @@ async def test_requests_of_one_connection_count_alone() -> None:
             assert await reader.readexactly(1) == b"0"
 
 
-async def test_what_is_no_http_is_still_a_400() -> None:
-    status, _ = await ask(b"nonsense\r\n\r\n")
-    assert status == 400
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nhOST: a\r\n\r\n", 400),
+        (b"GET / HTTP/1.0\r\nhost: a\r\nhost: a\r\n\r\n", 400),
+        (b"GET / HTTP/1.0\r\n\r\n", 200),
+        (b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", 200),
+        (b"GET / HTTP/1.1\r\nhost:\r\n\r\n", 200),
+        (b"GET / HTTP/0.9\r\nhost: a\r\n\r\n", 400),
+        (b"GET /\r\n\r\n", 400),
+        (b"GET / HTTP/2.0\r\nhost: a\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (HEAD + b"content-length: 1\r\ncontent-length: 1\r\n\r\na", 400),
+        (HEAD + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"nonsense\r\n\r\n", 400),
+    ],
+)
+async def test_requests_have_one_host_and_a_version_that_we_speak(request_bytes: bytes, status: int) -> None:
+    answered, body = await ask(request_bytes)
+    assert answered == status
+    if status == 400:
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_trailer_is_no_second_host() -> None:
+    assert await ask(CHUNKED + b"0\r\nhost: x\r\n\r\n") == (200, b"3")
+
+
+@pytest.mark.parametrize(("extra", "status"), [(0, 200), (1, 431), (300, 431)])
+async def test_headers_are_counted(extra: int, status: int) -> None:
+    num_headers = MAX_HEADERS - 2 + extra  # besides host and content-length
+    request = HEAD + b"content-length: 0\r\n" + b"x: y\r\n" * num_headers + b"\r\n"
+    assert (await ask(request))[0] == status

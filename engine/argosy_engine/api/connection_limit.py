@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from argosy_engine.api.http_protocol import BoundedProtocol
+from argosy_engine.api.http_protocol import BoundedProtocol, HttpLimits
 from argosy_engine.protocol.errors import Unavailable
 
 
@@ -40,6 +40,7 @@ class ConnectionLimit(BoundedProtocol):
             super().connection_lost(exc)
 
 
-def protocol_of(num_descriptors: int) -> type[ConnectionLimit]:
-    """A protocol that leaves half of the process's descriptors to others."""
-    return type("LimitedProtocol", (ConnectionLimit,), {"max_connections": num_descriptors // 2})
+def protocol_of(num_descriptors: int, limits: HttpLimits) -> type[ConnectionLimit]:
+    """A protocol with these limits that leaves half of the process's descriptors to others."""
+    attributes = {"max_connections": num_descriptors // 2, "limits": limits}
+    return type("LimitedProtocol", (ConnectionLimit,), attributes)

@@ -1,45 +1,92 @@
-"""BoundedProtocol: uvicorn's HTTP protocol with a bound on everything that is no body.
+"""BoundedProtocol: uvicorn's HTTP protocol with bounds on what clients send and on how long they take for it.
 
-uvicorn's option for it works with h11 only, and llhttp collects a header of any length before it tells anybody.
+uvicorn bounds headers with h11 only, and no request's time; llhttp collects a header of any length before it tells
+anybody, takes any number of hosts, and versions of HTTP from 0.9 to 2.0.
+
+Owns: what is refused before an application sees it (RFC 9112), and how. Must not know: routes, keys, bodies' sizes.
+Invariant: while a client owes us a part of a request, a timer runs; uvicorn has one of its own for idle
+connections.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from argosy_engine.protocol.errors import HeadersTooLarge
+from argosy_engine.protocol.errors import ApiError, BadRequest, HeadersTooLarge, RequestTimeout
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers; trailers count too. Twice what the router takes from clients, because it adds some."""
+MAX_HEADERS = 256
+"""h11's and vLLM's; the router forwards 100 at most and adds a few."""
+
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
-class _TooLarge(Exception):
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bounds of one connection. Sizes in bytes, times in seconds."""
+
+    max_head_bytes: int = MAX_HEAD_BYTES
+    max_headers: int = MAX_HEADERS
+    header_timeout_s: float = 10.0
+    """From the connection, or a later request's first byte, to the end of the headers. The router's is the same."""
+    body_timeout_s: float = 30.0
+    """Within each such period a client must deliver `min_body_rate` bytes per second, or the rest of the body."""
+    min_body_rate: int = 1024
+
+
+class _Refused(Exception):
     """Stops the parser."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Answers 431 and hangs up on a larger head, without waiting for its end."""
+    """Answers what exceeds a bound with its status and hangs up, without waiting for the end of the request."""
+
+    limits: ClassVar[HttpLimits] = HttpLimits()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
         """Of the current request, as far as the parser has told."""
+        self._num_headers = 0
+        self._num_hosts = 0
         self._untold_bytes = 0
         """Received since the last byte of a body, or end of a request: what the parser may be holding. What came in
         one read with those is not counted, so it may hold a read's size more."""
-        self._is_refused = False
+        self._is_in_head = False
+        self._is_in_body = False
+        self._period_bytes = 0
+        """Bytes of a body in the current period."""
+        self._deadline: asyncio.TimerHandle | None = None
+        self._refusal: ApiError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._untold_bytes += len(data)
+        if self._deadline is None:
+            self._expect_head()
         super().data_received(data)
-        if self._untold_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse()
+        if self._untold_bytes > self.limits.max_head_bytes:
+            self._refuse(self._too_large())
+
+    # What the parser tells
 
     def on_message_begin(self) -> None:
-        self._head_bytes = 0
+        self._head_bytes = self._num_headers = self._num_hosts = 0
+        self._is_in_head = True
         super().on_message_begin()
+        self._expect_head()
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -47,33 +94,99 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value))
+        self._num_headers += 1
+        if self._num_headers > self.limits.max_headers:
+            self._stop(HeadersTooLarge(f"the request has more than {self.limits.max_headers} headers"))
+        self._num_hosts += name.lower() == b"host"
         super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._stop(BadRequest(f"HTTP/{version} is not supported, only HTTP/1.1 and 1.0"))
+        if self._num_hosts > 1 or (version == "1.1" and not self._num_hosts):
+            self._stop(BadRequest("a request has one Host header"))
+        super().on_headers_complete()
+        self._is_in_head = False
+        self._is_in_body = True
+        self._expect_body()
 
     def on_body(self, body: bytes) -> None:
         self._untold_bytes = 0
+        self._period_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._untold_bytes = 0
+        self._is_in_body = False
         super().on_message_complete()
+        self._expect_nothing()
+
+    # Deadlines
+
+    def _expect_head(self) -> None:
+        self._expect(self.limits.header_timeout_s)
+
+    def _expect_body(self) -> None:
+        self._period_bytes = 0
+        self._expect(self.limits.body_timeout_s)
+
+    def _expect_nothing(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expect(self, seconds: float) -> None:
+        self._expect_nothing()
+        self._deadline = self.loop.call_later(seconds, self._be_late)
+
+    def _be_late(self) -> None:
+        self._deadline = None
+        limits = self.limits
+        if self.flow.read_paused:  # it is us who do not read
+            self._expect(limits.body_timeout_s if self._is_in_body else limits.header_timeout_s)
+        elif not self._is_in_body:
+            is_answering = self.cycle is not None and not self.cycle.response_complete
+            if self._is_in_head or not is_answering:  # else there were line ends behind a request
+                self._refuse(RequestTimeout(f"no complete headers within {limits.header_timeout_s:g} s"))
+        elif self._period_bytes < limits.min_body_rate * limits.body_timeout_s:
+            self._refuse(RequestTimeout(f"the body came slower than {limits.min_body_rate} bytes per second"))
+        else:
+            self._expect_body()
+
+    # Refusals
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls when the parser stops."""
-        if self._is_refused:
-            self._refuse()
-        else:
-            super().send_400_response(msg)
+        self._refuse(self._refusal or BadRequest("this is not HTTP/1.1"))
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._is_refused = True
-            raise _TooLarge
+        if self._head_bytes > self.limits.max_head_bytes:
+            self._stop(self._too_large())
 
-    def _refuse(self) -> None:
-        body = HeadersTooLarge(f"request line and headers exceed {MAX_HEAD_BYTES} bytes").body()
-        self.transport.write(
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
-        )
+    def _too_large(self) -> ApiError:
+        return HeadersTooLarge(f"request line and headers exceed {self.limits.max_head_bytes} bytes")
+
+    def _stop(self, refusal: ApiError) -> None:
+        self._refusal = refusal
+        raise _Refused
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers, where no other answer is under way, and hangs up."""
+        self._expect_nothing()
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        is_own = self._is_in_body and cycle is not None  # the application has the request, but not all of it
+        if is_own:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if cycle is None or cycle.response_complete or (is_own and not cycle.response_started):
+            body = error.body()
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%b"
+                % (error.http_status, _REASONS[error.http_status], len(body), body)
+            )
         self.transport.close()

@@ -19,6 +19,7 @@ from argosy_engine.api.app import ITERATION_TIMEOUT_S, Engine, build_app
 from argosy_engine.api.connection_limit import protocol_of
 from argosy_engine.api.flags import FlagParser
 from argosy_engine.api.guard import Guard
+from argosy_engine.api.http_protocol import HttpLimits
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.descriptors import raise_limit, require_free
 from argosy_engine.core.diagnostics import dump_stacks_on_signal
@@ -70,13 +71,13 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float, 
             Guard(build_app(engine), keys, options.guard_metrics, admin_keys),
             host=options.host,
             port=options.port,
-            http=protocol_of(num_descriptors),
+            http=protocol_of(num_descriptors, _http_limits(options)),
             ws="none",  # the guard knows HTTP only
             log_config=None,  # its records take our format, too
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=options.timeout_keep_alive,
             timeout_graceful_shutdown=_LAST_BYTES_S,
             server_header=False,
         )
@@ -105,6 +106,15 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float, 
         server.should_exit = True
         await engine.close()
         await asyncio.gather(serving, return_exceptions=True)
+
+
+def _http_limits(options: argparse.Namespace) -> HttpLimits:
+    return HttpLimits(
+        max_head_bytes=options.h11_max_incomplete_event_size,
+        max_headers=options.h11_max_header_count,
+        header_timeout_s=options.timeout_headers,
+        body_timeout_s=options.timeout_body,
+    )
 
 
 async def _load(
@@ -199,6 +209,38 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineAr
         default=ITERATION_TIMEOUT_S,
         help="seconds without a sign of life from the engine core after which /health is 503 (default: %(default)s)",
     )
+    limits = HttpLimits()
+    server.add_argument(
+        "--h11-max-header-count",
+        type=_count,
+        default=limits.max_headers,
+        help="most headers of a request (default: %(default)s)",
+    )
+    server.add_argument(
+        "--h11-max-incomplete-event-size",
+        type=_count,
+        default=limits.max_head_bytes,
+        help="most bytes of a request's line and headers together (default: %(default)s)",
+    )
+    server.add_argument(
+        "--timeout-keep-alive",
+        type=_seconds,
+        default=_KEEP_ALIVE_S,
+        help="seconds until an idle connection is closed (default: %(default)s)",
+    )
+    server.add_argument(
+        "--timeout-headers",
+        type=_seconds,
+        default=limits.header_timeout_s,
+        help="seconds that a client has to send a request's headers (default: %(default)s)",
+    )
+    server.add_argument(
+        "--timeout-body",
+        type=_seconds,
+        default=limits.body_timeout_s,
+        help=f"seconds over which a body must come at {limits.min_body_rate} bytes per second or faster "
+        "(default: %(default)s)",
+    )
     server.add_argument("--disable-log-stats", action="store_true", help="no line of statistics in the log")
     server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_engine_flags()
@@ -210,6 +252,13 @@ def _port(text: str) -> int:
     if not 0 <= port <= 65535:
         raise argparse.ArgumentTypeError("must be between 0 and 65535")
     return port
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 1 << 24:
+        raise argparse.ArgumentTypeError("must be between 1 and 16777216")
+    return value
 
 
 def _seconds(text: str) -> float:
