@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from argosy_engine import __version__
@@ -57,6 +58,9 @@ ITERATION_TIMEOUT_S = 120.0
 
 _ASLEEP_RETRY_S = 10.0
 """Nobody knows when it will be woken; the router has other replicas to try meanwhile."""
+
+_CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left before its answer."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -253,6 +257,10 @@ def _handle_errors(app: FastAPI) -> None:
             405: MethodNotAllowed(f"{path} does not take {method}"),
         }
         return await api_error(request, known.get(error.status_code) or to_api_error(error))
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # nobody reads it
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
