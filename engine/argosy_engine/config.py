@@ -147,8 +147,12 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(description="CPU compute threads; default: the cores this process may use"),
     ] = None
     seed: Annotated[
-        int, Meta(ge=0, le=(1 << 63) - 1, description="base of the seeds of unseeded requests")
-    ] = 0
+        Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None,
+        Meta(
+            description="makes sampling without a seed of the request's own repeatable: the n-th such choice since "
+            "the start draws the same noise in every run; default: other noise each time"
+        ),
+    ] = None
 
     @property
     def canonical_name(self) -> str:
@@ -253,3 +257,4 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     startup_phases: tuple[tuple[str, float], ...]
     """(phase, seconds) in order, for the start-up table."""
     memory: MemoryBudget
+    seed: int | None = None

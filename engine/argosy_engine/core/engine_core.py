@@ -87,6 +87,7 @@ class EngineCore:
             logprobs_mode=args.logprobs_mode,
             startup_phases=info.phases,
             memory=info.memory,
+            seed=args.seed,
         )
         self.kv = KVCacheManager(
             info.memory.num_blocks,

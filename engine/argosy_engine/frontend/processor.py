@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xxhash import xxh3_64_intdigest
+
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.core.messages import ChunkEnd, EngineCoreRequest
 from argosy_engine.errors import InvalidRequest, PromptTooLong, RequestFailed
@@ -58,6 +60,8 @@ class InputProcessor:
         self._control_tokens = ControlTokens(self.tokenizer.control_tokens)
         self.defaults = _generation_defaults(path)
         self._logits_processors = load_logits_processors(config.logits_processors)
+        self._num_unseeded = 0
+        """Choices that got a seed of the engine's sequence."""
         self._think_ids = [
             self.tokenizer.encode(marker, add_special_tokens=False).ids for marker in (THINK, END_THINK)
         ]
@@ -251,7 +255,7 @@ class InputProcessor:
             params = params.replace(structured_outputs=None)
         requests = []
         for choice in range(params.n):
-            seed = secrets.randbits(63) if params.seed is None else (params.seed + choice) & _SEED_MASK
+            seed = self._next_seed() if params.seed is None else (params.seed + choice) & _SEED_MASK
             output = list(resume[choice]) if resume else []
             self.check_token_ids(output, "resume")
             if len(output) > (params.max_tokens or 0):
@@ -273,6 +277,13 @@ class InputProcessor:
                 )
             )
         return requests
+
+    def _next_seed(self) -> int:
+        """For a choice that has none: the engine's own sequence where `--seed` began one."""
+        if self.config.seed is None:
+            return secrets.randbits(63)
+        self._num_unseeded += 1
+        return xxh3_64_intdigest(self._num_unseeded.to_bytes(8, "little"), self.config.seed) & _SEED_MASK
 
     def _for_core(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         """Parameters with every token id checked, bad words as tokens and `max_tokens` within the context."""

@@ -160,7 +160,7 @@ class Worker:
             device=self._device,
             max_positions=wanted_model_len(self.args, self._config) + 1,
             load_format=self.args.load_format,
-            seed=self.args.seed,
+            seed=self.args.seed or 0,
         )
 
     def _current_fingerprint(self) -> str:
@@ -172,7 +172,7 @@ class Worker:
             str(self._dtype),
             repr(args.logits_processors),
             args.logprobs_mode,
-            f"dummy {args.seed}" if is_dummy else "",
+            f"dummy {args.seed or 0}" if is_dummy else "",
         )
         return fingerprint(self._path, settings, has_weights=not is_dummy)
 
