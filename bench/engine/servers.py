@@ -22,6 +22,9 @@ from types import MappingProxyType
 from typing import Any
 
 START_TIMEOUT_S = 600
+VLLM = {"vllm": 1, "vllm-all-cores": 0}
+"""vLLM in two settings -> cores it leaves alone (VLLM_CPU_NUM_OF_RESERVED_CPU). One is its default and suits small
+models on a few cores; none suits large ones. Which is better depends on the make of the CPU, too: both are measured."""
 
 
 @dataclass
@@ -80,15 +83,18 @@ def start_argosy(
     return _start("argosy", command, env, port, logs)
 
 
-def start_vllm(python: str, model: str, dtype: str, logs: Path, reserved_cpus: int) -> Server:
-    """`reserved_cpus`: 1 is vLLM's default, one of two cores; 0 gives it both (better for large models)."""
+def start_vllm(name: str, python: str, model: str, dtype: str, logs: Path) -> Server:
+    """
+    Args:
+        name: one of `VLLM`.
+    """
     port = _free_port()
     command = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port),
         "--dtype", dtype, "--served-model-name", "bench",
     ]  # fmt: skip
-    env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved_cpus)}
-    return _start("vllm", command, env, port, logs)
+    env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": str(VLLM[name])}
+    return _start(name, command, env, port, logs)
 
 
 def _start(name: str, command: list[str], env: Mapping[str, str], port: int, logs: Path) -> Server:

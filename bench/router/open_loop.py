@@ -105,7 +105,11 @@ class Client(asyncio.Protocol):
 
 
 class OpenLoop:
-    """A client of the server at `port`; its connections outlive a load."""
+    """A client of the server at `port`; its connections outlive a load.
+
+    Args:
+        max_tokens: of an answer, unless `ask` says otherwise.
+    """
 
     def __init__(self, port: int, max_tokens: int) -> None:
         self._port = port
@@ -115,16 +119,15 @@ class OpenLoop:
     async def send(self, arrivals: Sequence[Arrival]) -> list[Answer]:
         """Answers in the order of the arrivals, when the last one is there."""
         start = time.perf_counter() + START_S
-        return await asyncio.gather(
-            *(self._send(arrival.prompt, start + arrival.at_s) for arrival in arrivals)
-        )
+        return await asyncio.gather(*(self.ask(arrival.prompt, start + arrival.at_s) for arrival in arrivals))
 
-    async def _send(self, prompt: str, due: float) -> Answer:
+    async def ask(self, prompt: str, due: float, max_tokens: int = 0) -> Answer:
+        """Sends one prompt when it is due, on `time.perf_counter`'s clock."""
         body = json.dumps(
             {
                 "model": MODEL,
                 "prompt": prompt,
-                "max_tokens": self._max_tokens,
+                "max_tokens": max_tokens or self._max_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
@@ -132,12 +135,14 @@ class OpenLoop:
             }
         ).encode()
         await asyncio.sleep(due - time.perf_counter())
-        client = await self._client()
+        client = None
         try:
             async with asyncio.timeout(PATIENCE_S):
+                client = await self._client()
                 answer = await client.ask(body, due)
-        except (ConnectionError, ValueError, TimeoutError) as error:
-            client.abort()
+        except (OSError, ValueError, TimeoutError) as error:
+            if client is not None:
+                client.abort()
             return Answer(error=f"{type(error).__name__}: {error}")
         self._idle.append(client)
         return answer

@@ -37,9 +37,16 @@ def test_the_summary_judges_ratios_figures_and_gaps() -> None:
         "argosy": {"output tok/s": [90.0, 210.0, 300.0], "start to first token s": [3.0]},
         "vllm": {"output tok/s": [100.0], "start to first token s": [20.0]},
     }
+    found["offline m06"] = {
+        "argosy": {"output tok/s": [180.0], "start to first token s": [5.0]},
+        "vllm": {"output tok/s": [90.0], "start to first token s": [50.0]},
+        "vllm-all-cores": {"output tok/s": [150.0], "start to first token s": [60.0]},
+    }
     found["memory"] = {"argosy": {"API: bytes per request": [-5.0], "core: bytes per request": [900.0]}}
     lines = summary(found, is_quick=False).splitlines()
     assert "| 1 | offline, random 5 M, out tok/s | >= 2x | 210 | 100 | 2.10x | met |" in lines
+    better = "| 1 | offline, random 449 M, out tok/s | >= 1x | 180 | 150, all cores | 1.20x | met |"
+    assert better in lines, "the peer's better setting counts"
     assert "| 1 | offline, shipped tiny, out tok/s | >= 2x | - | - | - |  |" in lines
     assert "| 3 | start to first token, offline 5 M, s | <= 0.1x | 3 | 20 | 0.15x | missed |" in lines
     assert "| 7 | memory of the API process, bytes/request | <= 200 | -5 | - | - | met |" in lines

@@ -1,0 +1,73 @@
+"""Conversations: popular and rare system prompts, a few turns each, pauses in between, growing histories.
+
+Owns: who says what and when. Must not know: servers.
+Invariant: equal arguments make equal conversations, so contenders meet the same ones at the same times. Only when a
+turn after the first is sent depends on the contender: a person reads the answer first.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from prompts import BYTES_PER_TOKEN
+from shared_prefixes import text
+
+SYSTEM_PROMPTS = 24
+SYSTEM_TOKENS = 1536
+TURNS = (2, 7)
+"""Fewest and most of a conversation, all equally likely."""
+TURN_TOKENS = (64, 384)
+ANSWER_TOKENS = (32, 128)
+THINK_S = 5.0
+"""Mean pause before the next turn, exponential."""
+MAX_THINK_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a person says, the length of the answer, and the pause after it."""
+
+    text: str
+    answer_tokens: int
+    think_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One conversation, which begins `at_s` seconds after the load did."""
+
+    at_s: float
+    system: str
+    turns: tuple[Turn, ...]
+
+
+def conversations(seed: str, per_s: float, seconds: float) -> list[Conversation]:
+    """Conversations that begin within `seconds`, as a Poisson process of `per_s`.
+
+    The k-th of the system prompts is as popular as 1/k (Zipf's law, as traces of assistants show it).
+    """
+    rng = random.Random(seed)
+    systems = [text(rng, SYSTEM_TOKENS * BYTES_PER_TOKEN) for _ in range(SYSTEM_PROMPTS)]
+    popularity = [1.0 / (rank + 1) for rank in range(SYSTEM_PROMPTS)]
+    made = []
+    at = rng.expovariate(per_s)
+    while at < seconds:
+        (system,) = rng.choices(systems, popularity)
+        turns = tuple(_turn(rng) for _ in range(rng.randint(*TURNS)))
+        made.append(Conversation(at, system, turns))
+        at += rng.expovariate(per_s)
+    return made
+
+
+def _turn(rng: random.Random) -> Turn:
+    return Turn(
+        text(rng, rng.randint(*TURN_TOKENS) * BYTES_PER_TOKEN),
+        rng.randint(*ANSWER_TOKENS),
+        min(MAX_THINK_S, rng.expovariate(1.0 / THINK_S)),
+    )
+
+
+def mean_turns() -> float:
+    """Turns of a conversation on average."""
+    return sum(TURNS) / 2

@@ -1,0 +1,159 @@
+"""Routers over the same four engines, under conversations, while one engine dies and comes back.
+
+    python bench/router/conversations.py [--rounds 3] [--rates 6 8] [--seconds 60] [--sglang PYTHON] [--json FILE]
+
+Conversations (`conversation_load.py`) begin as a Poisson process: one of 24 system prompts of 1536 tokens, the k-th as
+popular as 1/k; two to seven turns, whose prompts grow by what was said; five seconds of thought between an answer and
+the next turn. Half-way through, one engine is killed without notice, and five seconds later it is back with an empty
+cache. Engines are clocked (`clocked_engine.py`): 8000 prompt tokens per second and 49,152 tokens of cache each, which
+is less than what live conversations and popular prompts come to.
+
+A router that remembers what it sent where does not know what was evicted since, or lost; ours is told.
+
+The first ten seconds are not counted. Times to the first token count from when a turn was due. `of oracle`: of what
+one boundless cache for all would hold. Contenders take turns; figures are medians of the rounds, errors their sum:
+requests whose stream was cut off when the engine died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import uvloop
+from contenders import OURS, RunningFleet, clocked, names, running, shown
+from conversation_load import THINK_S, Conversation, conversations, mean_turns
+from figures import Figures, figures, markdown, median
+from open_loop import Answer, OpenLoop
+from overhead import free_ports
+from shared_prefixes import oracle_share
+
+ENGINES = 4
+KV_CACHE_TOKENS = 49_152
+WARM_UP_S = 10.0
+DOWN_S = 5.0
+"""Between the death of an engine and its return."""
+VICTIM = 1
+RATES = (6.0, 8.0)
+"""Conversations that begin per second; each has 4.5 turns on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One turn as it was sent."""
+
+    due: float
+    """Seconds after the load began."""
+    prompt: str
+    answer: Answer
+
+
+async def converse(client: OpenLoop, conversation: Conversation, start: float) -> list[Asked]:
+    """All turns of one conversation. After a turn that failed it goes on as if it had been answered: a person would
+    ask again, and the prompts of all contenders stay the same."""
+    asked = []
+    history = conversation.system
+    due = start + conversation.at_s
+    for turn in conversation.turns:
+        prompt = f"{history} {turn.text}"
+        answer = await client.ask(prompt, due, turn.answer_tokens)
+        asked.append(Asked(due - start, prompt, answer))
+        history = prompt + " hello" * turn.answer_tokens
+        due = time.perf_counter() + turn.think_s
+    return asked
+
+
+async def fail_half_way(fleet: RunningFleet, start: float, seconds: float) -> None:
+    await asyncio.sleep(start + seconds / 2 - time.perf_counter())
+    fleet.kill(VICTIM)
+    await asyncio.sleep(DOWN_S)
+    fleet.restart(VICTIM)
+
+
+async def talk(fleet: RunningFleet, load: Sequence[Conversation], seconds: float) -> list[Asked]:
+    """All conversations, in the order in which their turns were due."""
+    client = OpenLoop(fleet.port, 1)
+    start = time.perf_counter() + 0.5
+    failing = asyncio.create_task(fail_half_way(fleet, start, seconds))
+    told = await asyncio.gather(*(converse(client, each, start) for each in load))
+    await failing
+    return sorted((asked for each in told for asked in each), key=lambda asked: asked.due)
+
+
+def measure(contender: str, rate: float, seed: str, options: argparse.Namespace) -> Figures:
+    """One contender, over engines of its own."""
+    load = conversations(seed, rate, options.seconds)
+    ports = free_ports(ENGINES)
+    with (
+        running(contender, options.sglang, ports, clocked(ports, KV_CACHE_TOKENS)) as fleet,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        asked = runner.run(talk(fleet, load, options.seconds))
+    before = [each.prompt for each in asked if each.due < WARM_UP_S]
+    counted = asked[len(before) :]
+    for error, count in Counter(each.answer.error for each in asked if each.answer.error).items():
+        print(f"  {contender}, {rate:g}/s: {count} x {error}", file=sys.stderr)
+    return figures([each.answer for each in counted], oracle_share(before, [each.prompt for each in counted]))
+
+
+def conditions(options: argparse.Namespace) -> str:
+    command = shlex.join(shown(sys.argv[1:], options.sglang))
+    return (
+        f"    python bench/router/conversations.py {command}\n\n"
+        f"{ENGINES} clocked engines of {KV_CACHE_TOKENS} cached tokens; conversations of {mean_turns():g} turns, "
+        f"{THINK_S:g} s of thought; {options.seconds:g} s of beginnings, an engine down for {DOWN_S:g} s half-way; "
+        f"medians of {options.rounds}; {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"load average {os.getloadavg()[0]:.1f} at the start."
+    )
+
+
+def main() -> None:
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=RATES, help="conversations that begin per second"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="in which conversations begin (%(default)s)"
+    )
+    parser.add_argument("--sglang", default="", metavar="PYTHON")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="some of them only; ours always")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all rounds' figures")
+    options = parser.parse_args()
+    contenders = [name for name in names(options.sglang) if name in (OURS, *(options.contenders or [name]))]
+    head = conditions(options)
+    print(head + "\n")
+    rounds: list[dict[float, dict[str, Figures]]] = []
+    for number in range(options.rounds):
+        rounds.append(
+            {
+                rate: {name: measure(name, rate, f"round {number}", options) for name in contenders}
+                for rate in options.rates
+            }
+        )
+        print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
+    table = {
+        f"{rate:g}": {name: median([each[rate][name] for each in rounds]) for name in contenders}
+        for rate in options.rates
+    }
+    print(markdown(table, "conversations/s"))
+    if options.json:
+        plain = [{r: {c: asdict(f) for c, f in row.items()} for r, row in each.items()} for each in rounds]
+        options.json.write_text(json.dumps({"conditions": head, "rounds": plain}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
