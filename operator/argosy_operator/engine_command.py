@@ -34,8 +34,17 @@ def model_path(source: str) -> str:
     return source.removeprefix(_FILE)
 
 
+def engine_model(service: InferenceService) -> str:
+    """What the engines call the model: the resource's name, which never changes. It is the `model_name` of their
+    metrics."""
+    return service.metadata.name
+
+
 def engine_args(service: InferenceService, *, host: str = ANY_HOST, port: int = ENGINE_PORT) -> list[str]:
-    """Arguments after `argosy`: `serve SOURCE --host ... --served-model-name NAME ALIAS... ...`."""
+    """Arguments after `argosy`: `serve SOURCE --host ... --served-model-name NAME ...`.
+
+    NAME is `engine_model`, not what clients call the model: an edit of names must restart no engine.
+    """
     model, engine = service.spec.model, service.spec.engine
     values: tuple[tuple[str, object], ...] = (
         ("--device", None if engine.device == "auto" else engine.device),
@@ -50,7 +59,7 @@ def engine_args(service: InferenceService, *, host: str = ANY_HOST, port: int = 
         ("--shutdown-timeout", engine.shutdown_timeout_seconds),
     )
     args = ["serve", model_path(model.source), "--host", host, "--port", str(port)]
-    args += ["--served-model-name", service.served_name, *model.aliases]
+    args += ["--served-model-name", engine_model(service), "--any-model-name"]
     for flag, value in values:
         if value is not None:
             args += [flag, str(value)]

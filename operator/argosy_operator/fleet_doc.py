@@ -19,6 +19,7 @@ from argosy_engine.protocol.fleet import (
     ServiceLimits,
     resolve_names,
 )
+from argosy_operator.engine_command import engine_model
 from argosy_operator.names import ENGINE_PORT, selector
 from argosy_operator.spec import InferenceService, RouterLimits
 
@@ -36,6 +37,7 @@ def fleet_service(
         created=service.metadata.creation_timestamp,
         model=service.served_name,
         aliases=service.spec.model.aliases,
+        engine_model=engine_model(service),
         selector={} if endpoints else selector(service),
         port=ENGINE_PORT,
         endpoints=endpoints,

@@ -199,9 +199,9 @@ class Fleet:
     def _keep_service(self, spec: FleetService) -> Service:
         service = self.services.get(spec.key)
         key = self._engine_key(spec)
-        if service is not None and (service.spec.uid, service.spec.model, service.key) != (
+        if service is not None and (service.spec.uid, service.spec.engine_name, service.key) != (
             spec.uid,
-            spec.model,
+            spec.engine_name,
             key,
         ):
             self._remove_service(
@@ -210,7 +210,7 @@ class Fleet:
             service = None
         if service is None:
             service = self.services[spec.key] = Service(spec, key, 0)
-        service.spec = spec
+        service.rename(spec)
         return service
 
     def _engine_key(self, spec: FleetService) -> str:
@@ -245,7 +245,7 @@ class Fleet:
         service.replicas[member.name] = replica
         client = TelemetryClient(
             replica,
-            service.spec.model,
+            service.spec.engine_name,
             service.key,
             self.changed,
             lambda is_certain: _fell_silent(service, replica, is_certain=is_certain),

@@ -134,6 +134,16 @@ class Replica:
         return self.hello is not None and self.link != "foreign"
 
     @property
+    def takes_model_names(self) -> bool:
+        """Whether it answers by the name that it is told the client used."""
+        return self.hello is not None and self.hello.takes_model_name and self.link != "foreign"
+
+    @property
+    def announced_name(self) -> str:
+        """Its own name for its model; empty where that is not known."""
+        return self.hello.model if self.hello is not None and self.link != "foreign" else ""
+
+    @property
     def is_synced(self) -> bool:
         return self.link == "synced"
 

@@ -147,7 +147,9 @@ class Service:
         """By name: the empty one, and those of adapters and aliases that not all replicas have."""
         self._candidates_until = 0.0
         """When the first of those that are left out may be a candidate again."""
-        self._unsalted_seed = chain_seed(spec.model)
+        self._unsalted_seed = chain_seed(spec.engine_name)
+        self._takes_model_names: bool | None = None
+        """None: to be asked anew."""
 
     def prompt(
         self,
@@ -165,7 +167,7 @@ class Service:
         """
         seed = self._unsalted_seed
         if adapter or request.cache_salt:
-            seed = chain_seed(self.spec.model, adapter, cache_salt=request.cache_salt or "")
+            seed = chain_seed(self.spec.engine_name, adapter, cache_salt=request.cache_salt or "")
         text = ids = 0
         has_media = False
         hashes: Sequence[int] = ()
@@ -306,6 +308,29 @@ class Service:
     def invalidate(self) -> None:
         """Some replica came, went, or changed its state: who is a candidate must be asked anew."""
         self._candidates.clear()
+        self._takes_model_names = None
+
+    def rename(self, spec: FleetService) -> None:
+        """Another version of its entry in the document, perhaps with other names, but the same engines."""
+        self.spec = spec
+        self.model = spec.model
+
+    @property
+    def takes_model_names(self) -> bool:
+        """Whether all of its replicas can be told what the client calls the model."""
+        takes = self._takes_model_names
+        if takes is None:
+            replicas = self.replicas.values()
+            takes = self._takes_model_names = bool(replicas) and all(r.takes_model_names for r in replicas)
+        return takes
+
+    @property
+    def announced_name(self) -> str:
+        """A name of the model known to a replica of ours that can not be told; empty for none."""
+        for replica in self.replicas.values():
+            if replica.is_ours and not replica.takes_model_names:
+                return replica.announced_name
+        return ""
 
     def _admitted(self, now: float, tried: Collection[Replica], name: str) -> list[Replica]:
         usable = [

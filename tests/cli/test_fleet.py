@@ -92,6 +92,11 @@ def test_edits_that_concern_no_process_restart_nothing(fleet: LocalFleet) -> Non
     )
     assert fleet.up() == 0
     assert "round-robin" in fleet.state.fleet_file.read_text()
+    fleet.manifest(
+        replicas=1, model={"source": "builtin://tiny", "servedName": "org/Tiny", "aliases": ["tiny-chat"]}
+    )
+    assert fleet.up() == 0
+    assert "org/Tiny" in fleet.state.fleet_file.read_text()
     fleet.manifest(replicas=3, engine={"threads": 1}, paused=True)
     assert fleet.up() == 0
     assert fleet.status().services[0].reason == "paused"

@@ -100,7 +100,8 @@ def test_a_rollout_keeps_its_bounds_and_ends(
         ({"engine": {"maxNumSeqs": 8}}, False),
         ({"engine": {"threads": 2}}, False),
         ({"engine": {"env": [{"name": "A", "value": "1"}]}}, False),
-        ({"model": {"source": "builtin://tiny", "aliases": ["small"]}}, False),
+        ({"model": {"source": "builtin://tiny", "aliases": ["small"]}}, True),
+        ({"model": {"source": "builtin://tiny", "servedName": "org/Tiny"}}, True),
         ({"resources": {"gpu": {"count": 2}}}, False),
     ],
 )

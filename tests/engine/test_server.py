@@ -11,12 +11,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import openai
 import pytest
 
-from argosy_engine.protocol.headers import RESPONSE_ID, TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
+from argosy_engine.protocol.headers import (
+    MODEL_NAME,
+    RESPONSE_ID,
+    TELEMETRY_CONTENT_TYPE,
+    TELEMETRY_PATH,
+)
 from argosy_engine.protocol.telemetry import FrameReader, Hello, Load, Snapshot, Stored, unpack_u32
 from processes import Server, answers, free_port, running, wait_until
 
@@ -216,6 +222,31 @@ def test_response_ids_are_those_of_the_router_s_request(http: httpx.Client, stre
     assert '"id":"cmpl-job-1"' in answer.text
     unsafe = http.post("/v1/completions", json=body, headers={**headers, RESPONSE_ID: '"},{"'})
     assert '"id":"cmpl-attempt-1"' in unsafe.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Once", "max_tokens": 2}),
+        ("/v1/completions", {"prompt": "Once", "max_tokens": 2, "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "stream": True},
+        ),
+        ("/v1/embeddings", {"input": "x"}),
+    ],
+)
+def test_answers_have_the_name_that_a_router_s_client_used(
+    http: httpx.Client, path: str, body: dict[str, object]
+) -> None:
+    for name in ("org/Tiny", "kleine Größe", 'a"b'):
+        headers = {MODEL_NAME: quote(name, safe="/:")}
+        answer = http.post(path, json={**body, "model": "whatever the client wrote"}, headers=headers)
+        assert answer.status_code == 200
+        answers = re.findall(r"^(?:data: )?(\{.*\})$", answer.text, re.MULTILINE)
+        assert {json.loads(one)["model"] for one in answers} == {name}
+    assert http.post(path, json={**body, "model": "org/Tiny"}).status_code == 404
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -33,7 +33,8 @@ def test_engine_understands_every_flag() -> None:
     options, engine = parse_args(engine_args(service)[1:])
     assert (options.host, options.port, options.shutdown_timeout) == ("0.0.0.0", 8000, 5)
     assert engine.model == "builtin://tiny"
-    assert tuple(engine.served_model_name) == ("org/Tiny", "a", "b")
+    assert tuple(engine.served_model_name) == ("tiny",), "names of clients are the fleet document's"
+    assert options.any_model_name
     assert (engine.device, engine.dtype) == ("cpu", "float32")
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (1024, 8, 512)
     assert (engine.block_size, engine.kv_cache_memory_bytes, engine.threads) == (16, 64 * 2**20, 1)

@@ -33,7 +33,8 @@ def pod_spec(made: Plan) -> dict[str, Any]:
     return made.deployment["spec"]["template"]["spec"]
 
 
-SERVE = ["serve", "builtin://tiny", "--host", "0.0.0.0", "--port", "8000", "--served-model-name", "tiny"]
+SERVE = ["serve", "builtin://tiny", "--host", "0.0.0.0", "--port", "8000", "--served-model-name", "tiny",
+         "--any-model-name"]  # fmt: skip
 SHUTDOWN = ["--shutdown-timeout", "45"]
 
 
@@ -43,7 +44,7 @@ SHUTDOWN = ["--shutdown-timeout", "45"]
         ({}, [*SERVE, *SHUTDOWN]),
         (
             {"model": {"source": "builtin://tiny", "servedName": "org/Tiny", "aliases": ["a", "b"]}},
-            [*SERVE[:-1], "org/Tiny", "a", "b", *SHUTDOWN],
+            [*SERVE, *SHUTDOWN],
         ),
         ({"model": {"source": "pvc://claim/dir/x/"}}, ["serve", "/model/dir/x", *SERVE[2:], *SHUTDOWN]),
         ({"model": {"source": "pvc://claim"}}, ["serve", "/model", *SERVE[2:], *SHUTDOWN]),
@@ -265,9 +266,10 @@ SAME_REVISION: list[dict[str, Any]] = [
     {"router": {"limits": {"maxQueuedRequests": 5}}},
     {"router": {"hedgeAfter": 2}},
     {"paused": True},
+    {"model": {"source": "builtin://tiny", "aliases": ["a"]}},
+    {"model": {"source": "builtin://tiny", "servedName": "org/Tiny"}},
 ]
 OTHER_REVISION: list[dict[str, Any]] = [
-    {"model": {"source": "builtin://tiny", "aliases": ["a"]}},
     {"engine": {"image": "other"}},
     {"engine": {"env": [{"name": "A", "value": "b"}]}},
     {"engine": {"shutdownTimeoutSeconds": 1}},

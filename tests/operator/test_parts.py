@@ -186,6 +186,7 @@ def test_fleet_service() -> None:
         "org/Tiny",
         ("t",),
     )
+    assert entry.engine_model == "tiny", "whatever clients call it"
     assert (entry.policy, entry.port, entry.internal_key) == ("least-load", 8000, "")
     assert entry.limits == ServiceLimits(
         max_inflight_per_replica=1,

@@ -66,3 +66,39 @@ async def heard_of(r: Rig, body: dict[str, Any], name: str) -> None:
             told = (await r.http.post(r.router.admin_url + "/explain", json=body)).json()
             (candidate,) = (each for each in told["candidates"] if each["replica"] == name)
             held = candidate["hit_tokens"] / told["prompt_tokens"]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Server]:
+    port = free_port()
+    with running([*ENGINE, "--any-model-name", "--port", str(port)], tmp_path / "log", port=port) as up:
+        yield up
+
+
+async def test_a_live_service_is_renamed_without_a_gap(engine: Server) -> None:
+    def fleet(model: str, *aliases: str) -> FleetDocument:
+        named = FleetService(
+            namespace="default",
+            name="tiny",
+            uid="u",
+            model=model,
+            aliases=aliases,
+            engine_model="tiny",
+            endpoints=(Endpoint(name="r0", url=engine.url),),
+        )
+        return FleetDocument(services=(named,))
+
+    prompt = "The harbor is old and the harbor is far away. " * 20
+    async with rig(document=fleet("old"), wait=False) as r:
+        await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
+        assert (await r.chat(prompt, model="old", max_tokens=2)).json()["model"] == "old"
+        r.discovery.set(fleet("org/New", "old"))
+        for name in ("org/New", "old"):
+            answer = await r.chat(prompt, model=name, max_tokens=2)
+            assert answer.json()["model"] == name
+            assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+            stream = await r.chat(prompt, model=name, max_tokens=2, stream=True)
+            assert stream.text.count(f'"model":"{name}"') == stream.text.count('"object"') > 1
+        body = {"model": "old", "prompt": "x", "max_tokens": 1}
+        direct = await r.http.post(engine.url + "/v1/completions", json=body)
+        assert direct.json()["model"] == "old", "past the router"

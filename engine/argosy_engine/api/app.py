@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -68,8 +69,15 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 class Engine:
     """The application's state. `llm` and what depends on it exist once the model is loaded."""
 
-    def __init__(self, names: tuple[str, ...], iteration_timeout_s: float = ITERATION_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        iteration_timeout_s: float = ITERATION_TIMEOUT_S,
+        *,
+        takes_any_name: bool = False,
+    ) -> None:
         self.names = names
+        self.takes_any_name = takes_any_name
         self.iteration_timeout_s = iteration_timeout_s
         self.log_stats = True
         self.phase = "starting"
@@ -80,7 +88,7 @@ class Engine:
         self._telemetry: TelemetryHub | None = None
 
     def attach(self, llm: AsyncLLM) -> None:
-        self._serving = Serving(llm, self.names)
+        self._serving = Serving(llm, self.names, takes_any_name=self.takes_any_name)
         self._metrics = Metrics(llm.config)
         self._telemetry = TelemetryHub(llm, llm.config)
         llm.observers = [self._metrics, self._telemetry]
@@ -163,7 +171,7 @@ def build_app(engine: Engine) -> FastAPI:
         body = decode_request("chat/completions", raw)
         assert isinstance(body, ChatCompletionRequest)
         _check_resume(request, body)
-        request_id, serving = _request_id(request, body.request_id), engine.serving
+        request_id, serving = _request_id(request, body.request_id), _serving(engine, request)
         response_id = _response_id(request, request_id)
         if body.stream:
             chunks = chat_stream(serving, body, response_id, len(raw), resumable=_is_resumable(request))
@@ -176,7 +184,7 @@ def build_app(engine: Engine) -> FastAPI:
         body = decode_request("completions", raw)
         assert isinstance(body, CompletionRequest)
         _check_resume(request, body)
-        request_id, serving = _request_id(request, body.request_id), engine.serving
+        request_id, serving = _request_id(request, body.request_id), _serving(engine, request)
         response_id = _response_id(request, request_id)
         if body.stream:
             chunks = completion_stream(serving, body, response_id, len(raw), resumable=_is_resumable(request))
@@ -188,19 +196,19 @@ def build_app(engine: Engine) -> FastAPI:
         raw = await request.body()
         body = decode_embedding_request(raw)
         request_id = _request_id(request, body.request_id)
-        answer = embed(engine.serving, body, _response_id(request, request_id), len(raw))
+        answer = embed(_serving(engine, request), body, _response_id(request, request_id), len(raw))
         return _answer(answer, request_id)
 
     @app.post("/tokenize")
     async def tokenized(request: Request) -> WatchedResponse:
         raw = await request.body()
-        answer = tokenize(engine.serving, decode_tokenize_request(raw), len(raw))
+        answer = tokenize(_serving(engine, request), decode_tokenize_request(raw), len(raw))
         return _answer(answer, _request_id(request, None))
 
     @app.post("/detokenize")
     async def detokenized(request: Request) -> WatchedResponse:
         raw = await request.body()
-        answer = detokenize(engine.serving, decode_detokenize_request(raw), len(raw))
+        answer = detokenize(_serving(engine, request), decode_detokenize_request(raw), len(raw))
         return _answer(answer, _request_id(request, None))
 
     @app.get("/v1/models")
@@ -209,9 +217,7 @@ def build_app(engine: Engine) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        serving = engine.serving
-        serving.check_model(name)
-        return _json(next(card for card in serving.models().data if card.id == name))
+        return _json(engine.serving.model(name))
 
     @app.get("/health")
     async def health() -> Response:
@@ -273,6 +279,12 @@ def _request_id(request: Request, in_body: str | None) -> str:
         if candidate is not None and _REQUEST_ID.fullmatch(candidate):
             return candidate
     return f"{int(time.time()):x}{secrets.token_hex(12)}"
+
+
+def _serving(engine: Engine, request: Request) -> Serving:
+    """What serves a request, by the name that a router says its client used, if one does."""
+    name = request.headers.get(headers.MODEL_NAME)
+    return engine.serving if name is None else engine.serving.answering_as(unquote(name))
 
 
 def _response_id(request: Request, request_id: str) -> str:

@@ -64,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _serve(options: argparse.Namespace, args: EngineArgs, started: float, num_descriptors: int) -> int:
     keys = KeyRing([*options.api_key, *os.environ.get("ARGOSY_API_KEY", "").split(",")])
     admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
-    engine = Engine(args.served_model_name or (args.canonical_name,), options.engine_iteration_timeout)
+    engine = Engine(
+        args.served_model_name or (args.canonical_name,),
+        options.engine_iteration_timeout,
+        takes_any_name=options.any_model_name,
+    )
     engine.log_stats = not options.disable_log_stats
     server = _Server(
         uvicorn.Config(
@@ -195,6 +199,11 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineAr
         default=[],
         help="key for /sleep, /wake_up and /reset_prefix_cache, instead of --api-key; repeatable; "
         "also ARGOSY_ADMIN_API_KEY",
+    )
+    server.add_argument(
+        "--any-model-name",
+        action="store_true",
+        help="answer requests for all model names, by the name asked for: names are resolved in front of the engine",
     )
     server.add_argument("--guard-metrics", action="store_true", help="ask for the key on /metrics too")
     server.add_argument(

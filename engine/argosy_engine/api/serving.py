@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -43,22 +44,36 @@ class Serving:
     """
     Args:
         names: model names clients may use; the first is the canonical one.
+        takes_any_name: clients may use all others, too.
     """
 
-    def __init__(self, llm: AsyncLLM, names: Sequence[str]) -> None:
+    def __init__(self, llm: AsyncLLM, names: Sequence[str], *, takes_any_name: bool = False) -> None:
         self.llm = llm
         self.names = tuple(names)
+        self._takes_any_name = takes_any_name
+        self._answers_as: str | None = None
         self.lanes = PromptLanes()
         self._started = int(time.time())
 
     def models(self) -> ModelList:
+        return ModelList(data=[self._card(name) for name in self.names])
+
+    def model(self, name: str) -> ModelCard:
+        """
+        Raises:
+            NotFound: this engine does not serve that model.
+        """
+        return self._card(self.check_model(name))
+
+    def _card(self, name: str) -> ModelCard:
         limit = self.llm.config.max_model_len
-        return ModelList(
-            data=[
-                ModelCard(id=name, created=self._started, root=self.names[0], max_model_len=limit)
-                for name in self.names
-            ]
-        )
+        return ModelCard(id=name, created=self._started, root=self.names[0], max_model_len=limit)
+
+    def answering_as(self, name: str) -> Serving:
+        """The same, for one request that a router has found this model for, by the name its client used."""
+        serving = copy.copy(self)
+        serving._answers_as = name
+        return serving
 
     def check_model(self, name: str) -> str:
         """The name to answer with; an empty name means the canonical one, as in vLLM.
@@ -66,9 +81,11 @@ class Serving:
         Raises:
             NotFound: this engine does not serve that model.
         """
+        if self._answers_as is not None:
+            return self._answers_as
         if not name:
             return self.names[0]
-        if name not in self.names:
+        if name not in self.names and not self._takes_any_name:
             raise NotFound(
                 f"the model {name[:128]!r} does not exist here", param="model", code="model_not_found"
             )

@@ -115,6 +115,7 @@ class TelemetryHub(Observer):
                 max_num_seqs=config.max_num_seqs,
                 kv_cache_tokens=config.memory.kv_cache_tokens,
                 schedules_by_priority=config.scheduling_policy == "priority",
+                takes_model_name=True,
                 engine_version=__version__,
             )
         ]

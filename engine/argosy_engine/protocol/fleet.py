@@ -65,8 +65,11 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     created: str = ""
     """RFC 3339 creation time of the resource: the older service wins a contested name."""
     model: ModelName
-    """Canonical served name: what `/v1/models` lists and what the chunk hashes are seeded with."""
+    """Canonical name of clients: what `/v1/models` of a router lists first."""
     aliases: tuple[ModelName, ...] = ()
+    engine_model: Annotated[str, Meta(max_length=256)] = ""
+    """What the engines call the model, whatever clients do, and what the chunk hashes are seeded with. It stays when
+    names change. Empty: `model`."""
     adapters: tuple[ModelName, ...] = ()
     """LoRA adapters of the model, by the names its engines know: clients ask for `MODEL:ADAPTER`."""
     selector: dict[str, str] = {}
@@ -82,6 +85,11 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     internal_key: str = ""
     """Bearer key of the engines where the document itself is private (local fleet). In a cluster it is empty and
     the router derives it from the fleet key and `uid`."""
+
+    @property
+    def engine_name(self) -> str:
+        """The engines' name for the model."""
+        return self.engine_model or self.model
 
     @property
     def key(self) -> str:

@@ -33,6 +33,10 @@ RESPONSE_ID: Final = INTERNAL_PREFIX + "response-id"
 """Request: what response ids and tool call ids derive from. All attempts at one client request have the same, so that a
 stream another engine goes on with keeps its ids; `x-request-id` differs in each."""
 
+MODEL_NAME: Final = INTERNAL_PREFIX + "model-name"
+"""Request: the model name that the client used, percent-encoded UTF-8. The engine serves the request whatever its own
+names are, and answers by this one: which names mean which engines is for the fleet document to say."""
+
 TELEMETRY_PATH: Final = "/internal/telemetry"
 TELEMETRY_CONTENT_TYPE: Final = "application/vnd.argosy.telemetry"
 """Content type of the telemetry stream. A replica that answers anything else is not one of ours."""

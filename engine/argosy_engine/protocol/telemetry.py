@@ -37,7 +37,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello", tag_field="type", om
     epoch: str
     rank: int = 0
     model: str
-    """Canonical served model name, the one chunk hashes are seeded with."""
+    """The engine's first name for its model, the one chunk hashes are seeded with."""
     model_fingerprint: str
     """Digest of what decides about tokens and text (samples of all weights, config, dtype, tokenizer, chat template,
     default parameters): streams may migrate only between equal fingerprints."""
@@ -47,6 +47,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello", tag_field="type", om
     kv_cache_tokens: int
     schedules_by_priority: bool = False
     """Whether requests may have a `priority`: others are refused with one."""
+    takes_model_name: bool = False
+    """Whether it answers by the name in `headers.MODEL_NAME`, which need be none of its own."""
     engine_version: str = ""
 
 

@@ -139,6 +139,8 @@ class Attempt:
         self.record.upstream_id = upstream_id = self._dispatcher.upstream_ids.next()
         if not self.replica.is_ours:
             call.reduce_body()
+        if not self.replica.takes_model_names:
+            call.rename_body(self.replica)
         body = call.body if transcript is None else transcript.continuing(call.body)
         connection.send(
             self,

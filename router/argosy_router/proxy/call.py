@@ -10,13 +10,14 @@ engines that are not ours it also lacks the fields that `foreign_body` does not 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal
+from urllib.parse import quote
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from argosy_engine.protocol.embeddings import decode_embedding_request
 from argosy_engine.protocol.errors import BadRequest, NotFound
-from argosy_engine.protocol.headers import RESPONSE_ID
+from argosy_engine.protocol.headers import MODEL_NAME, RESPONSE_ID
 from argosy_engine.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -38,6 +39,7 @@ from argosy_router.proxy.foreign_body import foreign_body
 from argosy_router.proxy.migration import StreamShape, resumable_shape
 from argosy_router.proxy.renaming import Renaming
 from argosy_router.proxy.usage import asking_usage
+from argosy_router.replica import Replica
 from argosy_router.service import Prompt, Service
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class Call:
 
     __slots__ = (
         "account",
+        "asked_model",
         "body",
         "canary_of",
         "estimate",
@@ -96,6 +99,8 @@ class Call:
         self.is_for_any_engine = False
         """Whether `body` has been reduced to what engines of another make get."""
         self.path = path
+        self.asked_model = ""
+        """What the client, and so the body, calls the model, where all engines were to be told that by a header."""
         self.account = account
         self.estimate = estimate
         """What it takes of its key's limits and of the service, before that is known."""
@@ -118,6 +123,13 @@ class Call:
             self.is_for_any_engine = True
             self.body = foreign_body(self.body)
 
+    def rename_body(self, replica: Replica) -> None:
+        """Has the request name the model as `replica` does, which cannot be told what the client calls it. It has come
+        after those that could; its answer will have its own name."""
+        name = replica.announced_name or self.service.spec.model
+        if self.asked_model and name != self.asked_model:
+            self.body = with_fields(self.body, {"model": name})
+
     @property
     def key_name(self) -> str:
         """Name of the client's API key; empty where no keys are needed."""
@@ -125,6 +137,7 @@ class Call:
 
 
 _RESPONSE_ID: Final = RESPONSE_ID.encode()
+_MODEL_NAME: Final = MODEL_NAME.encode()
 
 SESSION_HEADER = b"x-session-id"
 """The header llm-d's and Dynamo's clients use too."""
@@ -203,6 +216,9 @@ def decode_call(
     call.hides_usage = hides_usage
     if model != decoded.model:
         call.renaming = Renaming(model, decoded.model)
+    if not adapter and (model != service.spec.engine_name or decoded.model != model):
+        call.asked_model = decoded.model if service.takes_model_names else ""
+        call.internal_headers += b"%b: %b\r\n" % (_MODEL_NAME, quote(decoded.model, safe="/:").encode())
     if named.spec.canary is not None:
         call.canary_of = named
     return call
@@ -232,10 +248,15 @@ def find_service(fleet: Fleet, decoded: GenerationRequest) -> tuple[Service, str
 
 
 def engine_name(service: Service, asked: str, adapter: str) -> str:
-    """What the engine calls the model that the client calls `asked`."""
+    """What the request calls the model that the client calls `asked`: the same, where a header tells the engines, else
+    what they call it themselves."""
     if adapter:
         return adapter
+    if service.takes_model_names:
+        return asked
     spec = service.spec
+    if spec.engine_model and (announced := service.announced_name):
+        return announced  # an engine from before: it has the names it was started with
     return asked if asked == spec.model or asked in spec.aliases else spec.model
 
 

@@ -1,0 +1,48 @@
+"""Which model names an engine answers to, and by which it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from argosy_engine.api.serve import parse_args
+from argosy_engine.api.serving import Serving
+from argosy_engine.protocol.errors import NotFound
+
+
+@pytest.fixture(params=[False, True])
+def serving(request: pytest.FixtureRequest) -> Iterator[tuple[Serving, bool]]:
+    llm = cast(Any, SimpleNamespace(config=SimpleNamespace(max_model_len=64)))
+    made = Serving(llm, ("tiny", "small"), takes_any_name=request.param)
+    yield made, request.param
+    made.close()
+
+
+def test_own_names_and_others(serving: tuple[Serving, bool]) -> None:
+    made, takes_any_name = serving
+    assert [made.check_model(name) for name in ("tiny", "small", "")] == ["tiny", "small", "tiny"]
+    assert [card.id for card in made.models().data] == ["tiny", "small"]
+    if takes_any_name:
+        assert made.check_model("org/Tiny") == "org/Tiny"
+        assert (made.model("org/Tiny").id, made.model("org/Tiny").root) == ("org/Tiny", "tiny")
+    else:
+        with pytest.raises(NotFound):
+            made.check_model("org/Tiny")
+        with pytest.raises(NotFound):
+            made.model("org/Tiny")
+
+
+def test_a_router_s_word_holds_for_one_request(serving: tuple[Serving, bool]) -> None:
+    made, _ = serving
+    told = made.answering_as("org/Tiny")
+    assert [told.check_model(name) for name in ("tiny", "unknown", "")] == ["org/Tiny"] * 3
+    assert made.check_model("small") == "small"
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_flag(given: bool) -> None:
+    options, _ = parse_args(["builtin://tiny", *(["--any-model-name"] if given else [])])
+    assert options.any_model_name is given
