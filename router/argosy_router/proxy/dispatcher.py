@@ -33,7 +33,7 @@ from argosy_router.proxy.decisions import DecisionRecord, HedgeOutcome
 from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.gate import Gate
 from argosy_router.proxy.hedging import Hedging
-from argosy_router.proxy.retry import KEPT_CREDIT, RetryBudget
+from argosy_router.proxy.retry import RetryBudget
 from argosy_router.proxy.upstream_ids import UpstreamIds
 from argosy_router.proxy.usage import TokenUsage
 from argosy_router.proxy.verdict import CONSECUTIVE_ERRORS, Refused, is_error, is_fault
@@ -154,7 +154,7 @@ class Dispatcher:
 
     def may_retry(self, call: Call, *, is_error: bool = False) -> bool:
         """Takes a retry from the service's budget; `is_error` for a request that an engine answered with an error."""
-        return self._budget(call.service).spend(self.now(), keep=KEPT_CREDIT if is_error else 0.0)
+        return self._budget(call.service).spend(self.now(), is_error=is_error)
 
     def _budget(self, service: Service) -> RetryBudget:
         budget = self._budgets.get(service)

@@ -29,11 +29,12 @@ class RetryBudget:
         """A request arrived."""
         self._credit = min(MAX_CREDIT, self._credit + RATIO)
 
-    def spend(self, now: float, *, keep: float = 0.0) -> bool:
-        """Takes one retry; False when no more than `keep` would be left."""
+    def spend(self, now: float, *, is_error: bool = False) -> bool:
+        """Takes one retry; False when the budget is exhausted. With `is_error` the request was answered with an error,
+        and `KEPT_CREDIT` is left for others."""
         self._credit = min(MAX_CREDIT, self._credit + FLOOR_PER_S * (now - self._time))
         self._time = now
-        if self._credit < 1.0 + keep:
+        if self._credit < (1.0 + KEPT_CREDIT if is_error else 1.0):
             return False
         self._credit -= 1.0
         return True
