@@ -15,6 +15,7 @@ Invariant: the operator takes the last routable replica only if `spec.rollout` s
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final, Literal
 
 import msgspec
@@ -167,14 +168,21 @@ def input_digest(service: InferenceService) -> str:
 
 def _non_defaults(value: Any) -> Any:
     if isinstance(value, Struct):
-        fields = {field.name: field.default for field in msgspec.structs.fields(value)}
-        said = {
-            name: getattr(value, name) for name, default in fields.items() if getattr(value, name) != default
-        }
-        return {name: _non_defaults(nested) for name, nested in said.items()}
+        given = ((name, getattr(value, name), default) for name, default in _defaults(type(value)))
+        return {name: _non_defaults(field) for name, field, default in given if field != default}
     if isinstance(value, tuple):
         return [_non_defaults(item) for item in value]
     return value
+
+
+@functools.cache
+def _defaults(struct: type[Struct]) -> tuple[tuple[str, Any], ...]:
+    """Fields and their defaults; looking them up takes msgspec longer than all the rest of a reconcile."""
+    fields = msgspec.structs.fields(struct)
+    return tuple(
+        (each.name, each.default if each.default_factory is msgspec.NODEFAULT else each.default_factory())
+        for each in fields
+    )
 
 
 def _held_revision(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from builders import isvc_object
+from builders import isvc, isvc_object
 from fake_kubernetes import FakeKubernetes, Object, is_pod_ready
 from harness import Operator, new_cluster
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +16,7 @@ from virtual_time import run
 
 from argosy_operator.api import DEPLOYMENTS
 from argosy_operator.names import SERVICE_LABEL
+from argosy_operator.rollout import input_digest
 
 GPU: dict[str, Any] = {"resources": {"gpu": {}}}
 DEFAULT_IMAGE = "argosy-engine:test"
@@ -170,6 +171,24 @@ def test_a_halted_rollout_goes_on_with_the_next_edit() -> None:
         assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_same"),
+    [
+        ({"replicas": 5}, True),
+        ({"router": {"policy": "least-load"}}, True),
+        ({"engine": {"device": "auto"}, "placement": {"nodeSelector": {}}, "podTemplate": {}}, True),
+        ({"engine": {"threads": 2}}, False),
+        ({"placement": {"nodeSelector": {"a": "b"}}}, False),
+        ({"podTemplate": {"metadata": {"labels": {"a": "b"}}}}, False),
+    ],
+    ids=str,
+)
+def test_the_users_input_is_told_from_defaults_and_from_what_pods_do_not_depend_on(
+    spec: dict[str, Any], is_same: bool
+) -> None:
+    assert (input_digest(isvc(**spec)) == input_digest(isvc())) is is_same
 
 
 async def upgrade(cluster: FakeKubernetes, image: str) -> Operator:
