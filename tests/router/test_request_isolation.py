@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Any
 
 import pytest
 
 from argosy_engine.protocol.headers import RESPONSE_ID
+from argosy_router.proxy.upstream_ids import UpstreamIds
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
-from .harness import Rig, chat, rig
+from .harness import chat, rig
 
 OURS, FOREIGN = True, False
 INTERNAL: dict[str, Any] = {
@@ -224,11 +224,8 @@ async def test_clients_get_known_headers_only() -> None:
         assert not {"endpoint-load-metrics", "x-worker", "set-cookie", "server"} & headers.keys()
 
 
-async def test_ids_do_not_repeat_under_concurrency() -> None:
-    async with rig([FakeEngine()]) as r:
-        await asyncio.gather(*[asked(r) for _ in range(300)])
-        assert len(set(ids(r.engines[0]))) == 300
-
-
-async def asked(r: Rig) -> None:
-    assert (await r.chat()).status_code == 200
+def test_ids_are_random_and_given_out_once() -> None:
+    source, another = UpstreamIds(), UpstreamIds()
+    made = [source.next() for _ in range(1000)] + [another.next() for _ in range(1000)]
+    assert len(set(made)) == 2000
+    assert all(re.fullmatch(rb"[0-9a-f]{32}", one) for one in made)
