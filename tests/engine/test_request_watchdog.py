@@ -59,10 +59,16 @@ def test_a_decoding_request_is_found_although_others_move() -> None:
     assert watched.after(2 * TIMEOUT_S, moving="b") == ["a"]
 
 
-@pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.RUNNING])
-def test_a_prompt_waits_for_its_turn_as_long_as_others_move(status: RequestStatus) -> None:
+@pytest.mark.parametrize(
+    ("status", "has_first_token"),
+    [(RequestStatus.WAITING, False), (RequestStatus.RUNNING, False), (RequestStatus.PREEMPTED, True)],
+)
+def test_a_request_waits_for_its_turn_as_long_as_others_move(
+    status: RequestStatus, has_first_token: bool
+) -> None:
     watched = Watched("a", "b")
     watched.requests["a"].status = status
+    watched.requests["a"].has_first_token = has_first_token
     assert watched.after(100 * TIMEOUT_S, moving="b") == []
     assert watched.after(2 * TIMEOUT_S) == ["a", "b"]
 

@@ -339,6 +339,9 @@ class EngineCore:
         """Lets time pass, for what waits for something other than a step; cheap enough for each turn of a loop."""
         try:
             self.structured.tick()
+        except Exception:
+            logger.exception("fault while looking after grammars")
+        try:
             if self.watchdog.is_due:
                 self._release_blocked()
                 self._fail_stalled()

@@ -1,8 +1,8 @@
 """Watchdog: finds requests that nothing moves any more, so that the core can fail them instead of keeping them.
 
 A request moves when its tokens, its computed tokens or its status change. Standing still for a good reason does not
-count: the core's loop may be busy elsewhere (loading weights, say), and a prompt may wait for its turn for as long as
-others move. What remains is a fault of ours, which should cost this request and be counted.
+count: the core's loop may be busy elsewhere (loading weights, say), and a prompt or a preempted request may wait for
+its turn for as long as others move. What remains is a fault of ours, which should cost this request and be counted.
 
 A core whose loop itself hangs has no watchdog here: its heartbeats end, and `/health` turns red.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from argosy_engine.core.request import BLOCKED, Request
+from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 
 CHECK_INTERVAL_S = 5.0
 """Between two looks at all requests; a look costs a microsecond for each."""
@@ -63,7 +63,8 @@ class Watchdog:
             marks[request.request_id] = mark
         self._marks = marks
         for request, mark in standing:
-            if not has_moved or request.has_first_token or request.status in BLOCKED:
+            is_decoding = request.status is RequestStatus.RUNNING and request.has_first_token
+            if not has_moved or is_decoding or request.status in BLOCKED:
                 mark.still_s += elapsed
         if not self.timeout_s:
             return []
