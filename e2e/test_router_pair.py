@@ -18,8 +18,10 @@ from conftest import ROUTER_KEY, SYSTEM, TENANT, Stack
 from test_whole_path import NAME, load, manifest, wait_ready
 
 ROUTER = "app.kubernetes.io/component=router"
-HANG_S = 15
-"""A request that is neither answered nor refused by then hangs; the longest takes well below a second."""
+TIMEOUT_S = 60.0
+"""Of the clients: a request that nobody answers or refuses lasts as long."""
+HANG_S = 40
+"""A request that takes longer hung. On a machine that is busy otherwise, an answer may take seconds."""
 
 
 def routers(stack: Stack) -> list[dict[str, Any]]:
@@ -111,7 +113,7 @@ def test_a_router_that_dies_makes_no_client_wait(stack: Stack, end: Callable[[St
     def ask(number: int) -> None:
         """One client, which asks again until it is answered."""
         with openai.OpenAI(
-            base_url=f"{stack.url}/v1", api_key=ROUTER_KEY, max_retries=0, timeout=60
+            base_url=f"{stack.url}/v1", api_key=ROUTER_KEY, max_retries=0, timeout=TIMEOUT_S
         ) as client:
             while not stop.is_set():
                 began = time.monotonic()
@@ -126,7 +128,7 @@ def test_a_router_that_dies_makes_no_client_wait(stack: Stack, end: Callable[[St
                     except openai.OpenAIError as error:
                         with lock:
                             failures.append(f"{time.monotonic() - began:.2f} s: {error.__cause__ or error}")
-                        if time.monotonic() - began > 60:
+                        if time.monotonic() - began > TIMEOUT_S:
                             break
                         time.sleep(0.2)
                 with lock:
