@@ -31,6 +31,12 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=3600.0, help="how long to attack (%(default)g)")
     parser.add_argument("--phase-seconds", type=float, default=PHASE_S, help="of one attack (%(default)g)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        help="seconds that clients may wait longer; for busy machines (%(default)g)",
+    )
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="attacks by name")
     parser.add_argument("--folder", type=Path, help="for logs (a temporary one, kept after findings)")
@@ -42,7 +48,7 @@ def main() -> int:
     if not attacks:
         parser.error("no attack of that name: " + ", ".join(a.name for a in rotation(list(FAMILIES))))
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="argosy-attack-"))
-    run = Run(Fleet(folder), attacks, arguments.seconds, arguments.phase_seconds)
+    run = Run(Fleet(folder), attacks, arguments.seconds, arguments.phase_seconds, arguments.patience)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(run.run())
     print("\n" + result.report(folder))

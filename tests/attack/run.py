@@ -81,10 +81,13 @@ class Result:
 class Run:
     """One run."""
 
-    def __init__(self, fleet: Fleet, attacks: Sequence[Attack], seconds: float, phase_s: float) -> None:
+    def __init__(
+        self, fleet: Fleet, attacks: Sequence[Attack], seconds: float, phase_s: float, patience_s: float = 0.0
+    ) -> None:
         self._fleet = fleet
         self._attacks = attacks
         self._seconds = seconds
+        self._patience_s = patience_s
         self._phase_s = self._fitting(phase_s)
         self._lag = LoopLag()
         self._foreign = ForeignLoad()
@@ -144,7 +147,7 @@ class Run:
         print(self._progress(phase, canary.records[first:]), flush=True)
 
     def _progress(self, phase: Phase, records: Sequence[Record]) -> str:
-        findings = canary_findings(records, [phase], self._lag.between) + phase_findings([phase])
+        findings = self._canary_findings(records, [phase]) + phase_findings([phase])
         waits = [end - start for record in records for start, end in record.waits]
         outcomes = ", ".join(f"{count} x {what}" for what, count in phase.outcomes.items() if count)
         return (
@@ -152,6 +155,9 @@ class Run:
             f"{max(waits, default=0.0):5.2f} s, others' cores {phase.foreign_cores:4.2f}"
             f"{f'  {len(findings)} FINDINGS' if findings else ''}  [{outcomes}]"
         )
+
+    def _canary_findings(self, records: Sequence[Record], phases: Sequence[Phase]) -> list[Finding]:
+        return canary_findings(records, phases, self._lag.between, self._patience_s)
 
     def _sample_memory(self) -> None:
         now = time.monotonic()
@@ -177,7 +183,7 @@ class Run:
             rounds=len(self._phases) / len(self._attacks),
             phases=self._phases,
             findings=[
-                *canary_findings(records, self._phases, self._lag.between),
+                *self._canary_findings(records, self._phases),
                 *phase_findings(self._phases),
                 *gauge_findings(gauges),
                 *memory_findings(self._memory, len(self._attacks)),

@@ -49,6 +49,12 @@ def test_a_wait_is_judged_by_the_attack_it_fell_into_and_without_our_own_lag(
     assert [finding.text for finding in found] == expected
 
 
+def test_on_a_busy_machine_clients_may_be_told_to_wait_longer() -> None:
+    waited = [record((1.0, 4.0)), record((1.0, 8.0))]
+    found = canary_findings(waited, [QUIET], no_lag, patience_s=3.0)
+    assert [finding.text for finding in found] == ["stream: 7.0 s for the first event"]
+
+
 def test_a_failed_request_is_found_wherever_it_happened() -> None:
     found = canary_findings([record((40.0, 40.1), failure="status 500: oh")], [QUIET], no_lag)
     assert [(each.kind, each.phase, each.text) for each in found] == [

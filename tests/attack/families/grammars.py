@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import Any
 
@@ -102,7 +101,7 @@ async def cancelled(target: Target) -> None:
 
 async def structural_tags(target: Target) -> None:
     async def once(number: int) -> None:
-        pattern = REGEXES[number % len(REGEXES)] + f"t{number}"
+        pattern = REGEXES[number % len(REGEXES)] + f"t{number}" if number % 2 else f"[a-z ]{{1,40}}{number}"
         tag = {
             "type": "structural_tag",
             "format": {
@@ -120,21 +119,26 @@ async def structural_tags(target: Target) -> None:
 
 
 async def slow_steps(target: Target) -> None:
-    """Grammars under which a single mask is expensive, on long generations."""
+    """Grammars within the bounds under which a single mask is expensive, on long generations."""
 
     async def once(number: int) -> None:
+        text = {"type": "string", "minLength": 20, "maxLength": 200}
+        fields = {f"f{n}_{number % 7}": text for n in range(40)}
+        grammars: tuple[dict[str, Any], ...] = (
+            {"regex": f"([a-z]{{1,8}}[ ,.]){{20,60}}{number}"},
+            {"regex": f"(({number}|[a-y]{{1,3}}|[b-z]{{2,4}}) ?){{10,50}}"},
+            {"grammar": f'root ::= e\ne ::= t ("+" t)*\nt ::= "(" e ")" | "{number}" | [a-z]+'},
+            {"json": {"type": "object", "properties": fields, "required": list(fields)}},
+            {"regex": "(" + "|".join(f"[a-z]{{0,{n}}}{number}x" for n in range(1, 60)) + ")*"},
+        )
         body = {
             "model": MODEL,
             "prompt": f"{number}",
-            "max_tokens": 64,
-            "ignore_eos": True,
+            "max_tokens": 128,
             "temperature": 2.0,
-            "structured_outputs": {
-                "regex": "(" + "|".join(f"[a-z]{{0,{n}}}{number}x" for n in range(1, 60)) + ")*"
-            },
+            "structured_outputs": grammars[number % len(grammars)],
         }
         await target.ask(COMPLETIONS, body)
-        await asyncio.sleep(0)
 
     await target.volley(once)
 

@@ -76,15 +76,17 @@ async def many_choices(target: Target) -> None:
 
 
 async def long_prompts(target: Target) -> None:
-    """Prompts of the model's full length, none like another: all caches turn over."""
+    """Prompts of half the model's length to all of it, none like another: all caches turn over."""
 
     async def once(number: int) -> None:
-        content = f"{target.until}-{number} " + "the quick brown fox jumps over the lazy dog " * 180
+        content = f"{target.until}-{number} " + "the quick brown fox jumps over the lazy dog " * (
+            60 + number % 60
+        )
         await target.ask(
             CHAT, {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
         )
 
-    await target.volley(once)
+    await target.volley(once, in_flight=4)
 
 
 ATTACKS = (
