@@ -159,10 +159,8 @@ def input_digest(service: InferenceService) -> str:
     """Hash of the parts of the spec that pods are made from, as far as they are not defaults: a field that a later
     version adds changes nothing."""
     spec = service.spec
-    said = [
-        _non_defaults(part)
-        for part in (spec.model, spec.engine, spec.resources, spec.placement, spec.rollout, spec.pod_template)
-    ]
+    parts = (spec.engine, spec.resources, spec.placement, spec.pod_template)
+    said = [spec.model.source, spec.rollout.drain_seconds, *map(_non_defaults, parts)]
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(said, order="deterministic"))[:10]
 
 
