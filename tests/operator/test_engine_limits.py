@@ -52,15 +52,13 @@ def test_usual_cache_sizes_are_accepted(quantity: str) -> None:
     assert re.fullmatch(CACHE_PATTERN, quantity)
 
 
-def test_the_command_line_of_the_extremes_is_accepted() -> None:
-    """Through the engine's own parser."""
-    from argosy_engine.api.flags import FlagParser
+@pytest.mark.parametrize("bound", ["minimum", "maximum"])
+def test_the_command_line_of_the_extremes_is_accepted(bound: str) -> None:
+    """By the engine's own parser."""
+    from argosy_engine.api.serve import parse_args
 
-    for bound in ("minimum", "maximum"):
-        service = isvc(engine={field: ENGINE[field][bound] for field in NUMBERS})
-        parser = FlagParser("serve", "")
-        parser.add_argument("--host")
-        parser.add_argument("--port")
-        parser.add_argument("--shutdown-timeout")
-        parser.add_engine_flags()
-        parser.parse(engine_args(service)[1:])
+    service = isvc(engine={field: ENGINE[field][bound] for field in NUMBERS})
+    _, args = parse_args(engine_args(service)[1:])
+    assert (args.max_model_len, args.block_size) == tuple(
+        ENGINE[field][bound] for field in ("maxModelLen", "blockSize")
+    )
