@@ -146,6 +146,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
     ({"response_format": SET_OF_STRINGS}, "response_format", "uniqueItems"),
     ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "regexp"),
+    ({"structured_outputs": {"regex": '".*"' * 1500}}, "structured_outputs.regex", "without an upper bound"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "str"),
     ({"structured_outputs": {"grammar": "root ::= nowhere"}}, None, "not defined"),
     ({"structured_outputs": {"regex": "a"}, "tools": [PING], "tool_choice": "required"}, "tool_choice", "combined"),

@@ -110,7 +110,12 @@ async def test_fifty_streams_survive(engines: list[Server], number: signal.Signa
         reading = asyncio.gather(*(stream.read() for stream in streams))
         await r.until(lambda: load.inflight == STREAMS)
         os.kill(pid, signal.SIGCONT)
-        await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
+        begun = asyncio.gather(*(stream.has_begun.wait() for stream in streams))
+        await asyncio.wait({begun, reading}, return_when=asyncio.FIRST_COMPLETED)
+        if not begun.done():
+            begun.cancel()
+            await asyncio.gather(begun, return_exceptions=True)
+            await reading  # a stream that was refused never begins: say why, instead of waiting for it
         r.discovery.set(document(engines, 1))
         os.kill(pid, number)
         survived = await reading
