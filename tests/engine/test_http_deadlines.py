@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from argosy_engine.api.http_protocol import BoundedProtocol, HttpLimits
+from argosy_engine.api.http_protocol import GRACE_S, BoundedProtocol, HttpLimits
 
 HEADERS_S, BODY_S, RATE, KEEP_ALIVE_S = 10.0, 30.0, 100, 75
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -148,7 +148,7 @@ async def test_headers_that_do_not_end_are_refused(client: Connection, sent: byt
         await client.send(sent)
     await client.clock.advance(HEADERS_S - 0.1)
     assert not client.wire.is_closed
-    await client.clock.advance(0.2)
+    await client.clock.advance(GRACE_S + 0.2)
     assert (client.status, client.wire.is_closed) == (408, True)
 
 
@@ -195,6 +195,18 @@ async def test_nobody_is_late_while_it_is_us_who_do_not_read(client: Connection)
     await settle()
     await client.send(b"x" * 100_000)
     assert client.status == 200
+
+
+async def test_what_came_while_the_loop_stood_still_is_read_before_anybody_is_late(
+    client: Connection,
+) -> None:
+    await client.send(HEAD)
+    await client.clock.advance(HEADERS_S)  # the timer fires, and only then the rest is read
+    await client.send(b"content-length: 2\r\n\r\n")
+    await client.clock.advance(BODY_S)
+    await client.send(b"hi")
+    await client.clock.advance(1)
+    assert (client.status, client.wire.is_closed) == (200, False)
 
 
 @pytest.mark.parametrize("behind", [b"", b"\r\n"])

@@ -23,6 +23,9 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
 """h11's and vLLM's; the router forwards 100 at most and adds a few."""
 
+GRACE_S = 0.1
+"""Several turns of the event loop."""
+
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
@@ -138,7 +141,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _expect(self, seconds: float) -> None:
         self._expect_nothing()
-        self._deadline = self.loop.call_later(seconds, self._be_late)
+        self._deadline = self.loop.call_later(seconds, self._wait_once_more)
+
+    def _wait_once_more(self) -> None:
+        """Loops run their timers before they read: after a standstill, what has come meanwhile is to be read first."""
+        self._deadline = self.loop.call_later(GRACE_S, self._be_late)
 
     def _be_late(self) -> None:
         self._deadline = None
