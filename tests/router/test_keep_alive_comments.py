@@ -101,6 +101,29 @@ async def test_nothing_is_said_before_a_replica_has_the_request() -> None:
         assert unheard.status in (502, 503)
 
 
+async def test_a_request_that_is_accepted_late_gets_comments_from_then_on() -> None:
+    late = asyncio.Event()
+    asked = asyncio.Event()
+
+    async def accept_late(connection: Connection, _: Received) -> None:
+        asked.set()
+        await late.wait()
+        connection.begin_stream()
+        await connection.gone()
+
+    engines = [FakeEngine(script=accept_late), FakeEngine(script=Silent(accepts=True))]
+    async with rig(engines, admission=times(NEVER_S), policy="round-robin") as r:
+        clients = [Listener(r), Listener(r)]
+        await asked.wait()
+        await r.until(lambda: any(client.comments > 2 for client in clients))
+        late.set()
+        await r.until(lambda: all(client.comments > 2 for client in clients))
+        for engine in engines:
+            await engine.stop()
+        for client in clients:
+            await client.task
+
+
 async def test_a_request_may_still_move_on_after_comments() -> None:
     script = Silent(accepts=True)
     script.fate = "die"

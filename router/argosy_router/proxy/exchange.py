@@ -152,8 +152,11 @@ class Exchange:
         quiet.set(times.interval_s)
 
     def on_accepted(self) -> None:
-        """A replica has answered with the head of a stream: it took the request."""
+        """A replica has answered with the head of a stream: it took the request, and comments need not wait longer."""
         self._is_accepted = True
+        if self._quiet is not None and not self._is_begun and not self._is_started:
+            quiet_s = self._dispatcher.now() - self.started
+            self._quiet.set(max(0.0, self._dispatcher.keep_alive.interval_s - quiet_s))
 
     def _send_to(self, choice: Choice, transcript: Transcript | None = None) -> Attempt:
         self.attempts += 1
