@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from cluster.shell import poll
-from conftest import GPUS, SYSTEM, TENANT, Stack
+from conftest import GPUS, ROOT, SYSTEM, TENANT, Stack
 from test_whole_path import condition, is_ready, manifest
 
 NAME = "failing"
+OTHER = "bystander"
 SERVICE = f"inferenceservice/{NAME}"
 SELECTOR = f"inference.argosy.dev/service={NAME}"
 OPERATOR = "deployment/argosy-operator"
@@ -113,6 +114,33 @@ def test_an_engine_that_does_not_start_says_why(service: Stack) -> None:
     assert routable(service) == 1
     patch(service, model={"source": "builtin://tiny"})
     wait_for(service, "the service to be Ready again", is_ready)
+
+
+def test_a_wrong_default_image_takes_no_service_down(service: Stack) -> None:
+    kubectl, chart = service.cluster.kubectl, str(ROOT / "charts" / "argosy")
+    other = manifest(replicas=1)
+    other["metadata"]["name"] = OTHER
+    kubectl.apply(other)
+    kubectl.poll("the other service to be Ready", (f"isvc/{OTHER}", "-n", TENANT), is_ready, 420)
+    upgrade = ("upgrade", "argosy", chart, "-n", SYSTEM, "--reuse-values", "--wait", "--timeout", "180s")
+    tag = service.images["engine"].rpartition(":")[2]
+
+    def found() -> list[dict[str, Any]]:
+        return [kubectl.get(f"isvc/{name}", "-n", TENANT) for name in (NAME, OTHER)]
+
+    def reasons() -> list[str]:
+        return sorted(condition(each, "Progressing").get("reason", "") for each in found())
+
+    service.cluster.helm(*upgrade, "--set-string", "engine.image.tag=no-such-tag", timeout=200)
+    try:
+        wanted = ["RolloutHalted", "WaitingForTurn"]
+        poll("one to halt and the other to wait", lambda: reasons() == wanted or None, 120, interval=0.5)
+        assert [each["status"]["routableReplicas"] for each in found()] == [1, 1]
+    finally:
+        service.cluster.helm(*upgrade, "--set-string", f"engine.image.tag={tag}", timeout=200)
+    poll("both to be complete", lambda: reasons() == ["Complete", "Complete"] or None, 300, interval=0.5)
+    assert all(is_ready(each) for each in found())
+    kubectl("delete", "isvc", OTHER, "-n", TENANT, "--timeout=60s")
 
 
 def test_on_a_node_that_says_nothing_no_replica_is_ready(service: Stack) -> None:
