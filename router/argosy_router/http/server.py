@@ -4,7 +4,7 @@ Owns: one accepted connection from its first byte to its close.
 Must not know: routes, keys, replicas: it hands requests to an `Application` and tells the `Exchange` that answers when
 the client leaves or falls behind.
 Invariants: requests are answered one at a time and in order; a client that leaves is noticed at once, whatever it has
-sent ahead.
+sent ahead; one that does not read its answers gets no further ones, and is not read from either.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class ServerConnection(asyncio.Protocol):
         self._body_mark = 0
         self._is_turning = False
         self._is_write_paused = False
+        self._is_read_paused = False
+        """Between two requests, until the client has read the answers before."""
+        self._is_known = True
+        """Whether the last request was of somebody whom the application let in."""
         self.is_deaf = False
         """Whether what arrives is dropped: the client has sent too much ahead."""
         self._is_closing = False
@@ -150,6 +154,10 @@ class ServerConnection(asyncio.Protocol):
         self._stall.clear()
         if self.exchange is not None:
             self.exchange.on_client_resumed()
+        if self._is_read_paused and not self._is_closing:
+            self._is_read_paused = False
+            self._transport.resume_reading()
+            self._turn()
 
     # its seat, and silence
 
@@ -200,8 +208,8 @@ class ServerConnection(asyncio.Protocol):
         return False
 
     def give_way(self) -> bool:
-        """Closes a silent connection at once, and an idle one unless its client does not have all of the last answer.
-        Returns whether it did."""
+        """Closes a silent connection at once, and an idle one unless a client that was let in does not have all of the
+        last answer. Returns whether it did."""
         if self.is_silent:
             self.is_silent = False
             self._is_closing = True
@@ -210,9 +218,15 @@ class ServerConnection(asyncio.Protocol):
             elif self._end_handshake is not None:
                 self._end_handshake()
             return True
-        if self._is_closing or self._transport.get_write_buffer_size():
+        if self._is_closing:
             return False
-        self._close()
+        if not self._transport.get_write_buffer_size():
+            self._close()
+            return True
+        if self._is_known:
+            return False
+        self._is_closing = True
+        self._transport.abort()
         return True
 
     # turns
@@ -225,6 +239,9 @@ class ServerConnection(asyncio.Protocol):
         self._is_turning = True
         try:
             while self.request is None and not self._is_closing:
+                if self._is_write_paused and (reader.ready or self._held):
+                    self._await_reader()
+                    return
                 if reader.ready:
                     self._deadline.clear()
                     self._awaited = None
@@ -232,6 +249,7 @@ class ServerConnection(asyncio.Protocol):
                     if self.is_silent:
                         self._speak()
                     self.request = request = reader.ready.pop(0)
+                    self._is_known = request.grant is not None
                     self._application.on_request(self, request)
                 elif reader.failure is not None:
                     self._reject(reader.failure)
@@ -244,6 +262,18 @@ class ServerConnection(asyncio.Protocol):
                     return
         finally:
             self._is_turning = False
+
+    def _await_reader(self) -> None:
+        """Leaves what the client has sent ahead until it has read; `_stall` bounds how long that takes."""
+        if not self._is_read_paused:
+            self._is_read_paused = True
+            self._transport.pause_reading()
+        self._yield_seat()
+
+    def _yield_seat(self) -> None:
+        """Has a newcomer go before somebody unknown who does not read, or may not."""
+        if not self._is_known:
+            self._fall_silent(self._state.wheel.time())
 
     def _wait(self) -> None:
         """Arms the deadline of what the client has to do next, once."""
@@ -316,6 +346,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _close(self) -> None:
         self._is_closing = True
+        self._yield_seat()
         self._deadline.set(self._limits.write_stall_s)  # a peer that reads nothing must not keep the socket
         self._transport.close()
 
