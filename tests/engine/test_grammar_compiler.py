@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from argosy_engine.structured.compiler import (
+    EXPIRED_S,
     MAX_QUEUED_PER_KEY,
     MIN_LONG,
     QUANTUM_S,
@@ -200,6 +201,18 @@ def test_a_compilation_past_its_deadline_is_killed_and_not_tried_again() -> None
     assert rig.compile("quick").text == "quick"
     assert "did not compile within" in rig.compile("slow").reason
     assert rig.backend.compiled == ["slow", "quick"]
+
+
+def test_a_grammar_that_did_not_compile_in_time_is_tried_again_later() -> None:
+    """The machine may have been busy then."""
+    rig = Rig()
+    rig.submit("slow")
+    rig.after(31)
+    rig.backend.released.set()
+    rig.clock.now += EXPIRED_S / 2
+    assert "did not compile within" in rig.compile("slow").reason
+    rig.clock.now += EXPIRED_S / 2
+    assert rig.compile("slow").text == "slow"
 
 
 def test_a_compilation_nobody_waits_for_is_killed() -> None:

@@ -45,6 +45,9 @@ TICK_S = 0.1
 MAX_QUEUED = 1024
 MAX_QUEUED_PER_KEY = 256
 _MAX_EXPIRED = 256
+EXPIRED_S = 300.0
+"""How long a grammar that did not compile in time is refused without another try. The reason may have been a machine
+that was busy, or a compiler that was still being started."""
 
 
 class NoGrammar(NamedTuple):
@@ -154,8 +157,8 @@ class GrammarCompiler:
         self._num_quick = 0
         self._long: list[_Job] = []
         """Oldest first."""
-        self._expired: OrderedDict[GrammarSpec, None] = OrderedDict()
-        """The last specs that did not compile within the deadline; another try would take as long."""
+        self._expired: OrderedDict[GrammarSpec, float] = OrderedDict()
+        """The last specs that did not compile within the deadline, and until when another try would take as long."""
         self._next_tick = 0.0
         self._is_closed = False
         self._cache: OrderedDict[GrammarSpec, tuple[CompiledGrammar, int]] = OrderedDict()
@@ -247,7 +250,9 @@ class GrammarCompiler:
         if spec in self._jobs:
             return None
         if spec in self._expired:
-            return self._expiry
+            if self._clock() < self._expired[spec]:
+                return self._expiry
+            del self._expired[spec]
         if len(self._queue) >= MAX_QUEUED or self._queue.count(key) >= MAX_QUEUED_PER_KEY:
             return _QUEUE_FULL
         return None
@@ -332,7 +337,7 @@ class GrammarCompiler:
         if not job.waiters:
             if job.started_at is not None and now - job.started_at >= self.deadline_s / 2:
                 logger.warning("a grammar of %d bytes did not compile in time", len(job.spec.text))
-                self._expired[job.spec] = None
+                self._expired[job.spec] = now + EXPIRED_S
                 if len(self._expired) > _MAX_EXPIRED:
                     self._expired.popitem(last=False)
             self._drop(job)
