@@ -60,3 +60,17 @@ def test_time_spent_waiting_is_not_held_against_a_call(bounded: BoundedThread) -
     threading.Timer(0.2, waits.set).start()
     assert not bounded.run([lambda: waits.wait(30)])
     assert bounded.num_given_up == 0
+
+
+def test_many_calls_that_take_too_long_are_given_up_sooner_and_sooner(bounded: BoundedThread) -> None:
+    """They might come from one client, and all others wait for them."""
+    stop, made = threading.Event(), list[int]()
+    try:
+        errors = bounded.run([*[burn_until(stop)] * 20, lambda: made.append(0)])
+    finally:
+        stop.set()
+    assert made == [0]
+    bounds = [error.cpu_s for error in errors.values() if isinstance(error, TookTooLong)]
+    assert len(bounds) == 20
+    assert bounds[0] == 0.05
+    assert sum(bounds) <= 4 * bounds[0]

@@ -18,15 +18,24 @@ _MIN_WAIT_S = 0.01
 _NICENESS = 19
 
 
+_LEAST_SHARE = 0.1
+"""Of the bound, for calls behind several that were given up in the same run."""
+
+
 class TookTooLong(Exception):
     """A call used more CPU time than its bound; it still runs, and nobody waits for it."""
+
+    def __init__(self, cpu_s: float) -> None:
+        super().__init__(f"more than {cpu_s:g} s of CPU time")
+        self.cpu_s = cpu_s
 
 
 class BoundedThread:
     """One caller at a time.
 
     Args:
-        cpu_s: CPU time that one call may use.
+        cpu_s: CPU time that one call may use. Behind each call of a run that is given up it is half of that, down to
+            `_LEAST_SHARE`: the caller waits for all of them.
     """
 
     def __init__(self, cpu_s: float) -> None:
@@ -46,7 +55,7 @@ class BoundedThread:
         """Makes the calls in order; what they raised, by index. `TookTooLong` for one that was given up: whatever it
         still writes to must not be used again, for which there is `on_given_up(index)`, before the next call."""
         errors: dict[int, Exception] = {}
-        start = 0
+        start, cpu_s = 0, self._cpu_s
         while start < len(calls):
             batch = _Batch(calls, start, errors)
             worker = self._worker or self._start()
@@ -54,13 +63,14 @@ class BoundedThread:
                 batch.run()
                 break
             worker.begin(batch)
-            overdue = worker.wait(batch, self._cpu_s)
+            overdue = worker.wait(batch, cpu_s)
             if overdue is None:
                 break
             worker.give_up()
             self._given_up.append(worker)
             self._worker = None
-            errors[overdue] = TookTooLong(f"more than {self._cpu_s:g} s of CPU time")
+            errors[overdue] = TookTooLong(cpu_s)
+            cpu_s = max(cpu_s / 2, _LEAST_SHARE * self._cpu_s)
             on_given_up(overdue)
             start = overdue + 1
         return errors
