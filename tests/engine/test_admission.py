@@ -164,6 +164,7 @@ def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused
         max_model_len=64,
         max_logprobs=20,
         logits_processors=(),
+        seed=None,
     )
     processor = InputProcessor(config)  # type: ignore[arg-type]
     prompt = Prompt([5, 6], [])
