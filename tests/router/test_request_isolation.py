@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.protocol.headers import RESPONSE_ID
+from argosy_engine.protocol.headers import RESPONSE_ID, TENANT
 from argosy_router.proxy.upstream_ids import UpstreamIds
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
@@ -31,6 +31,29 @@ INTERNAL: dict[str, Any] = {
 
 def ids(engine: FakeEngine) -> list[str]:
     return [request.headers["x-request-id"] for request in engine.requests]
+
+
+async def test_engines_hear_whose_a_request_is_by_its_key_alone() -> None:
+    async with rig([FakeEngine()], api_keys=("k1", "k2")) as r:
+        for key, salt in (("k1", "a"), ("k1", "b"), ("k2", "b")):
+            sent = {"authorization": f"Bearer {key}", TENANT: "another's"}
+            answer = await r.http.post("/v1/chat/completions", json=chat(cache_salt=salt), headers=sent)
+            assert answer.status_code == 200
+        first, again, other = (request.headers[TENANT] for request in r.engines[0].requests)
+        assert first == again
+        assert other not in (first, "another's")
+
+
+@pytest.mark.parametrize(
+    ("engine", "keys"), [(FakeEngine(has_telemetry=FOREIGN), ("k1",)), (FakeEngine(), ())]
+)
+async def test_no_tenant_without_keys_and_none_for_foreign_engines(
+    engine: FakeEngine, keys: tuple[str, ...]
+) -> None:
+    async with rig([engine], api_keys=keys) as r:
+        sent = {"authorization": "Bearer k1", TENANT: "another's"}
+        assert (await r.http.post("/v1/chat/completions", json=chat(), headers=sent)).status_code == 200
+        assert TENANT not in engine.requests[0].headers
 
 
 # request ids

@@ -282,9 +282,11 @@ def _request_id(request: Request, in_body: str | None) -> str:
 
 
 def _serving(engine: Engine, request: Request) -> Serving:
-    """What serves a request, by the name that a router says its client used, if one does."""
-    name = request.headers.get(headers.MODEL_NAME)
-    return engine.serving if name is None else engine.serving.answering_as(unquote(name))
+    """What serves a request, by the name and for the tenant that a router says, if one does."""
+    name, tenant = request.headers.get(headers.MODEL_NAME), request.headers.get(headers.TENANT, "")
+    if name is None and not tenant:
+        return engine.serving
+    return engine.serving.answering_as(None if name is None else unquote(name), tenant)
 
 
 def _response_id(request: Request, request_id: str) -> str:

@@ -52,6 +52,7 @@ class Serving:
         self.names = tuple(names)
         self._takes_any_name = takes_any_name
         self._answers_as: str | None = None
+        self._tenant = ""
         self.lanes = PromptLanes()
         self._started = int(time.time())
 
@@ -69,10 +70,16 @@ class Serving:
         limit = self.llm.config.max_model_len
         return ModelCard(id=name, created=self._started, root=self.names[0], max_model_len=limit)
 
-    def answering_as(self, name: str) -> Serving:
-        """The same, for one request that a router has found this model for, by the name its client used."""
+    def answering_as(self, name: str | None, tenant: str = "") -> Serving:
+        """The same, for one request that a router has found this model for.
+
+        Args:
+            name: that its client used; None for one of the engine's own.
+            tenant: whose request it is (`headers.TENANT`).
+        """
         serving = copy.copy(self)
         serving._answers_as = name
+        serving._tenant = tenant
         return serving
 
     def check_model(self, name: str) -> str:
@@ -121,6 +128,7 @@ class Serving:
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 resume=resumed[index * n : index * n + n],
+                tenant=self._tenant,
             )
         ]
 

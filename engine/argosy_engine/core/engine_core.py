@@ -169,9 +169,7 @@ class EngineCore:
         # An output that matches its grammar can only end: ignore_eos would leave nothing to say.
         request.stop_ids |= self.scheduler.eos_token_ids
         try:
-            self.structured.add(
-                request.request_id, message.grammar, message.resume_token_ids, message.cache_salt or ""
-            )
+            self.structured.add(request.request_id, message.grammar, message.resume_token_ids, message.tenant)
         except Exception:
             self.scheduler.abort([request.request_id])  # told to the client by the caller
             raise

@@ -77,6 +77,8 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     batch_offset: int = 0
     """In a call of several prompts, their tokens up to the end of this one; 0 in a call of one. The prompts of a call
     take turns with other clients' requests by it (`RequestQueue`)."""
+    tenant: str = ""
+    """Whose request it is, by the word of a router; empty where none says it."""
 
 
 class UtilityCall(Struct, array_like=True, gc=False):

@@ -234,11 +234,13 @@ class InputProcessor:
         cache_salt: str | None = None,
         priority: int = 0,
         resume: Sequence[Sequence[int]] = (),
+        tenant: str = "",
     ) -> list[EngineCoreRequest]:
         """The messages for the core, one per choice, with internal ids, a bounded `max_tokens` and a seed each.
 
         Args:
             resume: per choice the output of an earlier run that it continues.
+            tenant: whose request it is (`headers.TENANT`).
 
         Raises:
             PromptTooLong: prompt plus output would exceed the model's context.
@@ -274,6 +276,7 @@ class InputProcessor:
                     chunk_ends=prompt.chunk_ends,
                     resume_token_ids=output,
                     grammar=grammar,
+                    tenant=tenant,
                 )
             )
         return requests

@@ -37,6 +37,9 @@ MODEL_NAME: Final = INTERNAL_PREFIX + "model-name"
 """Request: the model name that the client used, percent-encoded UTF-8. The engine serves the request whatever its own
 names are, and answers by this one: which names mean which engines is for the fleet document to say."""
 
+TENANT: Final = INTERNAL_PREFIX + "tenant"
+"""Request: whose it is, as an opaque word: tenants have equal shares of what the engine divides among them."""
+
 TELEMETRY_PATH: Final = "/internal/telemetry"
 TELEMETRY_CONTENT_TYPE: Final = "application/vnd.argosy.telemetry"
 """Content type of the telemetry stream. A replica that answers anything else is not one of ours."""

@@ -6,8 +6,8 @@ grammars from starving each other:
 - A request is answered at its deadline at the latest, counted from its submission: whatever the reason that it still
   waits, be it the queue, the start of the backend or the compilation itself.
 - A compilation that nobody waits for any more is dropped, or killed if it runs.
-- Keys take turns, and each may queue a part of the whole queue only. The key is what the engine knows of a tenant:
-  the request's cache salt, which the router sets per key where caches are private; all others share one.
+- Keys take turns, and each may queue a part of the whole queue only. The key is the tenant that the router names, which
+  no client can choose (`headers.TENANT`); requests without one share a key.
 - A compilation that takes longer than `QUANTUM_S` gives its slot to the next and goes on at a lower priority, beside
   a few others like it (`MIN_LONG`); beyond them the key that has most of them loses its newest one.
 - A failure, of a thread's start too, costs the requests that wait for this grammar, nobody else.

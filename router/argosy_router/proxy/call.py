@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final, Literal
 from urllib.parse import quote
 
 import msgspec
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from argosy_engine.protocol.embeddings import decode_embedding_request
 from argosy_engine.protocol.errors import BadRequest, NotFound
-from argosy_engine.protocol.headers import MODEL_NAME, RESPONSE_ID
+from argosy_engine.protocol.headers import MODEL_NAME, RESPONSE_ID, TENANT
 from argosy_engine.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -93,8 +93,11 @@ class Call:
         self.request_id = request_id
         self.headers = headers
         """Lines as every replica gets them, without ids and the length."""
+        tenant = xxh3_64_hexdigest(account.name.encode()).encode() if account.name else b""
         self.internal_headers = b"%b: %b\r\n" % (_RESPONSE_ID, request_id)
         """Lines that our own engines get besides."""
+        if tenant:
+            self.internal_headers += b"%b: %b\r\n" % (_TENANT, tenant)
         self.body = body
         self.is_for_any_engine = False
         """Whether `body` has been reduced to what engines of another make get."""
@@ -138,6 +141,7 @@ class Call:
 
 _RESPONSE_ID: Final = RESPONSE_ID.encode()
 _MODEL_NAME: Final = MODEL_NAME.encode()
+_TENANT: Final = TENANT.encode()
 
 SESSION_HEADER = b"x-session-id"
 """The header llm-d's and Dynamo's clients use too."""

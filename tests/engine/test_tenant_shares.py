@@ -1,0 +1,79 @@
+"""Grammars are shared out by the tenant that a router names, not by anything that a client can choose."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from argosy_engine.api.serving import Serving
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.engine_core import EngineCore
+from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.protocol.openai import CompletionRequest
+from argosy_engine.sample.params import SamplingParams
+from argosy_engine.structured.compiler import MAX_QUEUED_PER_KEY, GrammarCompiler
+from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
+from argosy_engine.structured.params import GrammarSpec
+from core_fakes import BLOCK, FakeExecutor
+
+
+class NeverCompiles:
+    def new_compilation(self) -> Any:
+        return self
+
+    def run(self, spec: GrammarSpec) -> Any:
+        raise AssertionError("no thread runs it")
+
+    def kill(self) -> None: ...
+
+    def lower_priority(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_tenant_with_many_salts_has_one_share_of_the_queue() -> None:
+    core = EngineCore(EngineArgs.of(model="builtin://tiny", block_size=BLOCK), FakeExecutor())
+    core.structured.close()
+    compiler = GrammarCompiler(NeverCompiles(), num_threads=1, start_thread=lambda target: None)
+    core.structured = StructuredOutputManager(compiler, 4096, [0])
+
+    def ask(number: int, tenant: str) -> int:
+        """Those in the queue then."""
+        core.add_request(
+            EngineCoreRequest(
+                f"{tenant}-{number}",
+                [1] * 5,
+                SamplingParams(max_tokens=4),
+                0.0,
+                cache_salt=f"salt {number}",
+                grammar=GrammarRequest(GrammarSpec("regex", f"{tenant}{number}")),
+                tenant=tenant,
+            )
+        )
+        return compiler.num_queued
+
+    for number in range(MAX_QUEUED_PER_KEY + 8):
+        queued = ask(number, "greedy")
+    assert queued == MAX_QUEUED_PER_KEY
+    assert ask(0, "modest") == MAX_QUEUED_PER_KEY + 1
+    core.structured.close()
+
+
+@pytest.mark.parametrize("name", [None, "org/Tiny"])
+def test_the_tenant_of_a_request_reaches_the_core(name: str | None) -> None:
+    told: list[str] = []
+
+    def core_requests(prompt: Any, params: Any, *, tenant: str = "", **_: Any) -> list[Any]:
+        told.append(tenant)
+        return []
+
+    processor = SimpleNamespace(sampling_params=lambda request: None, core_requests=core_requests)
+    serving = Serving(cast(Any, SimpleNamespace(processor=processor)), ("tiny",))
+    request = CompletionRequest(prompt="a")
+    serving.answering_as(name, "tenant").core_requests([cast(Any, "prompt")], request)
+    serving.core_requests([cast(Any, "prompt")], request)
+    assert told == ["tenant", ""]
+    assert serving.answering_as(name, "tenant").check_model("tiny") == (name or "tiny")
+    serving.close()
