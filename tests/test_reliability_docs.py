@@ -1,0 +1,35 @@
+"""docs/reliability.md names tests that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def named_tests() -> list[tuple[str, str]]:
+    """(file, test) of the table's second column; the test is empty where a whole file is meant."""
+    named = []
+    for line in (ROOT / "docs/reliability.md").read_text().splitlines():
+        cells = re.split(r"(?<!\\)\|", line)
+        if len(cells) != 5 or cells[2].strip() in ("test", "---"):
+            continue
+        file = ""
+        for reference in re.findall(r"[\w/.]*\.py(?:::\w+)?|::\w+", cells[2]):
+            path, _, test = reference.partition("::")
+            file = path or file
+            named.append((file, test))
+    return named
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = named_tests()
+    assert len(named) > 100
+    missing = []
+    for file, test in named:
+        path = ROOT / file
+        defined = rf"^\s*(async )?(def|class) {test}|^{test} = "
+        if not path.is_file() or not re.search(defined, path.read_text(), re.M):
+            missing.append(f"{file}::{test}")
+    assert not missing
