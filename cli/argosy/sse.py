@@ -104,5 +104,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 def _message(document: object) -> str:
     error = document.get("error") if isinstance(document, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return str(message or document)
+    if not isinstance(error, dict):
+        return str(error or document)
+    message, param = str(error.get("message") or document), error.get("param")
+    return f"{message} ({param})" if param and str(param) not in message else message

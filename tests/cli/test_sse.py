@@ -58,6 +58,14 @@ def test_text_and_reasoning_come_as_they_are() -> None:
             "the stream ended: the replica failed",
         ),
         (b'HTTP/1.1 400 X\r\n\r\n{"error":{"message":"too long"}}', "400 too long"),
+        (
+            b'HTTP/1.1 400 X\r\n\r\n{"error":{"message":"Expected `float` >= 0.0","param":"temperature"}}',
+            "400 Expected `float` >= 0.0 \\(temperature\\)",
+        ),
+        (
+            b'HTTP/1.1 400 X\r\n\r\n{"error":{"message":"suffix is not supported","param":"suffix"}}',
+            "400 suffix is not supported$",
+        ),
         (b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 5\r\n\r\noops!", "502 Bad Gateway"),
         (b"", "no answer from"),
     ],
