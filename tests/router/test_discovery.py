@@ -94,6 +94,26 @@ async def test_a_static_replica_may_come_back_with_another_model(monkeypatch: py
     wheel.close()
 
 
+async def test_a_static_replica_that_does_not_tell_its_models_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(census, "RETRY_S", 0.005)
+    caplog.set_level("INFO", logger=census.__name__)
+    wheel = TimerWheel(asyncio.get_running_loop())
+    async with (
+        FakeEngine(key="secret") as engine,
+        following(StaticDiscovery([engine.url], "wrong", wheel, ClientTls())) as published,
+    ):
+        await until(lambda: engine.connections > 3)
+        assert len(caplog.messages) == 1
+        assert engine.url in caplog.text
+        assert "status 401; pass the replica's key by --replica-key" in caplog.text
+        engine.key = "wrong"
+        await until(lambda: "static/tiny" in published.members)
+        assert ["serves tiny" in message for message in caplog.messages] == [False, True]
+    wheel.close()
+
+
 @pytest.mark.parametrize(
     "url", ["ftp://a:1", "a:1", "http://", "http://a:1/v1", "http://u:p@a:1", "http://a:99999"]
 )

@@ -3,7 +3,7 @@
 Owns: asking replicas for their model, until they answer and now and then. Must not know: where the addresses come from,
 requests, health.
 Invariants: a replica appears once its model is known, and leaves when it is no longer kept; one that does not answer
-keeps the model it told last.
+keeps the model it told last; why it does not is logged when the reason changes.
 """
 
 from __future__ import annotations
@@ -83,13 +83,22 @@ class Census:
 
     async def _ask(self, member: Member) -> None:
         pool = ConnectionPool(member.url, ClientLimits(), self._wheel, self._tls, member.hostname)
+        was_told = ""
         while True:
+            served: _Served | None = None
             try:
                 response = await fetch(pool, "/v1/models", self._key, TIMEOUT_S)
-                served = _served(msgspec.json.decode(response.body, type=_Models).data)
+                problem = _refusal(response.status)
+                if not problem:
+                    served = _served(msgspec.json.decode(response.body, type=_Models).data)
+                    problem = "" if served is not None else "its list is empty"
             except (UpstreamError, msgspec.MsgspecError, RecursionError) as error:
-                log.debug("replica %s does not tell its models: %s", member.url, error)
-                served = None
+                problem = str(error)
+            if problem and problem != was_told:
+                log.warning("replica %s does not tell its models: %s", member.url, problem)
+            elif was_told and served is not None:
+                log.info("replica %s serves %s", member.url, served.names[0])
+            was_told = problem
             if served is not None and served != self._served.get(member):
                 self._served[member] = served
                 self._publish()
@@ -125,6 +134,13 @@ class Census:
         )
         by_key = {service.key: tuple(members[service.model]) for service in document.services}
         self._publish_snapshot(FleetSnapshot(document, revision_of(encode_fleet(document)), by_key))
+
+
+def _refusal(status: int) -> str:
+    """Why an answer of this status has no list of models; empty if it should have one."""
+    if status in (401, 403):
+        return f"status {status}; pass the replica's key by --replica-key"
+    return "" if status == 200 else f"status {status}"
 
 
 def _served(cards: list[_Card]) -> _Served | None:
