@@ -30,6 +30,8 @@ class ApiKeys:
         self._path = path
         self._poll_s = poll_s
         self._content: bytes | None = None
+        self._problem = ""
+        """Why the file as a whole gives no keys, as it was logged."""
         self.table = KeyTable(keys, is_closed=path is not None, now=time.monotonic())
         self.table.divide(routers, time.monotonic())
         if path is not None:
@@ -42,15 +44,21 @@ class ApiKeys:
             self._read(self._path)
 
     def _read(self, path: Path) -> None:
+        problem = ""
         try:
             with path.open("rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)
             if len(content) > MAX_FILE_BYTES:
                 raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
             text = content.decode()
+            if not text.strip():
+                problem = f"is empty: {path}"
         except (OSError, ValueError) as error:
-            log.error("API key file cannot be read, its keys are not accepted: %s", error)
+            problem = f"cannot be read: {error}"
             content, text = b"", ""
+        if problem and problem != self._problem:
+            log.error("no key of the API key file is accepted, it %s", problem)
+        self._problem = problem
         if content != self._content:
             self._content = content
             for problem in self.table.load(text, time.monotonic()):
