@@ -22,6 +22,8 @@ from argosy_router.records.recorder import DEFAULT_MAX_BYTES as RECORD_MAX_BYTES
 
 MAX_WAIT_S = 3600.0
 """What a service's own limits allow, too."""
+MAX_REQUEST_S = 86_400.0
+"""The same for the time of a request."""
 MAX_MODERATION_S = 0.01
 """Clients see the difference beyond it."""
 MAX_ROUTERS = 1000
@@ -125,8 +127,13 @@ class RouterConfig:
             raise ConfigError("--otlp-traces-endpoint must be an http:// or https:// URL")
         if self.hedge_after and not MIN_FACTOR <= self.hedge_after <= MAX_FACTOR:
             raise ConfigError(f"--hedge-after must be 0 or between {MIN_FACTOR:g} and {MAX_FACTOR:g}")
-        if not 0.0 < self.client.idle_timeout_s <= MAX_WAIT_S:
-            raise ConfigError(f"--idle-timeout must be above 0 and at most {MAX_WAIT_S:.0f} seconds")
+        for flag, seconds, most in (
+            ("--idle-timeout", self.client.idle_timeout_s, MAX_WAIT_S),
+            ("--request-timeout", self.request_timeout_s, MAX_REQUEST_S),
+            ("--first-byte-timeout", self.first_byte_timeout_s, MAX_REQUEST_S),
+        ):
+            if not 0.0 < seconds <= most:
+                raise ConfigError(f"{flag} must be above 0 and at most {most:.0f} seconds")
         if self.index_memory < MIN_INDEX_MEMORY:
             raise ConfigError(f"--index-memory must be at least {MIN_INDEX_MEMORY} bytes")
         if self.record_max_bytes <= 0:
@@ -154,6 +161,8 @@ class RouterConfig:
             ("--queue-timeout", admission.queue_timeout_s),
             ("--hold-timeout", admission.hold_timeout_s),
             ("--keep-alive-after", admission.keep_alive_after_s),
+            ("--shutdown-timeout", self.shutdown_timeout_s),
+            ("--drain-settle", self.drain_settle_s),
         ):
             if not 0.0 <= seconds <= MAX_WAIT_S:
                 raise ConfigError(f"{flag} must be between 0 and {MAX_WAIT_S:.0f} seconds")

@@ -194,9 +194,20 @@ def build_parser() -> argparse.ArgumentParser:
         "(%(default)s)",
     )
     times = parser.add_argument_group("times (seconds)")
-    times.add_argument("--request-timeout", type=float, default=_DEFAULTS.request_timeout_s, metavar="S")
     times.add_argument(
-        "--first-byte-timeout", type=float, default=_DEFAULTS.first_byte_timeout_s, metavar="S"
+        "--request-timeout",
+        type=float,
+        default=_DEFAULTS.request_timeout_s,
+        metavar="S",
+        help="longest wait of an attempt for an answer that is not a stream (%(default)g)",
+    )
+    times.add_argument(
+        "--first-byte-timeout",
+        type=float,
+        default=_DEFAULTS.first_byte_timeout_s,
+        metavar="S",
+        help="longest wait of an attempt for a stream's first byte; more where the first token is expected late "
+        "(%(default)g)",
     )
     times.add_argument(
         "--idle-timeout",
@@ -220,8 +231,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="ask a second replica for a stream that has not begun after FACTOR times the expected time, 1 to 100; "
         "at most for one in twenty; 0 never (%(default)g)",
     )
-    times.add_argument("--shutdown-timeout", type=float, default=_DEFAULTS.shutdown_timeout_s, metavar="S")
-    times.add_argument("--drain-settle", type=float, default=_DEFAULTS.drain_settle_s, metavar="S")
+    times.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=_DEFAULTS.shutdown_timeout_s,
+        metavar="S",
+        help="how long requests under way may take to finish after SIGTERM (%(default)g)",
+    )
+    times.add_argument(
+        "--drain-settle",
+        type=float,
+        default=_DEFAULTS.drain_settle_s,
+        metavar="S",
+        help="how long after SIGTERM connections are still accepted, while load balancers notice /ready (%(default)g)",
+    )
     logs = parser.add_argument_group("logs")
     logs.add_argument("--no-access-log", action="store_true", help="no line per request")
     logs.add_argument(

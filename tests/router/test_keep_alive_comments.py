@@ -168,7 +168,20 @@ async def test_unary_answers_get_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--idle-timeout", "0"], ["--idle-timeout", "1e9"], ["--keep-alive-after", "-1"]]
+    "flags",
+    [
+        ["--idle-timeout", "0"],
+        ["--idle-timeout", "1e9"],
+        ["--keep-alive-after", "-1"],
+        ["--request-timeout", "0"],
+        ["--request-timeout", "nan"],
+        ["--first-byte-timeout", "0"],
+        ["--first-byte-timeout", "inf"],
+        ["--shutdown-timeout", "-1"],
+        ["--shutdown-timeout", "nan"],
+        ["--drain-settle", "-1"],
+        ["--drain-settle", "inf"],
+    ],
 )
 def test_the_times_are_checked(flags: list[str]) -> None:
     arguments = build_parser().parse_args(["--replica", "http://127.0.0.1:1", *flags])

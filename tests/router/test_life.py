@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,37 @@ async def test_key_files_are_reread_and_never_open_the_router(tmp_path: Path) ->
     assert not keys.table.is_open, "no keys must not mean that no key is needed"
     assert keys.table.account_of(b"Bearer ") is None
     watch.cancel()
+
+
+async def test_a_key_file_that_denies_everybody_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = 0
+    real_open = Path.open
+
+    def counted(path: Path, *arguments: Any, **named: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        return real_open(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", counted)
+    path = tmp_path / "keys"
+    keys = ApiKeys((), path, poll_s=0.001)
+    watch = asyncio.create_task(keys.watch())
+    await until(lambda: opened > 3)
+    assert ["No such file" in message for message in caplog.messages] == [True]
+    os.close(os.open(path, os.O_CREAT))
+    seen = opened
+    await until(lambda: opened > seen + 3)
+    assert ["is empty" in message for message in caplog.messages] == [False, True]
+    watch.cancel()
+
+
+def test_every_flag_has_a_help_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    listed = build_parser().format_help().partition("options:")[2]
+    bare = re.compile(r"^  (--\S+(?: [A-Z]+)?)\n(?!   )", re.MULTILINE)
+    assert bare.findall(listed) == []
 
 
 # draining
