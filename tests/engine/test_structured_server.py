@@ -151,6 +151,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"structured_outputs": {"grammar": "root ::= nowhere"}}, None, "not defined"),
     ({"structured_outputs": {"regex": "a"}, "tools": [PING], "tool_choice": "required"}, "tool_choice", "combined"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": [PING, {"type": "function"}]}, "tools[1]", "function.name"),
+    ({"tools": [PING, {"type": "function", "function": {"name": 3}}]}, "tools[1]", "function.name"),
     ({"tool_choice": "always", "tools": [PING]}, "tool_choice", "'required'"),
     ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [PING]}, "tool_choice", "'x'"),
     ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),

@@ -12,7 +12,7 @@ import msgspec
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.protocol.openai import ChatCompletionRequest, GenerationRequest
 from argosy_engine.structured.params import StructuredOutputsParams
-from argosy_engine.structured.structural_tag import tool_call_tag
+from argosy_engine.structured.structural_tag import check_tools, tool_call_tag
 
 _GUIDED = {
     "guided_json": "json",
@@ -92,6 +92,8 @@ def _of_tool_choice(request: ChatCompletionRequest) -> StructuredOutputsParams |
     """The grammar of the calls that a tool choice demands; `auto` and `none` demand none."""
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
+        if choice != "none":
+            check_tools(request.tools or ())
         return None
     name = None
     if isinstance(choice, dict):

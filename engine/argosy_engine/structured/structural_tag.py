@@ -52,6 +52,18 @@ def normalized_tag(tag: Any) -> str:
     return _encoded(normalized)
 
 
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """What every tool needs, whether calls are enforced or not.
+
+    Raises:
+        InvalidRequest: a tool without a name.
+    """
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest("a tool needs function.name", f"tools[{index}]")
+
+
 def tool_call_tag(
     tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
 ) -> str:
@@ -66,13 +78,11 @@ def tool_call_tag(
         InvalidRequest: a tool without a name or with a schema that cannot be enforced, or no such tool.
     """
     tags = []
+    check_tools(tools)
     for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequest("a tool needs function.name", where)
+        function = tool["function"]
         if name is None or function["name"] == name:
-            tags.append(_call_tag(function["name"], function.get("parameters"), where))
+            tags.append(_call_tag(function["name"], function.get("parameters"), f"tools[{index}]"))
     if not tags:
         raise InvalidRequest(
             f"tool_choice names {str(name)[:128]!r}, which is not among the tools", "tool_choice"
