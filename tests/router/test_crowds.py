@@ -12,6 +12,7 @@ from pathlib import Path
 
 from argosy_router.http.limits import ServerLimits
 from argosy_router.proxy.decisions import DecisionLog
+from argosy_router.proxy.gate import AdmissionLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import raw, read_all, rig, until
@@ -96,7 +97,9 @@ async def test_memory_does_not_grow_with_requests_served() -> None:
     """Counts the collector's objects, which all that a request needs is made of, or is referred to by."""
     engine = FakeEngine(script=play)
     limits = ServerLimits(header_timeout_s=0.2, body_timeout_s=0.2)
-    async with rig([engine], server=limits) as r:
+    # A deadline that was ended stays in the timer wheel until its time: make that short.
+    soon = AdmissionLimits(keep_alive_s=0.1, keep_alive_after_s=0.1)
+    async with rig([engine], server=limits, admission=soon) as r:
         r.router._books.decisions = DecisionLog(100)
 
         async def serve(requests: int) -> int:
