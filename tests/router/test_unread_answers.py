@@ -11,7 +11,7 @@ import pytest
 
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.limits import ServerLimits
-from argosy_router.http.server import ServerConnection, ServerState
+from argosy_router.http.server import REQUESTS_PER_TURN, ServerConnection, ServerState
 
 from .fake_engine import FakeEngine
 from .harness import DEADLINE_S, raw, rig
@@ -69,6 +69,22 @@ class FullWire(Wire):
 
     def resume_reading(self) -> None:
         self.is_read = True
+
+
+async def test_requests_sent_ahead_leave_the_loop_to_others() -> None:
+    recorder, wire, count = Recorder(), FullWire(), 100
+    wheel = TimerWheel(cast("asyncio.AbstractEventLoop", Clock()))
+    connection = ServerConnection(ServerState(recorder, ServerLimits(), wheel))
+    connection.connection_made(wire)
+    connection.data_received(PUBLIC * count)
+    turns = 0
+    while len(recorder.messages) < count:
+        assert len(recorder.messages) == (turns + 1) * REQUESTS_PER_TURN
+        assert not wire.is_read
+        await asyncio.sleep(0)
+        turns += 1
+    assert wire.is_read
+    assert not wire.is_closed
 
 
 async def test_requests_wait_until_the_answers_before_them_are_read() -> None:

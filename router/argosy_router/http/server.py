@@ -22,6 +22,10 @@ from argosy_router.http.request_reader import Phase, RequestReader
 from argosy_router.http.roles import Application, Exchange
 from argosy_router.http.seats import AddressGroups, Seats
 
+REQUESTS_PER_TURN = 16
+"""Answered at once on one connection in one turn of the loop, some 50 us each; others come before further ones that a
+client has sent ahead."""
+
 
 class ServerState:
     """What the connections of one server share."""
@@ -80,7 +84,7 @@ class ServerConnection(asyncio.Protocol):
         self._is_turning = False
         self._is_write_paused = False
         self._is_read_paused = False
-        """Between two requests, until the client has read the answers before."""
+        """Between two requests: until the client has read the answers before, or others have had their turn."""
         self._is_known = True
         """Whether the last request was of somebody whom the application let in."""
         self.is_deaf = False
@@ -154,10 +158,7 @@ class ServerConnection(asyncio.Protocol):
         self._stall.clear()
         if self.exchange is not None:
             self.exchange.on_client_resumed()
-        if self._is_read_paused and not self._is_closing:
-            self._is_read_paused = False
-            self._transport.resume_reading()
-            self._turn()
+        self._go_on()
 
     # its seat, and silence
 
@@ -237,10 +238,15 @@ class ServerConnection(asyncio.Protocol):
             return
         reader = self.reader
         self._is_turning = True
+        num_taken = 0
         try:
             while self.request is None and not self._is_closing:
                 if self._is_write_paused and (reader.ready or self._held):
                     self._await_reader()
+                    return
+                if num_taken >= REQUESTS_PER_TURN and (reader.ready or self._held):
+                    self._pause_reading()
+                    asyncio.get_running_loop().call_soon(self._go_on)
                     return
                 if reader.ready:
                     self._deadline.clear()
@@ -250,6 +256,7 @@ class ServerConnection(asyncio.Protocol):
                         self._speak()
                     self.request = request = reader.ready.pop(0)
                     self._is_known = request.grant is not None
+                    num_taken += 1
                     self._application.on_request(self, request)
                 elif reader.failure is not None:
                     self._reject(reader.failure)
@@ -265,10 +272,20 @@ class ServerConnection(asyncio.Protocol):
 
     def _await_reader(self) -> None:
         """Leaves what the client has sent ahead until it has read; `_stall` bounds how long that takes."""
+        self._pause_reading()
+        self._yield_seat()
+
+    def _pause_reading(self) -> None:
         if not self._is_read_paused:
             self._is_read_paused = True
             self._transport.pause_reading()
-        self._yield_seat()
+
+    def _go_on(self) -> None:
+        """With the requests for which reading was paused."""
+        if self._is_read_paused and not self._is_write_paused and not self._is_closing:
+            self._is_read_paused = False
+            self._transport.resume_reading()
+            self._turn()
 
     def _yield_seat(self) -> None:
         """Has a newcomer go before somebody unknown who does not read, or may not."""
