@@ -41,7 +41,7 @@ class BegunStream:
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """A whole answer becomes one event: it is an error, or the answer of an engine that did not stream."""
-        self._client.send(b"data: %b\n\n" % body.replace(b"\n", b" "))
+        self._client.send(b"data: %b\n\n" % b" ".join(body.splitlines()))
         self._client.finish()
 
     def start(self, status: int, headers: bytes, first: bytes) -> None:

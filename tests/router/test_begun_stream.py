@@ -1,0 +1,29 @@
+"""An answer that goes on inside a stream that has begun."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy_router.proxy.begun_stream import BegunStream
+
+
+class Client:
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.is_finished = False
+
+    def send(self, data: bytes) -> None:
+        self.sent += data
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n"])
+def test_a_whole_answer_is_one_event_whatever_its_lines_end_with(end: bytes) -> None:
+    client = Client()
+    BegunStream(client).respond(502, b"", b'{"error":' + end + b'"data: no event"}' + end)  # type: ignore[arg-type]
+    assert client.sent == b'data: {"error": "data: no event"}\n\n'
+    assert client.is_finished
