@@ -118,6 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "tenant"]),
         is_blocked=st.booleans(),
         copies=st.sampled_from([1, 1, 3]),
+        call=st.sampled_from(["", "", "a", "b"]),
     )
     def add(
         self,
@@ -127,11 +128,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None,
         is_blocked: bool,
         copies: int,
+        call: str,
     ) -> None:
+        call_id = f"{call}{priority}" if call else ""
         for _ in range(copies):
             name, self.count = str(self.count), self.count + 1
             params = SamplingParams(max_tokens=max_tokens)
-            message = EngineCoreRequest(name, prompt, params, 0.0, cache_salt=salt, priority=priority)
+            message = EngineCoreRequest(
+                name, prompt, params, 0.0, cache_salt=salt, priority=priority, call_id=call_id
+            )
             request = Request(message, BLOCK, self.scheduler.kv.enable_prefix_caching)
             if is_blocked:
                 request.status = RequestStatus.WAITING_FOR_GRAMMAR

@@ -79,6 +79,9 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     take turns with other clients' requests by it (`RequestQueue`)."""
     tenant: str = ""
     """Whose request it is, by the word of a router; empty where none says it."""
+    call_id: str = ""
+    """The same for all sequences (prompts, choices) of a call, which share its seats (`CallQueue`); empty in a call of
+    one sequence."""
 
 
 class UtilityCall(Struct, array_like=True, gc=False):

@@ -40,6 +40,7 @@ class Request:
         "block_hashes",
         "block_ids",
         "block_size",
+        "call_id",
         "chunk_ends",
         "finish_reason",
         "first_scheduled_at",
@@ -90,6 +91,7 @@ class Request:
         self.arrival_time = message.arrival_time
         self.priority = message.priority
         self.batch_offset = message.batch_offset
+        self.call_id = message.call_id
         self.queue_key = (0, 0, 0)
         """(urgency, turn, order of arrival): lower goes first, higher is preempted first. Set by the scheduler."""
         self.chunk_ends: list[ChunkEnd] = message.chunk_ends

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from argosy_engine.core.request import Request
 
-_MIN_STALE = 64
+MIN_STALE = 64
 """Stale heap entries tolerated before their number is compared with the live ones."""
 
 
@@ -72,6 +72,6 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """Raises KeyError when the request does not wait here."""
         del self._members[request.queue_key]
-        if len(self._heap) > 2 * len(self._members) + _MIN_STALE:
+        if len(self._heap) > 2 * len(self._members) + MIN_STALE:
             self._heap = list(self._members)
             heapq.heapify(self._heap)

@@ -3,7 +3,8 @@
 There are no prefill or decode phases: every request has `num_computed_tokens` and tries to catch up with
 `num_tokens_with_spec`, within one token budget per step. Running requests come first, in order; when the KV cache is
 full the least urgent, then newest one is preempted and will be recomputed. Waiting requests are admitted, most urgent
-first, while budget, slots and blocks last; the prompts of a batch take turns with other calls (`TurnClock`). (vLLM V1,
+first, while budget, slots and blocks last; the prompts of a batch take turns with other calls (`TurnClock`), and the
+sequences of a call give seats up to other calls where none is free (`CallQueue`), one in a step. (vLLM V1,
 `v1/core/sched/scheduler.py`.)
 
 The next step may be scheduled before the last one is booked (async scheduling): a step that samples for a request
@@ -24,10 +25,11 @@ import time
 from collections.abc import Iterable
 from typing import Literal
 
+from argosy_engine.core.call_queue import CallQueue
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import EngineCoreOutput, ErrorKind, FinishReason
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
-from argosy_engine.core.request_queue import RequestQueue, TurnClock
+from argosy_engine.core.request_queue import TurnClock
 from argosy_engine.core.step_plan import StepPlan
 from argosy_engine.core.steps_in_flight import StepsInFlight
 from argosy_engine.sample.token_logprobs import TokenLogprobs
@@ -70,7 +72,7 @@ class Scheduler:
         self.max_num_mixed_prefill_tokens = max_num_mixed_prefill_tokens or max_num_batched_tokens
         self.policy = policy
         self.requests: dict[str, Request] = {}
-        self.waiting = RequestQueue()
+        self.waiting = CallQueue(max_num_seqs)
         self.blocked: dict[str, Request] = {}
         """Requests that wait for something other than room; no step looks at them."""
         self.running: list[Request] = []
@@ -173,6 +175,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans the next step, which is in flight from now on: `update` must follow, in the order of the steps."""
+        favoured = self._free_a_seat() if len(self.running) >= self.max_num_seqs else None
         is_mixed = self.enable_chunked_prefill and any(request.has_first_token for request in self.running)
         prefill_room = self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens
         plan = StepPlan(
@@ -183,13 +186,23 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         self._schedule_running(plan)
         if num_preemptions == self.num_preemptions:
-            self._schedule_waiting(plan)
+            self._schedule_waiting(plan, favoured)
         assert plan.budget >= 0
         released, self._released = self._released, []
         step = plan.step(released)
         if step.num_scheduled_tokens:
             self.in_flight.push(step)
         return step
+
+    def _free_a_seat(self) -> Request | None:
+        """Has a call with many seats give one up to a request that waits, if one is entitled to it; that request."""
+        displacement = self.waiting.displacement()
+        if displacement is None or displacement[0].request_id in self.in_flight:
+            return None
+        favoured, victim = displacement
+        self.running.remove(victim)
+        self._preempt(victim, victim.num_computed_tokens)
+        return favoured
 
     def _schedule_running(self, plan: StepPlan) -> None:
         num_preemptions = self.num_preemptions
@@ -237,10 +250,10 @@ class Scheduler:
         self._advance(request, num_new)
         plan.add(request.request_id, num_new, num_drafts, is_batch=request.is_batch)
 
-    def _schedule_waiting(self, plan: StepPlan) -> None:
-        """Admits waiting requests in order, up to the first that must wait."""
+    def _schedule_waiting(self, plan: StepPlan, favoured: Request | None) -> None:
+        """Admits waiting requests in order, the favoured one before them, up to the first that must wait."""
         while plan.budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting.peek()
+            request, favoured = favoured or self.waiting.peek(), None
             if request is None or request.request_id in self.in_flight:
                 break
             num_new = self._admit(request, plan)
@@ -258,6 +271,8 @@ class Scheduler:
             self.kv.dequeue(request)
             request.status = RequestStatus.RUNNING
             self.running.append(request)
+            if request.call_id:
+                self.waiting.take_seat(request)
             plan.new_requests.append(
                 NewRequest(
                     request.request_id,
@@ -330,6 +345,8 @@ class Scheduler:
         self.kv.enqueue(request)
         self.num_preemptions += 1
         self._released.append(request.request_id)
+        if request.call_id:
+            self.waiting.leave_seat(request)
         self.waiting.push(request)
 
     # What came out of it
@@ -431,6 +448,8 @@ class Scheduler:
         del self.requests[request.request_id]
         self._set_pending(request, 0)
         self._released.append(request.request_id)
+        if request.call_id:
+            self.waiting.leave_seat(request)
         self.in_flight.forget(request.request_id)
         self.kv.free(request, request.num_computed_tokens)
 
@@ -456,7 +475,7 @@ class Scheduler:
         self._released += self.in_flight.forget_all()
         unanswered = [request for request in self.requests.values() if request.finish_reason is None]
         self._released += self.requests
-        self.requests, self.waiting, self.blocked, self.running = {}, RequestQueue(), {}, []
+        self.requests, self.waiting, self.blocked, self.running = {}, CallQueue(self.max_num_seqs), {}, []
         self._num_pending_tokens = 0
         for request in unanswered:
             self.kv.forget(request)
@@ -483,6 +502,7 @@ class Scheduler:
         self.kv.check(self.requests.values())
         assert len(self.requests) == len(self.running) + len(self.waiting) + len(self.blocked)
         assert all(request.status is RequestStatus.RUNNING for request in self.running)
+        self.waiting.check(self.running)
         assert all(not request.block_ids for request in (*self.waiting, *self.blocked.values()))
         pending = sum(request.num_pending_tokens for request in self.requests.values())
         assert pending == self._num_pending_tokens

@@ -488,7 +488,10 @@ class AsyncLLM:
 
 
 def _set_turns(requests: Sequence[EngineCoreRequest], n: int) -> None:
-    """Has the prompts of a call, which has `n` choices of each, take turns with other calls."""
+    """Has a call of several sequences, `n` choices of each prompt, share its seats and its turns with other calls."""
+    if len(requests) > 1:
+        for request in requests:
+            request.call_id = requests[0].request_id
     if len(requests) <= n:
         return
     offset = 0
