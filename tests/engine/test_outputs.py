@@ -161,6 +161,30 @@ def choices(llm: LLM, prompt: list[int], n: int, **params: Any) -> list[EngineCo
     return llm.processor.core_requests(Prompt(prompt, []), SamplingParams(n=n, max_tokens=8, **params))
 
 
+async def test_the_sequences_of_a_call_are_told_to_be_of_one_call(llm: LLM) -> None:
+    """The core shares seats between calls by it; a call of one sequence needs none."""
+    client = FakeClient(llm)
+    engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
+    calls = {
+        "choices": (choices(llm, [1, 2], 3), 3),
+        "prompts": ([*choices(llm, [1, 2], 1), *choices(llm, [3, 4], 1)], 1),
+        "alone": (choices(llm, [1, 2], 1), 1),
+    }
+    call_ids: dict[str, set[str]] = {}
+    for name, (requests, n) in calls.items():
+        async with aclosing(engine.generate(requests, n)) as stream:  # type: ignore[type-var]
+            first = asyncio.ensure_future(anext(stream))
+            await client.arrivals(len(requests))
+            call_ids[name] = {request.call_id for request in client.added[-len(requests) :]}
+            client.say(*[EngineCoreOutput(request.request_id, [9]) for request in requests])
+            await first
+    await engine.close()
+    assert [len(call_ids[name]) for name in calls] == [1, 1, 1]
+    assert call_ids["alone"] == {""}
+    assert "" not in call_ids["choices"] | call_ids["prompts"]
+    assert call_ids["choices"] != call_ids["prompts"]
+
+
 async def test_the_first_choice_computes_the_prompt_for_the_others(llm: LLM) -> None:
     client = FakeClient(llm)
     engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
