@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from argosy_engine.api import telemetry
 from argosy_engine.api.telemetry import TelemetryHub
 from argosy_engine.core.messages import EngineCoreOutputs, SchedulerStats
 from argosy_engine.protocol.telemetry import FrameReader, Load
+from telemetry_hubs import make_hub
 
 
 @pytest.fixture
@@ -20,20 +20,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(telemetry, "HEARTBEAT_INTERVAL_S", 3600.0)
     monkeypatch.setattr(telemetry, "_LOAD_INTERVAL_S", 0.02)
 
-    def make() -> TelemetryHub:
-        config = SimpleNamespace(
-            epoch="e",
-            model_name="m",
-            model_fingerprint="f",
-            block_size=16,
-            max_model_len=1,
-            max_num_seqs=1,
-            scheduling_policy="fcfs",
-            memory=SimpleNamespace(kv_cache_tokens=1),
-        )
-        return TelemetryHub(cast("Any", SimpleNamespace(heartbeat_age_s=0.0)), cast("Any", config))
-
-    return make
+    return make_hub
 
 
 def running(count: int) -> EngineCoreOutputs:

@@ -6,8 +6,6 @@ The path is the real one: block pool -> `ResidencyTracker` -> `TelemetryHub` -> 
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any, cast
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -21,23 +19,10 @@ from argosy_engine.protocol.telemetry import FrameReader
 from argosy_router.links.telemetry import apply_residency
 from argosy_router.prefixes.index import PrefixIndex
 from argosy_router.prefixes.residency import Residency
+from telemetry_hubs import make_hub
 
 CHUNKS = range(1, 4)
 """Few, and few blocks: what is evicted comes back soon."""
-
-
-def make_hub() -> TelemetryHub:
-    config = SimpleNamespace(
-        epoch="e",
-        model_name="m",
-        model_fingerprint="f",
-        block_size=16,
-        max_model_len=1,
-        max_num_seqs=1,
-        scheduling_policy="fcfs",
-        memory=SimpleNamespace(kv_cache_tokens=1),
-    )
-    return TelemetryHub(cast("Any", SimpleNamespace(heartbeat_age_s=0.0)), cast("Any", config))
 
 
 class Router:

@@ -1,0 +1,22 @@
+"""A telemetry hub without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from argosy_engine.api.telemetry import TelemetryHub
+
+
+def make_hub() -> TelemetryHub:
+    config = SimpleNamespace(
+        epoch="e",
+        model_name="m",
+        model_fingerprint="f",
+        block_size=16,
+        max_model_len=1,
+        max_num_seqs=1,
+        scheduling_policy="fcfs",
+        memory=SimpleNamespace(kv_cache_tokens=1),
+    )
+    return TelemetryHub(cast("Any", SimpleNamespace(heartbeat_age_s=0.0)), cast("Any", config))
