@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -354,17 +355,28 @@ async def test_whatever_two_attempts_do_each_client_gets_one_answer(monkeypatch:
     monkeypatch.setattr(hedging, "SHARE", 1.0)
     monkeypatch.setattr(hedging, "FLOOR_S", 0.001)
     mood = random.Random(7)
+    arrivals: Counter[str] = Counter()
+    all_hedged = asyncio.Event()
 
     async def moody(connection: Connection, request: Received) -> None:
-        await asyncio.sleep(mood.random() * 0.05)  # hedges are due in the midst of it
+        arrivals[request.json["messages"][0]["content"]] += 1
+        # The first ten wait for their hedges: later on all replicas may be ejected, and none be left to hedge at.
+        if sum(count > 1 for count in arrivals.values()) >= 10:
+            all_hedged.set()
+        await all_hedged.wait()
+        await asyncio.sleep(mood.random() * 0.05)  # the others' hedges are due in the midst of it
         await mood.choice((answer_normally, answer_normally, die, refuse, nonsense))(connection, request)
 
     async with hedged(moody, moody, moody, policy="random") as r:
-        answers = await asyncio.gather(*(r.chat(str(number), stream=True) for number in range(100)))
+        first = [asyncio.create_task(r.chat(str(number), stream=True)) for number in range(10)]
+        await all_hedged.wait()
+        answers = await asyncio.gather(
+            *first, *(r.chat(str(number), stream=True) for number in range(10, 100))
+        )
         assert all(is_whole(answer) or answer.status_code >= 429 for answer in answers)
         assert sum(map(is_whole, answers)) > 50
         await r.until(lambda: is_settled(r))
-        assert sum(outcomes(r).values()) == sum(record.hedge != "" for record in decisions(r)) > 0
+        assert sum(outcomes(r).values()) == sum(record.hedge != "" for record in decisions(r)) >= 10
 
 
 async def test_a_replica_that_was_on_trial_gets_another_one() -> None:
