@@ -23,6 +23,7 @@ import kopf
 from aiohttp import web
 from msgspec import Struct
 
+from argosy_engine.protocol.listening import explain_listen_errors
 from argosy_operator.api import PODS, Kind, KubernetesApi
 from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.controller import WATCHED, Controller
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"argosy operator: {error}", file=sys.stderr)
         return EXIT_CLUSTER
     except OSError as error:
-        print(f"argosy operator: cannot serve port {args.health_port}: {error}", file=sys.stderr)
+        print(f"argosy operator: {error}", file=sys.stderr)
         return EXIT_ADDRESS
 
 
@@ -145,7 +146,8 @@ class _served:  # noqa: N801 - used like a function
     async def __aenter__(self) -> None:
         await self._runner.setup()
         if self._port:
-            await web.TCPSite(self._runner, None, self._port).start()
+            with explain_listen_errors("", self._port, port_flag="--health-port"):
+                await web.TCPSite(self._runner, None, self._port).start()
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()

@@ -381,8 +381,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ValueError) as error:
         print(f"argosy router: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except OSError as error:
-        print(f"argosy router: cannot listen: {error}", file=sys.stderr)
+    except OSError as error:  # CannotListen above all
+        print(f"argosy router: {error}", file=sys.stderr)
         return EXIT_ADDRESS
     finally:
         stderr.close()

@@ -14,6 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from argosy_engine.protocol.listening import BACKLOG, explain_listen_errors, listen
 from argosy_router.admin import AdminServer, admin_keys, build_admin
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.discovery.base import Discovery
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from argosy_router.records.tracing import Tracer
 
 log = logging.getLogger(__name__)
-
-BACKLOG = 2048
 
 
 class Router:
@@ -174,7 +173,7 @@ class Router:
         """Serves until SIGTERM, SIGINT or `stopping`, then drains. A second signal cuts the drain short.
 
         Raises:
-            OSError: an address is in use or not ours.
+            CannotListen: an address is taken or not of this machine.
         """
         async with self.serving():
             with self._signals():
@@ -194,13 +193,15 @@ class Router:
     async def _start(self) -> None:
         config = self.config
         tls = self._tls
-        self._listener = (
-            await self._loop.create_server(
-                lambda: ServerConnection(self.server), config.host, config.port, backlog=BACKLOG
+        with explain_listen_errors(config.host, config.port):
+            self._listener = (
+                await self._loop.create_server(
+                    lambda: ServerConnection(self.server), config.host, config.port, backlog=BACKLOG
+                )
+                if tls is None
+                else TlsListener(self.server, lambda: tls.context, config.host, config.port, BACKLOG)
             )
-            if tls is None
-            else TlsListener(self.server, lambda: tls.context, config.host, config.port, BACKLOG)
-        )
+        admin_sockets = self._listen_for_admin() if config.admin_port >= 0 else []
         for files in (self._tls, self._admin_tls, self._replica_tls):
             if files is not None:
                 self._own(watch_tls(files), "TLS files")
@@ -211,15 +212,20 @@ class Router:
             self._own(self._ledger.run(), "usage ledger")
         if self._recorder is not None:
             self._own(self._recorder.run(), "recorder")
-        if config.admin_port >= 0:
-            await self._start_admin()
+        if admin_sockets:
+            await self._start_admin(admin_sockets)
+
+    def _listen_for_admin(self) -> list[socket.socket]:
+        config = self.config
+        host, flag = (config.admin_host, "--admin-host") if config.admin_host else (config.host, "--host")
+        return listen(host, config.admin_port, host_flag=flag, port_flag="--admin-port")
 
     def _apply(self, snapshot: FleetSnapshot) -> None:
         if snapshot.routers and not self.config.routers:
             self._keys.table.divide(snapshot.routers, self.dispatcher.now())
         self.fleet.apply(snapshot)
 
-    async def _start_admin(self) -> None:
+    async def _start_admin(self, sockets: list[socket.socket]) -> None:
         config = self.config
         history = History(self.metrics)
         app = build_admin(
@@ -241,8 +247,7 @@ class Router:
         self._own(history.run(), "history")
         tls = self._admin_tls.context if self._admin_tls is not None else None
         self._admin = AdminServer(app, config.admin_host or config.host, config.admin_port, tls)
-        listening = _bind(config.admin_host or config.host, config.admin_port)
-        self._own(self._admin.serve([listening]), "admin")
+        self._own(self._admin.serve(sockets), "admin")
         await self._admin.listening.wait()
 
     def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -345,15 +350,3 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError:
-        listening.close()
-        raise
-    return listening

@@ -71,6 +71,21 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--replica", "http://127.0.0.1:1", "--port", port, "--admin-port", "-1"]) == EXIT_ADDRESS
 
 
+@pytest.mark.parametrize(
+    ("flag", "others"),
+    [("--port", ("--admin-port", "-1")), ("--admin-port", ("--port", "0"))],
+)
+def test_a_taken_port_ends_the_router_with_the_port_and_the_remedy(
+    flag: str, others: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--replica", "http://127.0.0.1:1", flag, port, *others]) == EXIT_ADDRESS
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"argosy router: cannot listen on 127.0.0.1:{port}: the port is taken; ")
+    assert line.endswith(f"choose another port with {flag}")
+
+
 async def test_key_files_are_reread_and_never_open_the_router(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# clients\nfirst\n\n")

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -27,10 +28,13 @@ from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.budget import budget_table
 from argosy_engine.protocol.keys import KeyRing
+from argosy_engine.protocol.listening import CannotListen, listen
 from argosy_engine.protocol.log_format import configure_logging
 
 logger = logging.getLogger("argosy.api")
 
+EXIT_ADDRESS = 3
+"""As the router's."""
 _KEEP_ALIVE_S = 75
 """Longer than the router keeps idle connections, so that the router closes first."""
 _MIN_DESCRIPTORS = 128
@@ -40,7 +44,7 @@ _LAST_BYTES_S = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server; exit code 0 after a drain, 1 when the engine died, 2 for wrong usage."""
+    """Runs the server. Exit code 0: drained; 1: the engine died; 2: wrong usage; 3: the address is not available."""
     started = time.perf_counter()
     dump_stacks_on_signal()
     options, args = parse_args(argv)
@@ -48,12 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         num_descriptors = raise_limit()
         require_free(_MIN_DESCRIPTORS)
+        sockets = listen(options.host, options.port)  # before the load, which takes long
         import uvloop
 
-        return uvloop.run(_serve(options, args, started, num_descriptors))
+        return uvloop.run(_serve(options, args, started, num_descriptors, sockets))
     except ConfigError as error:
         print(f"argosy serve: {error}", file=sys.stderr)
         return 2
+    except CannotListen as error:
+        print(f"argosy serve: {error}", file=sys.stderr)
+        return EXIT_ADDRESS
     except EngineDead as error:
         print(f"argosy serve: the engine core died: {error}", file=sys.stderr)
         return 1
@@ -61,7 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-async def _serve(options: argparse.Namespace, args: EngineArgs, started: float, num_descriptors: int) -> int:
+async def _serve(
+    options: argparse.Namespace,
+    args: EngineArgs,
+    started: float,
+    num_descriptors: int,
+    sockets: list[socket.socket],
+) -> int:
+    """
+    Args:
+        sockets: to serve on; closed in the end.
+    """
     keys = KeyRing([*options.api_key, *os.environ.get("ARGOSY_API_KEY", "").split(",")])
     admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
     engine = Engine(
@@ -73,8 +91,6 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float, 
     server = _Server(
         uvicorn.Config(
             Guard(build_app(engine), keys, options.guard_metrics, admin_keys),
-            host=options.host,
-            port=options.port,
             http=protocol_of(num_descriptors, _http_limits(options)),
             ws="none",  # the guard knows HTTP only
             log_config=None,  # its records take our format, too
@@ -91,8 +107,10 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float, 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     describe_on_signal(loop, engine)
-    serving = asyncio.create_task(server.serve(), name="http")
-    loading = asyncio.create_task(_load(engine, args, stop, started, options), name="load")
+    serving = asyncio.create_task(server.serve(sockets), name="http")
+    port = int(sockets[0].getsockname()[1])
+    url = f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{port}"
+    loading = asyncio.create_task(_load(engine, args, stop, started, url), name="load")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
         await asyncio.wait({loading, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +118,7 @@ async def _serve(options: argparse.Namespace, args: EngineArgs, started: float, 
             loading.result()  # a model that cannot load ends the server, with its message
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done() and not stop.is_set():
-            return 1  # uvicorn has said why: the port is taken, for one
+            return 1  # uvicorn has said why
         await _drain(engine, options.shutdown_timeout, hurry)
         return 1 if engine.llm is not None and engine.llm.is_dead else 0
     finally:
@@ -121,15 +139,13 @@ def _http_limits(options: argparse.Namespace) -> HttpLimits:
     )
 
 
-async def _load(
-    engine: Engine, args: EngineArgs, stop: asyncio.Event, started: float, options: argparse.Namespace
-) -> None:
+async def _load(engine: Engine, args: EngineArgs, stop: asyncio.Event, started: float, url: str) -> None:
     engine.phase = "loading the model"
     before = time.perf_counter()
     llm = await AsyncLLM.start(args)
     llm.on_dead = stop.set
     engine.attach(llm)
-    _print_start_up(llm.config, options, before - started, time.perf_counter() - started)
+    _print_start_up(llm.config, url, before - started, time.perf_counter() - started)
 
 
 async def _drain(engine: Engine, timeout_s: float, hurry: asyncio.Event) -> None:
@@ -162,9 +178,7 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-def _print_start_up(
-    config: ResolvedConfig, options: argparse.Namespace, imports_s: float, total_s: float
-) -> None:
+def _print_start_up(config: ResolvedConfig, url: str, imports_s: float, total_s: float) -> None:
     """Where the time went, and what there is now; one table on standard error."""
     rows = [("api server imports", imports_s), *config.startup_phases]
     rows.append(("processes, tokenizer, hand-over", max(total_s - sum(seconds for _, seconds in rows), 0.0)))
@@ -176,7 +190,7 @@ def _print_start_up(
                 budget_table(config.memory),
                 *lines,
                 f"  {'ready':<34}{total_s:8.2f} s",
-                f"listening on http://{options.host}:{options.port}",
+                f"listening on {url}",
             ]
         ),
         file=sys.stderr,

@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from argosy_engine.protocol.listening import listen
 from argosy_router.http.server import ServerConnection, ServerState
 
 log = logging.getLogger(__name__)
@@ -33,14 +34,14 @@ class TlsListener:
         """`context` gives that of new connections.
 
         Raises:
-            OSError: an address is in use or not ours.
+            CannotListen: an address is taken or not of this machine.
         """
         self._state = state
         self._context = context
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._pauses: dict[int, asyncio.TimerHandle] = {}
-        self.sockets = _listen(host, port, backlog)
+        self.sockets = listen(host, port, backlog)
         for listening in self.sockets:
             self._resume(listening)
 
@@ -123,28 +124,3 @@ def _peer(accepted: socket.socket) -> object:
         return accepted.getpeername()
     except OSError:  # gone already
         return None
-
-
-def _listen(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Sockets of all addresses that `host` means, as the event loop's servers have them.
-
-    Raises:
-        OSError: one of them is in use or not ours.
-    """
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    sockets: list[socket.socket] = []
-    try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            listening = socket.socket(family, kind, protocol)
-            sockets.append(listening)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listening.bind(address)
-            listening.listen(backlog)
-            listening.setblocking(False)
-    except OSError:
-        for listening in sockets:
-            listening.close()
-        raise
-    return sockets

@@ -1,0 +1,85 @@
+"""Listening sockets: opened before anything slow is started, with errors that name the port and the remedy.
+
+Owns: how the programs bind, and what they say when they cannot. Must not know: which server the sockets are for.
+Invariant: sockets that are returned listen; two sockets that are merely bound with SO_REUSEADDR can share a port.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BACKLOG = 2048
+"""Connections that wait to be accepted, as uvicorn's default; the kernel caps it (net.core.somaxconn)."""
+
+
+class CannotListen(OSError):
+    """An address is taken, not permitted or not of this machine; the message names the remedy."""
+
+
+def listen(
+    host: str, port: int, backlog: int = BACKLOG, *, host_flag: str = "--host", port_flag: str = "--port"
+) -> list[socket.socket]:
+    """Non-blocking, listening sockets of all addresses that `host` means, as an event loop's servers have them.
+
+    Args:
+        host: a name or address; empty for all interfaces.
+        host_flag, port_flag: the flags that the error advises to change.
+
+    Raises:
+        CannotListen: one of the addresses is not available.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        with explain_listen_errors(host, port, host_flag=host_flag, port_flag=port_flag):
+            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                listening = socket.socket(family, kind, protocol)
+                sockets.append(listening)
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listening.bind(address)
+                listening.listen(backlog)
+                listening.setblocking(False)
+    except OSError:
+        for listening in sockets:
+            listening.close()
+        raise
+    return sockets
+
+
+@contextmanager
+def explain_listen_errors(
+    host: str, port: int, *, host_flag: str = "--host", port_flag: str = "--port"
+) -> Iterator[None]:
+    """Turns the OSErrors of binding `host` and `port` into CannotListen."""
+    try:
+        yield
+    except CannotListen:
+        raise
+    except OSError as error:
+        shown = f"[{host}]:{port}" if ":" in host else f"{host or '*'}:{port}"
+        reason, remedy = _explanation(error, port, host_flag, port_flag)
+        raise CannotListen(f"cannot listen on {shown}: {reason}; {remedy}") from None
+
+
+def _explanation(error: OSError, port: int, host_flag: str, port_flag: str) -> tuple[str, str]:
+    """What is wrong, and what to do about it."""
+    if isinstance(error, socket.gaierror):
+        return "the host name does not resolve", f"correct {host_flag}"
+    match error.errno:
+        case errno.EADDRINUSE:
+            return (
+                "the port is taken",
+                f"stop the process that listens there (`ss -ltnp 'sport = :{port}'` shows it) "
+                f"or choose another port with {port_flag}",
+            )
+        case errno.EACCES | errno.EPERM:
+            return "permission denied", f"choose a port above 1023 with {port_flag}"
+        case errno.EADDRNOTAVAIL:
+            return "not an address of this machine", f"correct {host_flag}"
+    return os.strerror(error.errno) if error.errno else str(error), f"change {host_flag} or {port_flag}"

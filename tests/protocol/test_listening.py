@@ -1,0 +1,41 @@
+"""Listening sockets: what they are bound to, and what the errors advise."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+
+import pytest
+
+from argosy_engine.protocol.listening import CannotListen, explain_listen_errors, listen
+
+
+def test_sockets_listen_at_once() -> None:
+    (listening,) = listen("127.0.0.1", 0)
+    with listening, socket.create_connection(listening.getsockname()):
+        pass
+
+
+def test_a_taken_port_is_named_with_the_remedy() -> None:
+    (first,) = listen("127.0.0.1", 0)
+    with first:
+        port = first.getsockname()[1]
+        expected = re.escape(f"cannot listen on 127.0.0.1:{port}: the port is taken; ")
+        with pytest.raises(CannotListen, match=expected + ".* another port with --admin-port"):
+            listen("127.0.0.1", port, port_flag="--admin-port")
+
+
+@pytest.mark.parametrize(
+    ("host", "error", "message"),
+    [
+        ("", OSError(errno.EADDRINUSE, "in use"), r"\*:80: the port is taken; .* --port"),
+        ("::1", OSError(errno.EACCES, "no"), r"\[::1\]:80: permission denied; .* above 1023 with --port"),
+        ("10.0.0.1", OSError(errno.EADDRNOTAVAIL, "no"), "not an address of this machine; correct --host"),
+        ("nowhere", socket.gaierror(socket.EAI_NONAME, "no"), "does not resolve; correct --host"),
+        ("h", OSError(errno.EMFILE, "no"), "Too many open files; change --host or --port"),
+    ],
+)
+def test_errors_name_the_remedy(host: str, error: OSError, message: str) -> None:
+    with pytest.raises(CannotListen, match=message), explain_listen_errors(host, 80):
+        raise error
