@@ -241,8 +241,9 @@ class RouterLimits(Struct, frozen=True, kw_only=True, rename="camel"):
     """What a router lets through to this service. 0 stands for the router's own default."""
 
     max_inflight_per_replica: Annotated[int, Meta(ge=0, le=65_536)] = 0
-    """Requests each router has under way at one replica; further ones wait for their turn. By default replicas
-    count as full with 1.5 requests for each sequence of their batch, all replicas taken together."""
+    """Sequences each router has under way at one replica (a request has one for each choice, prompt and beam); further
+    requests wait for their turn. By default replicas count as full with 1.5 sequences for each that their batch holds,
+    all replicas taken together."""
     max_queued_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Requests that may wait in each router while all replicas are full; further ones are refused (429)."""
     queue_timeout_seconds: Annotated[int, Meta(ge=0, le=3600)] = 0

@@ -37,9 +37,10 @@ class LoadAccount(Candidate):
         "_on_measured",
         "_open_tokens",
         "_recent_tokens",
-        "_request_change",
+        "_sequence_change",
         "_token_change",
         "inflight",
+        "inflight_sequences",
         "inflight_tokens",
         "reported_requests",
         "reported_tokens",
@@ -50,9 +51,12 @@ class LoadAccount(Candidate):
         super().__init__(name, PRIOR.prefill_tokens_per_s, PRIOR.decode_step_s, PRIOR_MAX_NUM_SEQS)
         self.inflight = 0
         """Own requests without an end yet."""
+        self.inflight_sequences = 0
+        """Sequences that these generate side by side: each choice, prompt of a batch and beam takes a seat."""
         self.inflight_tokens = 0
         """Uncached prompt tokens of own requests without a first token yet."""
         self.reported_requests = 0
+        """An engine counts each sequence as a request of its own."""
         self.reported_tokens = 0
         self._measured = _UNMEASURED
         self._on_measured = on_measured
@@ -67,7 +71,7 @@ class LoadAccount(Candidate):
         self._open_tokens = 0
         """The same, since the report before it."""
         self._token_change = 0
-        self._request_change = 0
+        self._sequence_change = 0
 
     @property
     def measured(self) -> Rates:
@@ -79,16 +83,17 @@ class LoadAccount(Candidate):
         """Whether one more request would run at once, as far as is known."""
         return self.requests < self.max_num_seqs
 
-    def charge(self, tokens: int) -> Charge:
-        """Accounts for a request about to be sent."""
+    def charge(self, tokens: int, sequences: int = 1) -> Charge:
+        """Accounts for a request about to be sent, which generates so many sequences."""
         self.inflight += 1
-        self._request_change += 1
+        self.inflight_sequences += sequences
+        self._sequence_change += sequences
         self.inflight_tokens += tokens
         self._recent_tokens += tokens
         self._open_tokens += tokens
         self._token_change += tokens
         self._refresh()
-        return Charge(self, tokens, self._generation)
+        return Charge(self, tokens, sequences, self._generation)
 
     def report(
         self,
@@ -109,7 +114,7 @@ class LoadAccount(Candidate):
         self._open_tokens = self._recent_tokens
         self._recent_tokens = 0
         self._token_change = 0
-        self._request_change = 0
+        self._sequence_change = 0
         known = self._measured
         self._measure(
             Rates(prefill_tokens_per_s or known.prefill_tokens_per_s, decode_step_s or known.decode_step_s)
@@ -154,16 +159,16 @@ class LoadAccount(Candidate):
     def _refresh(self) -> None:
         if self._has_report:
             tokens = self.reported_tokens + self._token_change
-            requests = self.reported_requests + self._request_change
+            requests = self.reported_requests + self._sequence_change
             self.queued_tokens = tokens if tokens > self._open_tokens else self._open_tokens
-            self.requests = requests if requests > self.inflight else self.inflight
+            self.requests = requests if requests > self.inflight_sequences else self.inflight_sequences
         else:
             self.queued_tokens = self.inflight_tokens
-            self.requests = self.inflight
+            self.requests = self.inflight_sequences
         self.wait_s = waiting_s(self)
 
-    def discharge(self, tokens: int, generation: int, *, is_over: bool) -> None:
-        """Undoes (part of) a charge; for `Charge` alone."""
+    def discharge(self, tokens: int, generation: int, *, ended_sequences: int = 0) -> None:
+        """Undoes (part of) a charge; for `Charge` alone. `ended_sequences` are those of a request that is over."""
         self.inflight_tokens -= tokens
         age = self._generation - generation
         if age <= 1:
@@ -171,20 +176,22 @@ class LoadAccount(Candidate):
             self._open_tokens -= tokens
             if age == 0:
                 self._recent_tokens -= tokens
-        if is_over:
+        if ended_sequences:
             self.inflight -= 1
-            self._request_change -= 1
+            self.inflight_sequences -= ended_sequences
+            self._sequence_change -= ended_sequences
         self._refresh()
 
 
 class Charge:
     """One dispatched request on one replica's account."""
 
-    __slots__ = ("_account", "_generation", "_is_open", "_tokens")
+    __slots__ = ("_account", "_generation", "_is_open", "_sequences", "_tokens")
 
-    def __init__(self, account: LoadAccount, tokens: int, generation: int) -> None:
+    def __init__(self, account: LoadAccount, tokens: int, sequences: int, generation: int) -> None:
         self._account = account
         self._tokens = tokens
+        self._sequences = sequences
         self._generation = generation
         self._is_open = True
 
@@ -192,11 +199,11 @@ class Charge:
         """The prompt is computed: its tokens no longer queue."""
         if self._tokens:
             tokens, self._tokens = self._tokens, 0
-            self._account.discharge(tokens, self._generation, is_over=False)
+            self._account.discharge(tokens, self._generation)
 
     def release(self) -> None:
         """The request is over, however it ended."""
         if self._is_open:
             self._is_open = False
             tokens, self._tokens = self._tokens, 0
-            self._account.discharge(tokens, self._generation, is_over=True)
+            self._account.discharge(tokens, self._generation, ended_sequences=self._sequences)

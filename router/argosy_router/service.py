@@ -30,7 +30,7 @@ PRIOR_BYTES_PER_TOKEN: Final = 4.0
 """English prose with a large vocabulary; learnt from the first answers' usage."""
 _LEARNING_RATE: Final = 0.05
 SEATS_PER_SEQ: Final = 1.5
-"""A replica counts as full with this many requests for each sequence its batch holds: half a batch waits inside the
+"""A replica counts as full with this many sequences for each that its batch holds: half a batch waits inside the
 engine, so that it never runs dry; what waits here instead can still be ordered, and sent where room comes first."""
 NO_LIMIT: Final = 1 << 30
 """Room of a service whose replicas do not tell the size of their batch."""
@@ -207,17 +207,22 @@ class Service:
         *,
         is_trial: bool = False,
         is_admitted: bool = False,
+        sequences: int = 1,
     ) -> Choice:
         """Picks a replica that was not tried before. Changes nothing but the turn counter, and in a trial not even it.
 
         Args:
+            sequences: that the request generates side by side.
             is_admitted: the request is under way and lost its replica; the in-flight limit does not stop it.
 
         Raises:
             Unavailable: no replica is routable.
             TooManyRequests: all of them are at the service's in-flight limit.
         """
-        candidates = (self._healthy if is_admitted else self.candidates)(now, tried, prompt.name)
+        if is_admitted:
+            candidates = self._healthy(now, tried, prompt.name)
+        else:
+            candidates = self.candidates(now, tried, prompt.name, sequences)
         request, length = self.route_request(prompt, candidates)
         if not tried and not is_trial:
             self.sequence += 1
@@ -253,8 +258,11 @@ class Service:
             length -= 1
         return length > 0 and not residency.is_guess(hashes[length - 1])
 
-    def candidates(self, now: float, tried: Collection[Replica] = (), name: str = "") -> Candidates:
-        """Replicas a request may be sent to now, best health class only, and below the in-flight limit.
+    def candidates(
+        self, now: float, tried: Collection[Replica] = (), name: str = "", sequences: int = 1
+    ) -> Candidates:
+        """Replicas a request may be sent to now, best health class only, and below the in-flight limit; of these those
+        with room for all of its sequences, if there are any.
 
         Raises:
             Unavailable: no replica is routable.
@@ -262,8 +270,12 @@ class Service:
         """
         candidates = self._healthy(now, tried, name)
         limit = self.spec.limits.max_inflight_per_replica
-        if limit and any(replica.load.inflight >= limit for replica in candidates.replicas):
-            below = [replica for replica in candidates.replicas if replica.load.inflight < limit]
+        if not limit:
+            return candidates
+        most = limit - min(sequences, limit)  # that a replica may have already
+        if any(replica.load.inflight_sequences > most for replica in candidates.replicas):
+            below = [replica for replica in candidates.replicas if replica.load.inflight_sequences <= most]
+            below = below or [r for r in candidates.replicas if r.load.inflight_sequences < limit]
             if not below:
                 raise TooManyRequests(
                     f"model {self.spec.model!r} is at its limit of requests", retry_after_s=1.0
@@ -272,7 +284,7 @@ class Service:
         return candidates
 
     def room(self, now: float, name: str = "") -> int:
-        """How many more requests the replicas that can answer as `name` take together before they are full; not above
+        """How many more sequences the replicas that can answer as `name` take together before they are full; not above
         zero when they are.
 
         Raises:
@@ -284,12 +296,33 @@ class Service:
         for replica in candidates.replicas:
             load = replica.load
             if limit:
-                room += max(0, limit - load.inflight)
+                room += max(0, limit - load.inflight_sequences)
             elif replica.hello is None:
                 return NO_LIMIT
             else:
-                room += int(SEATS_PER_SEQ * load.max_num_seqs) - load.requests
+                seats = int(SEATS_PER_SEQ * load.max_num_seqs)
+                # One with a call larger than itself takes from its peers what would wait in an engine, no more: their
+                # batches can still be filled.
+                room += max(seats - load.requests, load.max_num_seqs - seats)
         return room
+
+    def takes(self, now: float, name: str, sequences: int) -> bool:
+        """Whether a request with so many sequences may be sent now: there is room for all of them. One that is larger
+        than a replica needs no more than an idle one has.
+
+        Raises:
+            Unavailable: no replica that can answer as `name` is routable.
+        """
+        limit = self.spec.limits.max_inflight_per_replica
+        if limit:
+            most = limit - min(sequences, limit)
+            replicas = self._healthy(now, (), name).replicas
+            return any(replica.load.inflight_sequences <= most for replica in replicas)
+        room = self.room(now, name)
+        if room >= sequences or room <= 0:
+            return room > 0
+        seats = [int(SEATS_PER_SEQ * r.load.max_num_seqs) for r in self._healthy(now, (), name).replicas]
+        return room >= max(seats)
 
     def _healthy(self, now: float, tried: Collection[Replica] = (), name: str = "") -> Candidates:
         if tried:

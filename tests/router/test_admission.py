@@ -394,13 +394,13 @@ TestQueue.settings = settings(max_examples=60, stateful_step_count=60, deadline=
 class Told(Waiter):
     """Remembers what it was told."""
 
-    def __init__(self, owner: Account, priority: int = 0, size: int = 1) -> None:
-        super().__init__(owner, priority, 1.0, size)
+    def __init__(self, owner: Account, priority: int = 0, size: int = 1, sequences: int = 1) -> None:
+        super().__init__(owner, priority, 1.0, size, "", sequences)
         self.told: list[str | ApiError] = []
 
     def admit(self) -> None:
         self.told.append("admit")
-        FakeReplicas.current.requests += 1
+        FakeReplicas.current.requests += self.sequences
 
     def refuse(self, error: ApiError) -> None:
         self.told.append(error)
@@ -560,18 +560,18 @@ class LaneMachine(RuleBasedStateMachine):
         self.lane = lane_of(self.replicas, queue_s=5.0, hold_s=8.0, entries=6)
         self.accounts = [account("a"), account("b", weight=3.0)]
         self.waiting: list[Told] = []
-        self.admitted = 0
+        self.admitted: list[int] = []
 
-    @rule(number=st.integers(0, 1), priority=st.integers(0, 1))
-    def arrive(self, number: int, priority: int) -> None:
-        if self.lane.enter(self.now):
+    @rule(number=st.integers(0, 1), priority=st.integers(0, 1), sequences=st.sampled_from([1, 1, 2, 5]))
+    def arrive(self, number: int, priority: int, sequences: int) -> None:
+        if self.lane.enter(self.now, "", sequences):
             if self.replicas.seats is None:  # the last look is a moment old
-                self.lane.retract(self.now)
+                self.lane.retract(self.now, sequences)
                 return
-            self.replicas.requests += 1
-            self.admitted += 1
+            self.replicas.requests += sequences
+            self.admitted.append(sequences)
             return
-        waiter = Told(self.accounts[number], priority)
+        waiter = Told(self.accounts[number], priority, sequences=sequences)
         try:
             self.lane.wait(waiter, self.now)
         except ApiError:
@@ -583,9 +583,9 @@ class LaneMachine(RuleBasedStateMachine):
     @rule()
     def finish(self) -> None:
         if self.admitted:
-            self.admitted -= 1
-            self.replicas.requests -= 1
-            self.lane.ended(self.now)
+            sequences = self.admitted.pop()
+            self.replicas.requests -= sequences
+            self.lane.ended(self.now, sequences)
             self.lane.tick(self.now)
             self.sort_out()
 
@@ -610,14 +610,15 @@ class LaneMachine(RuleBasedStateMachine):
         for waiter in list(self.waiting):
             if waiter.told:
                 assert len(waiter.told) == 1
-                self.admitted += waiter.told[0] == "admit"
+                self.admitted += [waiter.sequences] * (waiter.told[0] == "admit")
                 self.waiting.remove(waiter)
 
     @invariant()
     def adds_up(self) -> None:
         if hasattr(self, "lane"):
             assert self.lane.waiting == len(self.waiting)
-            assert self.lane.active == self.admitted == self.replicas.requests
+            assert self.lane.active == len(self.admitted)
+            assert self.lane.sequences == sum(self.admitted) == self.replicas.requests
             assert all(self.now - waiter.since < 5.0 + 8.0 for waiter in self.waiting)
 
 

@@ -99,7 +99,14 @@ def gauges(r: Rig) -> dict[str, float]:
         load = replica.load
         figures |= {
             f"{replica.name} {name}": getattr(load, name)
-            for name in ("inflight", "inflight_tokens", "queued_tokens", "requests", "wait_s")
+            for name in (
+                "inflight",
+                "inflight_sequences",
+                "inflight_tokens",
+                "queued_tokens",
+                "requests",
+                "wait_s",
+            )
         }
         figures[f"{replica.name} attempts"] = len(replica.under_way)
     return figures

@@ -81,8 +81,8 @@ class _Band(Generic[E]):
         flow.entries[entry] = None
         self.count += 1
 
-    def pop(self, names: Collection[str] | None) -> E | None:
-        """The entry whose turn it is among those with these names, or None if there is none."""
+    def next(self, names: Collection[str] | None) -> E | None:
+        """The entry whose turn it is among those with these names, or None if there is none. It stays."""
         passed_over: list[_Flow[E]] = []
         entry: E | None = None
         while entry is None and self._order:
@@ -94,18 +94,18 @@ class _Band(Generic[E]):
                 self._list(flow)
                 continue
             entry = flow.first(names)
-            if entry is None:
-                passed_over.append(flow)
-                continue
-            del flow.entries[entry]
-            self.count -= 1
-            self._virtual = max(self._virtual, start)
-            flow.start = self._virtual + entry.cost / flow.account.weight
-            if flow.entries:
-                self._list(flow)
+            passed_over.append(flow)
         for flow in passed_over:
             self._list(flow)
         return entry
+
+    def take(self, entry: E) -> None:
+        """Removes an entry because its turn has come: its account pays for it."""
+        flow = self.flows[entry.account]
+        del flow.entries[entry]
+        self.count -= 1
+        self._virtual = max(self._virtual, flow.start)
+        flow.start = self._virtual + entry.cost / flow.account.weight
 
     def remove(self, entry: E) -> None:
         del self.flows[entry.account].entries[entry]
@@ -163,21 +163,33 @@ class FairQueue(Generic[E]):
 
     def pop(self) -> E:
         """Takes the entry whose turn it is. The queue must not be empty."""
-        entry = self._pop(None)
+        entry = self._next(None)
         assert entry is not None
+        self.take(entry)
         return entry
 
     def pop_named(self, names: Collection[str]) -> E | None:
         """Takes the entry whose turn it is among those with one of `names`; None if there is none."""
-        return self._pop(None if len(names) == len(self._by_name) else names)
+        entry = self.next_named(names)
+        if entry is not None:
+            self.take(entry)
+        return entry
 
-    def _pop(self, names: Collection[str] | None) -> E | None:
+    def next_named(self, names: Collection[str]) -> E | None:
+        """The entry that `pop_named` would take."""
+        return self._next(None if len(names) == len(self._by_name) else names)
+
+    def take(self, entry: E) -> None:
+        """Takes the entry whose turn it is."""
+        band = self._bands[entry.priority]
+        band.take(entry)
+        self._forget(entry, band)
+
+    def _next(self, names: Collection[str] | None) -> E | None:
         """`names` are some of those that entries have; None for all of them."""
         for priority in self._priorities:
-            band = self._bands[priority]
-            entry = band.pop(names)
+            entry = self._bands[priority].next(names)
             if entry is not None:
-                self._forget(entry, band)
                 return entry
         return None
 

@@ -53,7 +53,7 @@ class Attempt:
         if transcript is not None:
             self.relay = StreamRelay(transcript, hides_usage=call.hides_usage)
             said = record.resumed_tokens = transcript.num_tokens
-        self._charge = choice.replica.load.charge(choice.uncached_tokens + said)
+        self._charge = choice.replica.load.charge(choice.uncached_tokens + said, call.estimate.sequences)
         self.started = dispatcher.now()
         self.status = 0
         self.headers = b""

@@ -120,6 +120,7 @@ class Dispatcher:
             tried,
             self._fleet.policy,
             is_admitted=is_admitted or bool(fingerprint),
+            sequences=call.estimate.sequences,
         )
         self._metrics.decision.observe((), self.now() - started)
         return choice
@@ -177,7 +178,7 @@ class Dispatcher:
 
     def hedge(self, call: Call, tried: Sequence[Replica]) -> Choice | None:
         """Who else is asked for an answer that is overdue; None if nobody can be who is well and has room."""
-        if not self._gate.has_room(call.service, self.now(), call.prompt.name):
+        if not self._gate.has_room(call.service, self.now(), call.prompt.name, call.estimate.sequences):
             return None
         try:
             choice = self.choose(call, tried)

@@ -72,7 +72,7 @@ def estimate_of(
     prompts = 1
     limit = request.max_tokens
     if isinstance(request, CompletionRequest):
-        prompts = len(request.prompts())
+        prompts = max(1, len(request.prompts()))
         if request.best_of is not None:
             width = max(width, request.best_of)
     else:

@@ -100,11 +100,12 @@ class Gate:
                 exchange.refuse(limited)
                 return
         lane = self._lanes.get(service) or self._add_lane(service, now)
-        if lane.enter(now, exchange.call.prompt.name):
+        sequences = exchange.call.estimate.sequences
+        if lane.enter(now, exchange.call.prompt.name, sequences):
             try:
                 exchange.start()
             except (Unavailable, TooManyRequests):  # the last look at the room is a moment old
-                lane.retract(now)
+                lane.retract(now, sequences)
             else:
                 return
         waiting = Waiting(self, lane, exchange, client)
@@ -117,10 +118,11 @@ class Gate:
         if not self._deadline.is_set:
             self._deadline.set(TICK_S)
 
-    def has_room(self, service: Service, now: float, name: str = "") -> bool:
-        """Whether a service with requests under way takes one more for `name` at once, and nobody waits for it."""
+    def has_room(self, service: Service, now: float, name: str = "", sequences: int = 1) -> bool:
+        """Whether a service with requests under way takes one more for `name`, with so many sequences, at once, and
+        nobody waits for it."""
         try:
-            return not self._lanes[service].waiting and service.room(now, name) > 0
+            return not self._lanes[service].waiting and service.takes(now, name, sequences)
         except Unavailable:
             return False
 
@@ -134,7 +136,7 @@ class Gate:
                 reservation.cancel()
         if exchange.attempts:
             lane = self._lanes[exchange.call.service]
-            lane.ended(now)
+            lane.ended(now, exchange.call.estimate.sequences)
             if lane.waiting and not self._is_tick_near:
                 # In a turn of its own: whoever ended may be in the middle of something.
                 self._is_tick_near = True
@@ -151,7 +153,7 @@ class Gate:
             if not self._lanes[gone].active and not self._lanes[gone].waiting:
                 del self._lanes[gone]
         lane = self._lanes[service] = Lane(
-            service.spec.model, service.room, lambda: self._bounds(service), now
+            service.spec.model, service.room, lambda: self._bounds(service), now, service.takes
         )
         return lane
 

@@ -25,7 +25,14 @@ class Waiting(Waiter):
 
     def __init__(self, gate: Gate, lane: Lane, exchange: Exchange, client: Client) -> None:
         call = exchange.call
-        super().__init__(call.account, call.priority, call.estimate.total, len(call.body), call.prompt.name)
+        super().__init__(
+            call.account,
+            call.priority,
+            call.estimate.total,
+            len(call.body),
+            call.prompt.name,
+            call.estimate.sequences,
+        )
         self.since = exchange.started
         self.exchange = exchange
         self._gate = gate
@@ -37,7 +44,7 @@ class Waiting(Waiter):
         try:
             self.exchange.start()
         except ApiError as error:
-            self._lane.retract(self._gate.now())
+            self._lane.retract(self._gate.now(), self.sequences)
             self.exchange.refuse(error)
 
     def refuse(self, error: ApiError) -> None:

@@ -1,0 +1,269 @@
+"""Flow control counts sequences: a call of many choices, prompts or beams takes as many seats, and frees them again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from argosy_engine.protocol.errors import ApiError
+from argosy_engine.protocol.fleet import ServiceLimits
+from argosy_engine.protocol.telemetry import Load
+from argosy_router.admission.accounts import Account
+from argosy_router.admission.entry import Waiter
+from argosy_router.admission.lane import HOLD_BACK_S, Bounds, Lane
+from argosy_router.admission.terms import KeyTerms
+
+from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally
+from .harness import Rig, raw, rig
+from .test_life import request_bytes
+
+SEQS = 4
+SEATS = 6
+"""Of a fake engine with that batch, half of it again waiting in the engine."""
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+CALLS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "choices": ("chat/completions", {**CHAT, "n": 5}, 5),
+    "a batch": ("completions", {"prompt": ["a", "b", "c", "d", "e"]}, 5),
+    "a batch with choices": ("completions", {"prompt": ["a", "b"], "n": 2}, 4),
+    "the best of": ("completions", {"prompt": "a", "best_of": 5}, 5),
+    "beams": ("completions", {"prompt": "a", "use_beam_search": True, "n": 5}, 5),
+    "inputs": ("embeddings", {"input": ["a", "b", "c", "d", "e"]}, 5),
+}
+
+
+class Held:
+    """A script that keeps each request until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._permits = asyncio.Semaphore(0)
+
+    async def __call__(self, connection: Connection, request: Received) -> None:
+        self.asked += 1
+        await self._permits.acquire()
+        await answer_normally(connection, request)
+
+    def let(self, count: int = 1000) -> None:
+        for _ in range(count):
+            self._permits.release()
+
+
+@contextlib.asynccontextmanager
+async def fleet(count: int = 1, **fields: Any) -> AsyncIterator[tuple[Rig, Held]]:
+    """Replicas with a batch of `SEQS` sequences each, which hold what they are sent."""
+    held = Held()
+    engines = [FakeEngine(script=held, hello={"max_num_seqs": SEQS}) for _ in range(count)]
+    async with rig(engines, fields=fields, policy="least-load") as r:
+        yield r, held
+        held.let()
+        await r.until(lambda: r.metric(f'admitted_requests{{model="{MODEL}"}}') == 0)
+
+
+def queued(r: Rig) -> float:
+    return r.metric(f'queued_requests{{model="{MODEL}"}}')
+
+
+async def ask(r: Rig, path: str, body: dict[str, Any]) -> int:
+    return (await r.http.post(f"/v1/{path}", json={"model": MODEL, **body})).status_code
+
+
+def asking(r: Rig, n: int = 1) -> asyncio.Task[int]:
+    return asyncio.create_task(ask(r, "chat/completions", {**CHAT, "n": n}))
+
+
+def room(r: Rig) -> int:
+    (service,) = r.router.fleet.services.values()
+    return service.room(r.router.dispatcher.now())
+
+
+@pytest.mark.parametrize("kind", CALLS)
+async def test_each_sequence_takes_a_seat(kind: str) -> None:
+    path, body, sequences = CALLS[kind]
+    async with fleet() as (r, held):
+        tasks = [asyncio.create_task(ask(r, path, body))]
+        await r.until(lambda: held.asked == 1)
+        assert room(r) == SEATS - sequences
+        for count in range(SEATS - sequences):
+            tasks.append(asking(r))
+            await r.until(lambda count=count: held.asked == count + 2)
+        tasks += [asking(r) for _ in range(3)]
+        await r.until(lambda: queued(r) == 3)
+        assert held.asked == 1 + SEATS - sequences
+        held.let()
+        assert await asyncio.gather(*tasks) == [200] * len(tasks)
+        assert room(r) == SEATS
+
+
+@pytest.mark.parametrize("fields", [{}, {"limits": ServiceLimits(max_inflight_per_replica=SEATS)}])
+async def test_a_call_larger_than_a_replica_is_sent_alone(fields: dict[str, Any]) -> None:
+    async with fleet(**fields) as (r, held):
+        small = asking(r)
+        await r.until(lambda: held.asked == 1)
+        large = asking(r, 100)
+        await r.until(lambda: queued(r) == 1)
+        late = asking(r)
+        await r.until(lambda: queued(r) == 2)
+        held.let(1)
+        await small
+        await r.until(lambda: held.asked == 2)
+        assert queued(r) == 1, "nobody shares a replica with it"
+        held.let()
+        assert (await large, await late) == (200, 200)
+
+
+async def test_a_call_that_overfills_one_replica_leaves_the_batches_of_the_others() -> None:
+    async with fleet(2) as (r, held):
+        tasks = [asking(r, 100)]
+        await r.until(lambda: held.asked == 1)
+        assert room(r) == SEQS
+        tasks += [asking(r) for _ in range(SEQS)]
+        await r.until(lambda: held.asked == 1 + SEQS)
+        assert sorted(len(engine.requests) for engine in r.engines) == [1, SEQS]
+        held.let()
+        assert await asyncio.gather(*tasks) == [200] * len(tasks)
+        assert room(r) == 2 * SEATS
+
+
+async def test_a_limit_per_replica_is_kept_where_one_has_room_for_the_whole_call() -> None:
+    limits = ServiceLimits(max_inflight_per_replica=4)
+    async with fleet(2, limits=limits) as (r, held):
+        tasks = [asking(r, 2)]
+        await r.until(lambda: held.asked == 1)
+        tasks.append(asking(r, 3))
+        await r.until(lambda: held.asked == 2)
+        assert [len(engine.requests) for engine in r.engines] == [1, 1]
+        tasks.append(asking(r, 3))
+        await r.until(lambda: queued(r) == 1)
+        held.let()
+        assert await asyncio.gather(*tasks) == [200] * 3
+
+
+async def test_what_a_replica_reports_is_not_counted_twice() -> None:
+    async with fleet() as (r, held):
+        task = asking(r, 5)
+        await r.until(lambda: held.asked == 1)
+        heard = r.replica(0).heard_at
+        r.engines[0].announce(Load(core_step_age_s=0.0, num_running=SEQS, num_waiting=1))
+        await r.until(lambda: r.replica(0).heard_at != heard)
+        assert room(r) == SEATS - 5
+        held.let()
+        await task
+        assert room(r) == SEATS, "its end takes off what the report had of it"
+
+
+async def test_a_client_that_leaves_gives_all_its_seats_back() -> None:
+    async with fleet() as (r, held):
+        async with raw(r.router) as (_, writer):
+            writer.write(request_bytes(n=5))
+            await r.until(lambda: held.asked == 1)
+            assert room(r) == 1
+        await r.until(lambda: room(r) == SEATS)
+
+
+# the lane alone
+
+
+class Replicas:
+    """So many seats in all."""
+
+    def __init__(self, seats: int) -> None:
+        self.seats = seats
+        self.taken = 0
+
+    def room(self, now: float, name: str) -> int:
+        return self.seats - self.taken
+
+    def takes(self, now: float, name: str, sequences: int) -> bool:
+        return self.taken + min(sequences, self.seats) <= self.seats
+
+
+class Asked(Waiter):
+    """Takes its seats when it is admitted."""
+
+    def __init__(self, replicas: Replicas, sequences: int) -> None:
+        super().__init__(Account(KeyTerms(name="a"), 0.0), 0, 1.0, 1, "", sequences)
+        self.told: list[str | ApiError] = []
+        self._replicas = replicas
+
+    def admit(self) -> None:
+        self.told.append("admit")
+        self._replicas.taken += self.sequences
+
+    def refuse(self, error: ApiError) -> None:
+        self.told.append(error)
+
+
+def lane_with(
+    replicas: Replicas, taken: int, *waiting: int, queue_s: float = 60.0
+) -> tuple[Lane, list[Asked]]:
+    """A lane where so many requests of one sequence are under way, and one waits for each of `waiting`."""
+    lane = Lane("tiny", replicas.room, lambda: Bounds(100, 1000, queue_s, 0.0), 0.0, replicas.takes)
+    for _ in range(taken):
+        assert lane.enter(0.0)
+        replicas.taken += 1
+    waiters = [Asked(replicas, sequences) for sequences in waiting]
+    for waiter in waiters:
+        assert not lane.enter(0.0, "", waiter.sequences)
+        lane.wait(waiter, 0.0)
+    lane.tick(0.0)
+    return lane, waiters
+
+
+def one_ends(lane: Lane, replicas: Replicas, now: float) -> None:
+    replicas.taken -= 1
+    lane.ended(now)
+    lane.tick(now)
+
+
+def test_a_large_call_holds_back_those_behind_it_until_it_fits() -> None:
+    replicas = Replicas(4)
+    lane, (large, small) = lane_with(replicas, 3, 3, 1)
+    one_ends(lane, replicas, 1.0)
+    assert (large.told, small.told) == ([], []), "room for the small one, whose turn it is not"
+    assert not lane.enter(1.0), "nor may a newcomer take it"
+    one_ends(lane, replicas, 2.0)
+    assert (large.told, small.told) == (["admit"], [])
+    replicas.taken -= 3
+    lane.ended(3.0, 3)
+    lane.tick(3.0)
+    assert small.told == ["admit"]
+    assert (lane.active, lane.sequences) == (2, 2)
+
+
+@pytest.mark.parametrize(("queue_s", "patience_s"), [(60.0, HOLD_BACK_S), (4.0, 2.0)])
+def test_a_large_call_does_not_hold_back_others_for_ever(queue_s: float, patience_s: float) -> None:
+    """What is under way may be other routers', who put another in each one's place."""
+    replicas = Replicas(4)
+    lane, (large, small) = lane_with(replicas, 3, 4, 1, queue_s=queue_s)
+    lane.tick(patience_s - 0.1)
+    assert (large.told, small.told) == ([], [])
+    lane.tick(patience_s)
+    assert (large.told, small.told) == (["admit"], []), "and now it is full"
+
+
+def test_a_large_call_that_leaves_holds_nobody_back() -> None:
+    replicas = Replicas(4)
+    lane, (large, small) = lane_with(replicas, 3, 4, 1)
+    lane.leave(large)
+    lane.tick(0.1)
+    assert (large.told, small.told) == ([], ["admit"])
+
+
+def test_without_room_a_large_call_waits_however_long() -> None:
+    replicas = Replicas(4)
+    lane, (large,) = lane_with(replicas, 4, 2)
+    lane.tick(59.0)
+    assert large.told == []
+
+
+def test_what_was_retracted_is_free_again() -> None:
+    replicas = Replicas(4)
+    lane, _ = lane_with(replicas, 0)
+    assert lane.enter(0.0, "", 4)
+    lane.retract(0.0, 4)
+    assert (lane.active, lane.sequences) == (0, 0)
+    assert lane.enter(0.0, "", 4)
