@@ -86,8 +86,8 @@ FAULTS = {
     "no state": (NoStateForB, ErrorKind.INTERNAL, "could not follow"),
     "filling a mask": (broken("fill", native_fault), ErrorKind.INTERNAL, "could not follow"),
     "accepting a token": (broken("accept", native_fault), ErrorKind.INTERNAL, "could not follow"),
-    "a mask takes seconds": (broken("fill", takes_seconds), ErrorKind.INVALID, "takes too long"),
-    "a token takes seconds": (broken("accept", takes_seconds), ErrorKind.INVALID, "takes too long"),
+    "a mask takes seconds": (broken("fill", takes_seconds), ErrorKind.INVALID_GRAMMAR, "takes too long"),
+    "a token takes seconds": (broken("accept", takes_seconds), ErrorKind.INVALID_GRAMMAR, "takes too long"),
 }
 
 

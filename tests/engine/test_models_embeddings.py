@@ -75,7 +75,7 @@ def test_every_form_of_input_and_option(post: Any, offline: LLM) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, None),
+        ({}, "input"),
         ({"input": []}, "input"),
         ({"input": ""}, "input"),
         ({"input": [[]]}, "input"),

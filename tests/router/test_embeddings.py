@@ -55,7 +55,7 @@ async def test_openai_sdk() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({}, None),
+        ({}, "input"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": ["a"] * 2000}, "input"),

@@ -25,6 +25,7 @@ from argosy_engine.api.admin import add_admin_routes
 from argosy_engine.api.chat import chat, chat_stream
 from argosy_engine.api.completions import completion, completion_stream
 from argosy_engine.api.embeddings import embed
+from argosy_engine.api.error_fields import RequestBody, name_field
 from argosy_engine.api.metrics import Metrics
 from argosy_engine.api.responses import WatchedResponse, event_stream, json_response
 from argosy_engine.api.serving import Serving, to_api_error
@@ -175,8 +176,8 @@ def build_app(engine: Engine) -> FastAPI:
         response_id = _response_id(request, request_id)
         if body.stream:
             chunks = chat_stream(serving, body, response_id, len(raw), resumable=_is_resumable(request))
-            return _stream(chunks, request_id)
-        return _answer(chat(serving, body, response_id, len(raw)), request_id)
+            return _stream(chunks, request_id, body)
+        return _answer(chat(serving, body, response_id, len(raw)), request_id, body)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> WatchedResponse:
@@ -188,8 +189,8 @@ def build_app(engine: Engine) -> FastAPI:
         response_id = _response_id(request, request_id)
         if body.stream:
             chunks = completion_stream(serving, body, response_id, len(raw), resumable=_is_resumable(request))
-            return _stream(chunks, request_id)
-        return _answer(completion(serving, body, response_id, len(raw)), request_id)
+            return _stream(chunks, request_id, body)
+        return _answer(completion(serving, body, response_id, len(raw)), request_id, body)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> WatchedResponse:
@@ -197,19 +198,21 @@ def build_app(engine: Engine) -> FastAPI:
         body = decode_embedding_request(raw)
         request_id = _request_id(request, body.request_id)
         answer = embed(_serving(engine, request), body, _response_id(request, request_id), len(raw))
-        return _answer(answer, request_id)
+        return _answer(answer, request_id, body)
 
     @app.post("/tokenize")
     async def tokenized(request: Request) -> WatchedResponse:
         raw = await request.body()
-        answer = tokenize(_serving(engine, request), decode_tokenize_request(raw), len(raw))
-        return _answer(answer, _request_id(request, None))
+        body = decode_tokenize_request(raw)
+        answer = tokenize(_serving(engine, request), body, len(raw))
+        return _answer(answer, _request_id(request, None), body)
 
     @app.post("/detokenize")
     async def detokenized(request: Request) -> WatchedResponse:
         raw = await request.body()
-        answer = detokenize(_serving(engine, request), decode_detokenize_request(raw), len(raw))
-        return _answer(answer, _request_id(request, None))
+        body = decode_detokenize_request(raw)
+        answer = detokenize(_serving(engine, request), body, len(raw))
+        return _answer(answer, _request_id(request, None), body)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -306,27 +309,28 @@ def _check_resume(request: Request, body: GenerationRequest) -> None:
         raise BadRequest("resume is an internal field of streams", param="resume")
 
 
-def _answer(produce: Awaitable[msgspec.Struct], request_id: str) -> WatchedResponse:
+def _answer(produce: Awaitable[msgspec.Struct], request_id: str, body: RequestBody) -> WatchedResponse:
     async def translated() -> msgspec.Struct:
         try:
             return await produce
         except Exception as error:
-            raise _logged(error) from error
+            raise _logged(error, body) from error
 
     return json_response(translated(), {headers.REQUEST_ID: request_id})
 
 
-def _stream(events: AsyncGenerator[Any, None], request_id: str) -> WatchedResponse:
-    return event_stream(events, {headers.REQUEST_ID: request_id}, _logged)
+def _stream(events: AsyncGenerator[Any, None], request_id: str, body: RequestBody) -> WatchedResponse:
+    return event_stream(events, {headers.REQUEST_ID: request_id}, lambda error: _logged(error, body))
 
 
-def _logged(error: Exception) -> ApiError:
-    """`to_api_error`, and a record of what nobody expected, without its message: that may quote a prompt."""
+def _logged(error: Exception, body: RequestBody) -> ApiError:
+    """`to_api_error` in the request's words, and a record of what nobody expected, without its message: that may quote
+    a prompt."""
     if not isinstance(error, ApiError | EngineError):
         logger.error(
             "a request failed with %s\n%s", type(error).__qualname__, format_frames(error.__traceback__)
         )
-    return to_api_error(error)
+    return name_field(to_api_error(error), body)
 
 
 def _json(value: object, status: int = 200) -> Response:

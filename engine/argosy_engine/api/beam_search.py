@@ -52,14 +52,11 @@ async def beam_search(
         InvalidRequest: out of bounds, too long, or asks for something that a search does not do.
         EngineError: see `AsyncLLM.generate`.
     """
-    n, (field, width) = request.n or 1, _width(request)
+    n, width = request.n or 1, _width(request)
     _check(request, len(prompts) * width)
     sampling = llm.processor.sampling_params(request)
     searches = [_search(llm, prompt, request, sampling, width) for prompt in prompts]
-    try:
-        round_params = searches[0].params.round_params(llm.config, sampling.logprobs or 0)
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), param=field) from None  # the client set no beam_width
+    round_params = searches[0].params.round_params(llm.config, sampling.logprobs or 0)
     num_cached: list[int] = []
     while beams := [
         Prompt(tokens, prompt.chunk_ends)
@@ -123,18 +120,18 @@ async def _next_tokens(
     return results
 
 
-def _width(request: GenerationRequest) -> tuple[str, int]:
-    """The beam width, and the field that says it."""
+def _width(request: GenerationRequest) -> int:
+    """The beam width."""
     n = request.n or 1
     best_of = request.best_of if isinstance(request, CompletionRequest) else None
     if best_of is not None and best_of < n:
         raise InvalidRequest(f"best_of must be at least n ({n})", param="best_of")
-    return ("n", n) if best_of is None else ("best_of", best_of)
+    return n if best_of is None else best_of
 
 
 def _check(request: GenerationRequest, num_beams: int) -> None:
     if num_beams > MAX_CHOICES:
-        raise InvalidRequest(f"prompts times beams exceed {MAX_CHOICES}", param="n")
+        raise InvalidRequest(f"prompts times beams exceed {MAX_CHOICES}", param="beam_width")
     for field, neutral in _NEUTRAL.items():
         if getattr(request, field, None) not in neutral:
             raise InvalidRequest(f"{field} cannot be combined with use_beam_search", param=field)

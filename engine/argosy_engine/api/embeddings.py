@@ -6,7 +6,6 @@ import time
 from contextlib import aclosing
 
 from argosy_engine.api.serving import Serving
-from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.pooling import pooling_request
 from argosy_engine.protocol.embeddings import (
@@ -16,7 +15,6 @@ from argosy_engine.protocol.embeddings import (
     EmbeddingUsage,
     encode_vector,
 )
-from argosy_engine.protocol.errors import BadRequest
 from argosy_engine.sample.pooling_params import PoolingParams
 
 
@@ -33,17 +31,11 @@ async def embed(serving: Serving, request: EmbeddingRequest, request_id: str, si
     params = PoolingParams(
         pooling_type=request.pooling_type, normalize=request.normalize, dimensions=request.dimensions
     )
-    try:
-        # The inputs as the prompts of a completion: the same forms, tokens and cache keys.
-        prompts = await serving.lanes.run(size, llm.processor.completion_prompts, request.as_completion())
-        requests = [
-            pooling_request(llm.processor, prompt, params, cache_salt=request.cache_salt)
-            for prompt in prompts
-        ]
-    except (BadRequest, InvalidRequest) as error:
-        if error.param == "prompt":
-            error.param = "input"
-        raise
+    # The inputs as the prompts of a completion: the same forms, tokens and cache keys.
+    prompts = await serving.lanes.run(size, llm.processor.completion_prompts, request.as_completion())
+    requests = [
+        pooling_request(llm.processor, prompt, params, cache_salt=request.cache_salt) for prompt in prompts
+    ]
     outputs: list[GenerationOutput | None] = [None] * len(requests)
     async with aclosing(llm.generate(requests)) as results:
         async for batch in results:

@@ -275,7 +275,7 @@ class EngineCore:
     def _fail(self, failures: Mapping[str, Failure]) -> None:
         """Ends requests whose grammar cannot be followed."""
         for request_id, failure in failures.items():
-            kind = ErrorKind.INVALID
+            kind = ErrorKind.INVALID_GRAMMAR
             if failure.is_overload or failure.is_fault:
                 kind = ErrorKind.BUSY if failure.is_overload else ErrorKind.INTERNAL
             self.scheduler.fail(request_id, failure.reason, kind)

@@ -46,6 +46,8 @@ class ErrorKind(IntEnum):
     """Nobody but us."""
     BUSY = 2
     """The client, later."""
+    INVALID_GRAMMAR = 3
+    """The client: the shape that it asks of the output cannot be enforced."""
 
 
 class ChunkEnd(Struct, array_like=True, gc=False, frozen=True):

@@ -506,7 +506,9 @@ def request_error(output: EngineCoreOutput) -> EngineError:
     message = output.error or "the engine could not run this request"
     match output.error_kind:
         case ErrorKind.INVALID:
-            return InvalidRequest(message)
+            return InvalidRequest(message, param="prompt")
+        case ErrorKind.INVALID_GRAMMAR:
+            return InvalidRequest(message, param="grammar")
         case ErrorKind.BUSY:
             return EngineBusy(message)
         case ErrorKind.INTERNAL:

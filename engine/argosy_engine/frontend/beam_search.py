@@ -66,7 +66,8 @@ class BeamSearchParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         if config.logprobs_mode.endswith("logits"):
             raise InvalidRequest(
-                f"beam search needs log probabilities, and this engine's --logprobs-mode is {config.logprobs_mode}"
+                f"beam search needs log probabilities, and this engine's --logprobs-mode is {config.logprobs_mode}",
+                param="use_beam_search",
             )
         if 0 <= config.max_logprobs < 2 * self.beam_width:
             raise InvalidRequest(

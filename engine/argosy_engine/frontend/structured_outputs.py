@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.protocol.json_bound import message_and_field
 from argosy_engine.protocol.openai import ChatCompletionRequest, GenerationRequest
 from argosy_engine.structured.params import StructuredOutputsParams
 from argosy_engine.structured.structural_tag import check_tools, tool_call_tag
@@ -57,8 +58,7 @@ def _of_field(value: Any) -> StructuredOutputsParams | None:
     try:
         return msgspec.convert(value, StructuredOutputsParams)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at ")
-        field = path.partition("$.")[2].rstrip("`")
+        message, field = message_and_field(error)
         raise InvalidRequest(
             message, f"structured_outputs.{field}" if field else "structured_outputs"
         ) from None

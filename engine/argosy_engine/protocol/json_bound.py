@@ -29,6 +29,9 @@ takes three per level."""
 _ONLY_NULL = "Expected `null`, "
 """How a message about a field begins that takes no value (`openai.InternalFields`)."""
 
+_NAMED_FIELD = re.compile(r"Object (?:missing required|contains unknown) field `([^`]{1,128})`")
+"""msgspec's messages whose path is that of the object around the field."""
+
 MAX_VALUES = 1 << 20
 """A prompt of a million token ids. Ten million empty lists fit into the largest body and take seconds to decode, which
 a thread would not help: the decoder keeps the interpreter's lock."""
@@ -54,15 +57,24 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at ")
-        param = path.partition("$.")[2].rstrip("`")
+        message, param = message_and_field(error)
         if message.startswith(_ONLY_NULL):
             message = f"{param} is internal to engines and refused from clients"
-        raise BadRequest(message, param=param or None) from None
+        raise BadRequest(message, param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"request body is not valid JSON: {str(error)[:200]}") from None
     except RecursionError:  # called with hardly any stack left
         raise BadRequest("request body is nested too deeply") from None
+
+
+def message_and_field(error: msgspec.ValidationError) -> tuple[str, str | None]:
+    """What is wrong, and the path of the field at fault (`messages[0].role`), also where it is missing or unknown; None
+    if it is not in a field."""
+    message, _, path = str(error).partition(" - at ")
+    field = path.partition("$.")[2].rstrip("`").partition("[...]")[0]  # [...]: some value of a mapping
+    if name := _NAMED_FIELD.match(message):
+        field = f"{field}.{name[1]}" if field else name[1]
+    return message, field or None
 
 
 def parse_text(text: str, param: str) -> Any:

@@ -1,0 +1,71 @@
+"""Error fields: the request field that an error is about, by the name that the client used.
+
+The engine has one name for what clients can say in several ways: a prompt arrives as `messages` or `input`, a shape of
+the output as `response_format`, a beam width as `n`.
+
+Owns: the translation of `param`. Must not know: what was wrong.
+"""
+
+from __future__ import annotations
+
+from argosy_engine.protocol.embeddings import EmbeddingRequest
+from argosy_engine.protocol.errors import ApiError
+from argosy_engine.protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from argosy_engine.protocol.tokenization import DetokenizeRequest, TextTokenizeRequest
+
+RequestBody = GenerationRequest | EmbeddingRequest | TextTokenizeRequest | DetokenizeRequest
+
+
+def name_field(error: ApiError, request: RequestBody) -> ApiError:
+    """The error, with `param` and a message that begins with it in the request's own words."""
+    given = error.param
+    if given is None or (asked := _asked(given, request)) == given:
+        return error
+    error.param = asked
+    if error.message.startswith(f"{given} "):
+        error.message = asked + error.message.removeprefix(given)
+    return error
+
+
+def _asked(field: str, request: RequestBody) -> str:
+    """The field of `request` that the engine calls `field`."""
+    match field:
+        case "prompt":
+            return _prompt(request)
+        case "extra_args":
+            return "vllm_xargs"
+    if isinstance(request, EmbeddingRequest):
+        return "input" if field == "n" else field
+    if not isinstance(request, GenerationRequest):
+        return field
+    match field:
+        case "n":  # of choices, which are too many prompts where each has one
+            return field if (request.n or 1) > 1 else _prompt(request)
+        case "beam_width":
+            return _beam_width(request)
+        case "max_tokens" if isinstance(request, ChatCompletionRequest):
+            return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        case "grammar":
+            return _shape(request)
+    return field
+
+
+def _prompt(request: RequestBody) -> str:
+    if isinstance(request, ChatCompletionRequest):
+        return "messages"
+    return "input" if isinstance(request, EmbeddingRequest) else "prompt"
+
+
+def _beam_width(request: GenerationRequest) -> str:
+    if isinstance(request, CompletionRequest) and request.best_of is not None:
+        return "best_of"
+    return "n"
+
+
+def _shape(request: GenerationRequest) -> str:
+    """What asks for the shape of the output."""
+    asked = request.structured_outputs
+    if asked is None:
+        return "tools" if request.response_format is None else "response_format"
+    kinds = [kind for kind, value in asked.items() if value] if isinstance(asked, dict) else []
+    return f"structured_outputs.{kinds[0]}" if len(kinds) == 1 else "structured_outputs"

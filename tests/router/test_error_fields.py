@@ -1,0 +1,49 @@
+"""`param` of what the router itself refuses names the field at fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .fake_engine import MODEL, FakeEngine
+from .harness import rig
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"model": MODEL}, "messages"),
+        (CHAT, {"model": MODEL, "messages": [{"content": "x"}]}, "messages[0].role"),
+        (CHAT, {"model": MODEL, "messages": MESSAGES, "logit_bias": {"1": 1000}}, "logit_bias"),
+        (CHAT, {"model": MODEL, "messages": MESSAGES, "bootstrap_host": "x"}, "bootstrap_host"),
+        (CHAT, {"model": MODEL, "messages": MESSAGES, "vllm_xargs": {"lora_path": "x"}}, "vllm_xargs"),
+        (CHAT, {"model": MODEL, "messages": MESSAGES, "resume": {"created": 1, "choices": [{}]}}, "resume"),
+        (
+            CHAT,
+            {"model": MODEL, "messages": MESSAGES, "resume": {"choices": [{}]}},
+            "resume.created",
+        ),
+        (CHAT, {"messages": MESSAGES}, "model"),
+        (COMPLETIONS, {"model": MODEL}, "prompt"),
+        (COMPLETIONS, {"model": MODEL, "prompt": ["a", [1]]}, "prompt"),
+        (COMPLETIONS, {"model": MODEL, "prompt": ["a"] * 2000}, "prompt"),
+        (EMBEDDINGS, {"model": MODEL, "input": ["a"] * 2000}, "input"),
+        (EMBEDDINGS, {"model": MODEL}, "input"),
+        ("/tokenize", {"prompt": "a"}, "model"),
+        ("/tokenize", {"model": 5}, "model"),
+        ("/explain", {"model": MODEL, "messages": [{}]}, "messages[0].role"),
+        ("/explain", {"model": MODEL, "prompt": []}, "prompt"),
+        ("/explain", {"messages": MESSAGES}, "model"),
+    ],
+)
+async def test_param_is_the_field_at_fault(path: str, body: dict[str, Any], param: str) -> None:
+    async with rig([FakeEngine()], admin_port=0) as r:
+        base = r.router.admin_url if path == "/explain" else ""
+        answer = await r.http.post(base + path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert not r.engines[0].requests
