@@ -26,6 +26,21 @@ Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+Parallelism = Annotated[
+    int, Meta(ge=1, le=1024, description="for vLLM's command lines; an engine runs on one device, so only 1")
+]
+
+
+class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What `--hf-overrides` may say instead of config.json. Nothing that shapes the computation: other replicas, and
+    the model's fingerprint, know the checkpoint's own config."""
+
+    is_matryoshka: bool | None = None
+    matryoshka_dimensions: (
+        Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 24)], ...], Meta(max_length=256)] | None
+    ) = None
+
+
 class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Frozen; crosses the process boundary as msgpack."""
 
@@ -40,6 +55,16 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     dtype: Annotated[
         DType, Meta(description="auto: the checkpoint's; on a CPU without bf16 instructions float32")
     ] = "auto"
+    hf_overrides: Annotated[
+        HfOverrides | None,
+        Meta(
+            description="JSON object over the model's config.json; is_matryoshka and matryoshka_dimensions, which say "
+            "which `dimensions` embeddings may have"
+        ),
+    ] = None
+    tensor_parallel_size: Parallelism = 1
+    pipeline_parallel_size: Parallelism = 1
+    data_parallel_size: Parallelism = 1
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
     ] = "auto"
@@ -173,9 +198,19 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             args = msgspec.convert(fields, cls, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(str(error).replace("`$.", "`--").replace("_", "-")) from None
+        args.check_parallelism()
         if isinstance(args.max_model_len, int):
             args.check_model_len(args.max_model_len)
         return args
+
+    def check_parallelism(self) -> None:
+        """Raises ConfigError for more than one device."""
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if (size := getattr(self, name)) != 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {size} is not supported: an engine runs on one device; "
+                    "leave it at 1, and start more engines behind a router for more throughput"
+                )
 
     def check_model_len(self, max_model_len: int) -> None:
         """Raises ConfigError if a prompt of that length could never be scheduled."""
@@ -240,6 +275,10 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     vocab_size: int
     embedding_size: int
     """elements of a vector that pooling gives"""
+    is_matryoshka: bool
+    """Whether embeddings may have fewer `dimensions`"""
+    matryoshka_dimensions: tuple[int, ...]
+    """those that they may have; empty: any, if `is_matryoshka`"""
     block_size: int
     num_gpu_blocks: int
     max_num_seqs: int

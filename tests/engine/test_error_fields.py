@@ -85,6 +85,8 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (completion(max_tokens=0), "max_tokens"),
     ((EMBEDDINGS, {}), "input"),
     ((EMBEDDINGS, {"input": ""}), "input"),
+    ((EMBEDDINGS, {"input": "a", "dimensions": 0}), "dimensions"),
+    ((EMBEDDINGS, {"input": "a", "dimensions": 8}), "dimensions"),
     (("/tokenize", {}), "prompt"),
     (("/tokenize", {"messages": [{}]}), "messages[0].role"),
     (("/detokenize", {}), "tokens"),

@@ -73,3 +73,38 @@ def test_no_model_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(["--port", "1"])
     assert "give a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--tensor-parallel-size",
+        "-tp",
+        "--pipeline-parallel-size",
+        "-pp",
+        "--data-parallel-size",
+        "-dp",
+    ],
+)
+def test_vllm_s_parallelism_of_one_is_accepted_and_more_is_refused(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse_args(["builtin://tiny", flag, "1"])
+    for size in ("2", "8"):
+        with pytest.raises(SystemExit) as exited:
+            parse_args(["builtin://tiny", flag, size])
+        assert exited.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"-parallel-size {size} is not supported: an engine runs on one device" in line
+
+
+def test_overrides_of_the_model_s_config_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, args = parse_args(["m", "--hf-overrides", '{"matryoshka_dimensions": [64, 128]}'])
+    assert args.hf_overrides is not None
+    assert args.hf_overrides.matryoshka_dimensions == (64, 128)
+    _, args = parse_args(config_file(tmp_path, "model: m\nhf-overrides: {is_matryoshka: true}\n"))
+    assert args.hf_overrides is not None
+    assert args.hf_overrides.is_matryoshka
+    with pytest.raises(SystemExit):
+        parse_args(["m", "--hf-overrides", "{is_matryoshka"])
+    assert "--hf-overrides is not JSON" in capsys.readouterr().err

@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     arguments = ["argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1"]
     with running(
-        [*arguments, "--port", str(port), "--dtype", "float32"],
+        [*arguments, "--port", str(port), "--dtype", "float32", "--hf-overrides", '{"is_matryoshka": true}'],
         tmp_path_factory.mktemp("serve") / "log",
         port=port,
         env={"ARGOSY_API_KEY": KEY},
@@ -41,7 +41,15 @@ def post(server: Server) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def offline() -> Iterator[LLM]:
-    llm = LLM("builtin://tiny", dtype="float32", device="cpu", threads=1, num_gpu_blocks_override=64)
+    overrides = {"is_matryoshka": True}
+    llm = LLM(
+        "builtin://tiny",
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        num_gpu_blocks_override=64,
+        hf_overrides=overrides,
+    )
     yield llm
     llm.close()
 

@@ -20,6 +20,7 @@ from argosy_engine.sample.pooling_params import PoolingParams
 from random_checkpoints import KINDS, make_checkpoint
 
 EXACT = {"dtype": "float32", "device": "cpu", "threads": 1}
+MATRYOSHKA = {"hf_overrides": {"is_matryoshka": True}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +38,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     reference = make_checkpoint(KINDS[request.param], path)
     tiny = Path(__file__).parents[2] / "models" / "argosy-tiny"
     (path / "tokenizer.json").write_bytes((tiny / "tokenizer.json").read_bytes())
-    llm = LLM(str(path), **EXACT, max_num_batched_tokens=48, num_gpu_blocks_override=128)
+    llm = LLM(str(path), **EXACT, **MATRYOSHKA, max_num_batched_tokens=48, num_gpu_blocks_override=128)
     yield llm, reference
     llm.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,6 +29,10 @@ _SIZED = (
     "kv_cache_memory_bytes",
     "structured_outputs_cache_bytes",
 )
+
+_JSON = ("hf_overrides",)
+_SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+"""vLLM's short forms."""
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -69,7 +74,9 @@ class FlagParser(argparse.ArgumentParser):
         given = {name: getattr(options, name) for name in self._engine_fields}
         try:
             sized = {name: _size(given[name], name) for name in _SIZED}
-            return options, EngineArgs.of(**{k: v for k, v in {**given, **sized}.items() if v is not None})
+            parsed = {name: _json_value(given[name], name) for name in _JSON}
+            values = {**given, **sized, **parsed}
+            return options, EngineArgs.of(**{k: v for k, v in values.items() if v is not None})
         except ConfigError as error:
             self.error(str(error))
 
@@ -100,6 +107,8 @@ class FlagParser(argparse.ArgumentParser):
                 if value is True:
                     arguments.append(action.option_strings[0])
             elif value is not None:
+                if isinstance(value, dict):
+                    value = json.dumps(value, default=str)
                 values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
                 if isinstance(action, argparse._AppendAction):
                     arguments += [f"{action.option_strings[0]}={item}" for item in values]
@@ -128,6 +137,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, annotation: Any, default: Any) -> None:
     flag = "--" + name.replace("_", "-")
+    names = (flag, _SHORT[name]) if name in _SHORT else (flag,)
     kind, help_text = _unwrap(annotation)
     help_text += "" if default in (None, ()) else f" (default: {default})"
     if kind is bool:
@@ -138,7 +148,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, annotation: Any, defaul
         literals = get_args(kind)
         choices = literals if literals and all(isinstance(a, str) for a in literals) else ()
         metavar = None if choices else name.split("_")[-1].upper()
-        group.add_argument(flag, default=None, choices=choices or None, metavar=metavar, help=help_text)
+        group.add_argument(*names, default=None, choices=choices or None, metavar=metavar, help=help_text)
 
 
 def _unwrap(annotation: Any) -> tuple[Any, str]:
@@ -165,6 +175,15 @@ def _size(value: str | None, name: str) -> str | int | None:
     if not number.is_integer():
         raise ConfigError(f"--{name.replace('_', '-')} {value} is not a whole number")
     return int(number)
+
+
+def _json_value(value: str | None, name: str) -> Any:
+    if value is None:
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ConfigError(f"--{name.replace('_', '-')} is not JSON: {value[:64]!r}") from None
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.config import EngineArgs, HfOverrides, ResolvedConfig
 from argosy_engine.core.grammars import structured_outputs
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import (
@@ -35,6 +35,7 @@ from argosy_engine.core.step_timing import StepTiming
 from argosy_engine.core.watchdog import Watchdog
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor, PendingOutput
+from argosy_engine.models.config import ModelConfig
 from argosy_engine.structured.manager import Failure
 from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
@@ -62,6 +63,7 @@ class EngineCore:
     def __init__(self, args: EngineArgs, executor: Executor) -> None:
         self.executor = executor
         info = executor.start()
+        is_matryoshka, dimensions = _matryoshka(args, info.config)
         self.config = ResolvedConfig(
             model_path=info.model_path,
             model_name=args.canonical_name,
@@ -72,6 +74,8 @@ class EngineCore:
             max_model_len=info.memory.max_model_len,
             vocab_size=info.config.vocab_size,
             embedding_size=info.config.pooled_size,
+            is_matryoshka=is_matryoshka,
+            matryoshka_dimensions=dimensions,
             block_size=args.block_size,
             num_gpu_blocks=info.memory.num_blocks,
             max_num_seqs=args.max_num_seqs,
@@ -444,6 +448,16 @@ class EngineCore:
     def _check(self) -> bool:
         self.scheduler.check()
         return True
+
+
+def _matryoshka(args: EngineArgs, config: ModelConfig) -> tuple[bool, tuple[int, ...]]:
+    """Whether embeddings may be cut, and to how many elements; `--hf-overrides` wins over the checkpoint's config."""
+    asked = args.hf_overrides or HfOverrides()
+    dimensions = config.matryoshka_dimensions
+    if asked.matryoshka_dimensions is not None:
+        dimensions = asked.matryoshka_dimensions
+    is_matryoshka = config.is_matryoshka if asked.is_matryoshka is None else asked.is_matryoshka
+    return is_matryoshka or bool(dimensions), dimensions
 
 
 def _is_async(args: EngineArgs, device: str) -> bool:

@@ -142,7 +142,7 @@ class LLM:
         """Makes one vector of each prompt, batched, in the order given. One that fails has `error` and no vector.
 
         Raises:
-            InvalidRequest: a prompt is empty or too long, or the model has fewer dimensions than asked for.
+            InvalidRequest: a prompt is empty or too long, or the model has no vectors of so many dimensions.
         """
         made = [self.engine.make_prompt(prompt) for prompt in as_list(prompts)]
         params = pooling_params or PoolingParams()

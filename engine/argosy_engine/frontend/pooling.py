@@ -42,9 +42,10 @@ def pooling_request(
     To the scheduler it is a prompt with one token of output, which nobody reads.
 
     Raises:
-        InvalidRequest: the prompt is empty or too long, or the model has fewer dimensions.
+        InvalidRequest: the prompt is empty or too long, or the model has no vectors of so many dimensions.
     """
-    params.check_dimensions(processor.config.embedding_size)
+    config = processor.config
+    params.check_dimensions(config.embedding_size, config.is_matryoshka, config.matryoshka_dimensions)
     one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     (request,) = processor.core_requests(prompt, one_token, cache_salt=cache_salt)
     request.pooling_params = params

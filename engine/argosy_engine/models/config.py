@@ -48,6 +48,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     sliding_windows: tuple[Size | None, ...]
     """per layer: a token attends to that many tokens, itself included; None: to all before it"""
+    is_matryoshka: bool = False
+    """Whether leading elements of its vectors are vectors, too (Matryoshka, arXiv 2205.13147). vLLM's
+    name; Hugging Face has none."""
+    matryoshka_dimensions: Annotated[tuple[Size, ...], Meta(max_length=256)] = ()
+    """How many elements it was trained to keep; empty: any number, if `is_matryoshka`."""
 
     @property
     def pooled_size(self) -> int:
@@ -123,6 +128,8 @@ def load_model_config(path: Path) -> ModelConfig:
             "architecture": architecture,
             "dtype": _dtype(raw),
             "eos_token_ids": _eos_token_ids(raw, path),
+            "is_matryoshka": raw.get("is_matryoshka") or False,
+            "matryoshka_dimensions": raw.get("matryoshka_dimensions") or (),
         }
         try:
             fields = config_class.fields_of(raw)

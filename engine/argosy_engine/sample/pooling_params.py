@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -23,7 +24,7 @@ class PoolingParams(
     normalize: bool = True
     """Scale the vector to length 1."""
     dimensions: int | None = None
-    """Keep that many leading elements, for models trained so (Matryoshka, arXiv 2205.13147)."""
+    """Keep that many leading elements, and scale what is left; for models trained so (Matryoshka, arXiv 2205.13147)."""
 
     @property
     def needs_every_token(self) -> bool:
@@ -35,15 +36,30 @@ class PoolingParams(
         if self.dimensions is not None and self.dimensions < 1:
             raise InvalidRequest("dimensions must be at least 1", param="dimensions")
 
-    def check_dimensions(self, size: int) -> None:
+    def check_dimensions(self, size: int, is_matryoshka: bool, trained: Sequence[int] = ()) -> None:
         """
         Args:
             size: elements of the model's vector.
+            is_matryoshka: whether its leading elements are a vector, too.
+            trained: how many elements the model was trained to keep; empty for any number.
 
         Raises:
-            InvalidRequest: more dimensions than the model has.
+            InvalidRequest: the model's vectors cannot be cut to that many elements.
         """
-        if self.dimensions is not None and self.dimensions > size:
+        if self.dimensions is None:
+            return
+        if not is_matryoshka:
+            raise InvalidRequest(
+                f"dimensions cannot be set: this model is not trained for shorter vectors (Matryoshka), its own have "
+                f"{size} elements",
+                param="dimensions",
+            )
+        if trained and self.dimensions not in trained:
+            known = ", ".join(map(str, trained))
+            raise InvalidRequest(
+                f"dimensions must be one of {known}, not {self.dimensions}", param="dimensions"
+            )
+        if self.dimensions > size:
             raise InvalidRequest(
                 f"dimensions must be between 1 and {size}, not {self.dimensions}", param="dimensions"
             )
