@@ -16,7 +16,7 @@ INSTALLED_DEV := .venv/.installed-dev-$(HASH)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev up down test test-compiled attack lint e2e bench bench-engine bench-router clean
+.PHONY: help install install-dev up down test test-compiled attack generate lint e2e bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ test-compiled: $(INSTALLED_DEV) ## compile the router into build/compiled, and r
 
 attack: $(INSTALLED_DEV) ## attack a local fleet for ATTACK_S seconds (an hour) beside clients that must not notice
 	PYTHONPATH=tests:tests/support $(BIN)/python -P -m attack --seconds $(ATTACK_S) $(ATTACK_ARGS)
+
+generate: $(INSTALLED_DEV) ## write the CRD, the dashboard and the alert rules anew
+	$(BIN)/python -P -m argosy_operator.crd
+	PYTHONPATH=charts $(BIN)/python -P -m dashboards charts/argosy/files
 
 lint: $(INSTALLED_DEV) ## style, types, import contracts
 	$(BIN)/ruff check .

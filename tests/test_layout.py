@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("operator", "engine", "router", "cli")
+FOLDERS = ("protocol", "operator", "engine", "router", "cli")
 PACKAGES = {
+    "protocol": "argosy_protocol",
     "operator": "argosy_operator",
     "engine": "argosy_engine",
     "router": "argosy_router",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from prompts import MODEL
 
-from argosy_engine.protocol.telemetry import (
+from argosy_protocol.telemetry import (
     Frame,
     Hello,
     Load,

@@ -20,7 +20,7 @@ from announcer import Announcer
 from engine_http import DONE, STREAM_END, STREAM_HEAD, EngineConnection, answer, completion, event, usage
 from prompts import as_trace
 
-from argosy_engine.protocol.telemetry import Load
+from argosy_protocol.telemetry import Load
 from argosy_router.replay.engine import CacheChange, EngineModel, Job, SimulatedEngine
 
 KV_CACHE_TOKENS = 12_288

@@ -15,14 +15,14 @@ import random
 import time
 import tracemalloc
 
-from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
-from argosy_engine.protocol.fleet import FleetService
-from argosy_engine.protocol.openai import decode_request
-from argosy_engine.protocol.prompt_view import SegmentKind, prompt_view
+from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.fleet import FleetService
+from argosy_protocol.openai import decode_request
+from argosy_protocol.prompt_view import SegmentKind, prompt_view
+from argosy_router.fleet.replica import Member, Replica
+from argosy_router.fleet.service import Service
 from argosy_router.prefixes.residency import Residency
 from argosy_router.replay.simulator import unused_pool
-from argosy_router.replica import Member, Replica
-from argosy_router.service import Service
 
 PROMPT_BYTES = 8192
 PREFIXES = 1000

@@ -12,7 +12,7 @@ from typing import Any, cast
 from announcer import Announcer
 from prompts import MODEL
 
-from argosy_engine.protocol.headers import TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
+from argosy_protocol.headers import TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
 
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -17,7 +17,7 @@ from announcer import Announcer
 from engine_http import DONE, STREAM_END, STREAM_HEAD, EngineConnection, answer, completion, event, usage
 from prompts import as_trace
 
-from argosy_engine.protocol.telemetry import Load
+from argosy_protocol.telemetry import Load
 
 KV_CACHE_TOKENS = 1 << 24
 """More than a run asks for: nothing is evicted."""

@@ -1,13 +1,14 @@
 """Argosy's inference engine: vLLM V1's architecture, one concept per module.
 
-The names in `__all__` are the public ones. They load on first use, because importing `argosy_engine.protocol` must not
-import torch.
+The names in `__all__` are the public ones. They load on first use, so that the command line does not wait for torch.
 """
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
+
+from argosy_protocol import __version__
 
 if TYPE_CHECKING:
     from argosy_engine.config import EngineArgs
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 # libgomp reads this once, when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

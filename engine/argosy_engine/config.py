@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.protocol.engine_limits import (
+from argosy_engine.sample.token_logprobs import LogprobsMode
+from argosy_protocol.engine_limits import (
     BlockSize,
     KvCacheBytes,
     MaxModelLen,
@@ -20,7 +21,6 @@ from argosy_engine.protocol.engine_limits import (
     MaxNumSeqs,
     Threads,
 )
-from argosy_engine.sample.token_logprobs import LogprobsMode
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]

@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import msgspec
 
-from argosy_engine.protocol.fleet import NameConflict, encode_fleet, resolve_names
 from argosy_operator.api import (
     BUDGETS,
     CONFIGMAPS,
@@ -50,6 +49,7 @@ from argosy_operator.routers import Fetch, RouterWatch, read_router_pod
 from argosy_operator.spec import InferenceService, parse
 from argosy_operator.store import Name, Object, Store, object_name, service_of
 from argosy_operator.workqueue import WorkQueue
+from argosy_protocol.fleet import NameConflict, encode_fleet, resolve_names
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from argosy_engine.protocol.keys import internal_key
 from argosy_operator.config import OperatorConfig
 from argosy_operator.names import (
     API_KEY_ENV,
@@ -27,6 +26,7 @@ from argosy_operator.observed import Observed
 from argosy_operator.pods import Manifest, key_secret_name, pod_template
 from argosy_operator.rollout import MIN_READY_SECONDS, Rollout, plan_rollout
 from argosy_operator.spec import API_VERSION, KIND, InferenceService
+from argosy_protocol.keys import internal_key
 
 
 class Plan(Struct, frozen=True, kw_only=True):

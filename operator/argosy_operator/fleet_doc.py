@@ -1,7 +1,7 @@
 """The fleet document, from resources.
 
 Owns how an InferenceService appears to routers. Must not know how the document travels (a ConfigMap in a
-cluster, a file on a laptop), nor how names are resolved: `argosy_engine.protocol.fleet.resolve_names` does
+cluster, a file on a laptop), nor how names are resolved: `argosy_protocol.fleet.resolve_names` does
 that on both sides. Invariant: equal resources give an equal document, byte for byte, in whatever order they
 come.
 """
@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from argosy_engine.protocol.fleet import (
+from argosy_operator.engine_command import engine_model
+from argosy_operator.names import ENGINE_PORT, selector
+from argosy_operator.spec import InferenceService, RouterLimits
+from argosy_protocol.fleet import (
     Canary,
     Endpoint,
     FleetDocument,
@@ -19,9 +22,6 @@ from argosy_engine.protocol.fleet import (
     ServiceLimits,
     resolve_names,
 )
-from argosy_operator.engine_command import engine_model
-from argosy_operator.names import ENGINE_PORT, selector
-from argosy_operator.spec import InferenceService, RouterLimits
 
 
 def fleet_service(

@@ -23,7 +23,6 @@ import kopf
 from aiohttp import web
 from msgspec import Struct
 
-from argosy_engine.protocol.listening import explain_listen_errors
 from argosy_operator.api import PODS, Kind, KubernetesApi
 from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.controller import WATCHED, Controller
@@ -32,6 +31,7 @@ from argosy_operator.health import health_app
 from argosy_operator.kopf_storage import NoDiffBase, NoProgress
 from argosy_operator.own_keys import ensure_keys, keep_fleet_key
 from argosy_operator.routers import http_fetch
+from argosy_protocol.listening import explain_listen_errors
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from argosy_engine.protocol.fleet import NameConflict
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
 from argosy_operator.overlay import ENGINE_CONTAINER
 from argosy_operator.spec import InferenceService
+from argosy_protocol.fleet import NameConflict
 
 Object = Mapping[str, Any]
 """A Kubernetes object as JSON."""

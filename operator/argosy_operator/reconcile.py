@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import msgspec
 
-from argosy_engine.protocol.fleet import NameConflict
 from argosy_operator.api import (
     BUDGETS,
     DEPLOYMENTS,
@@ -40,6 +39,7 @@ from argosy_operator.rollout import has_the_turn
 from argosy_operator.spec import InferenceService, parse
 from argosy_operator.status import invalid_status, seconds_until_degraded, status
 from argosy_operator.store import Name, Object, Store, object_name, service_of
+from argosy_protocol.fleet import NameConflict
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from argosy_engine.protocol.keys import internal_key
-from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 from argosy_operator.names import ROUTER_ADMIN_PORT
 from argosy_operator.observed import Routers
+from argosy_protocol.keys import internal_key
+from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_engine.protocol.engine_limits import (
-    BlockSize,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    Threads,
-)
-from argosy_engine.protocol.fleet import RoutingPolicy
 from argosy_operator.overlay import EnvVar, PodTemplate
 from argosy_operator.schema_types import (
     MAP_BY_NAME,
@@ -38,6 +30,14 @@ from argosy_operator.schema_types import (
     quantity_bytes,
     rules_of,
 )
+from argosy_protocol.engine_limits import (
+    BlockSize,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    Threads,
+)
+from argosy_protocol.fleet import RoutingPolicy
 
 GROUP: Final = "inference.argosy.dev"
 VERSION: Final = "v1alpha1"

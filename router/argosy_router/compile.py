@@ -22,8 +22,12 @@ from pathlib import Path
 SOURCE = Path(__file__).parent
 COMPILED = (
     "admission/*",
-    "fleet",
-    "health",
+    "fleet/fleet",
+    "fleet/health",
+    "fleet/load",
+    "fleet/replica",
+    "fleet/service",
+    "fleet/telemetry",
     "http/client",
     "http/deadlines",
     "http/limits",
@@ -34,16 +38,12 @@ COMPILED = (
     "http/roles",
     "http/server",
     "http/sse",
-    "links/telemetry",
-    "load",
+    "metrics/series",
     "policy/*",
     "prefixes/*",
     "proxy/*",
     "records/access_log",
     "records/usage_ledger",
-    "replica",
-    "series",
-    "service",
 )
 """Modules of requests, choices and what is known for them; of the others time does not matter."""
 INTERPRETED = {

@@ -16,8 +16,8 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import get_args
 
-from argosy_engine.protocol.fleet import RoutingPolicy
-from argosy_engine.protocol.log_format import configure_logging
+from argosy_protocol.fleet import RoutingPolicy
+from argosy_protocol.log_format import configure_logging
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits

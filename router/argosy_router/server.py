@@ -14,22 +14,23 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from argosy_engine.protocol.listening import BACKLOG, explain_listen_errors, listen
-from argosy_router.admin import AdminServer, admin_keys, build_admin
+from argosy_protocol.listening import BACKLOG, explain_listen_errors, listen
+from argosy_router.admin.app import AdminServer, admin_keys, build_admin
+from argosy_router.admin.history import History
+from argosy_router.admin.overview import Overviews
+from argosy_router.admission.key_file import ApiKeys
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.discovery.base import Discovery
 from argosy_router.discovery.dns import DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.static import StaticDiscovery
-from argosy_router.fleet import Fleet, FleetSnapshot
-from argosy_router.history import History
+from argosy_router.fleet.fleet import Fleet, FleetSnapshot
 from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server import ServerConnection, ServerState
 from argosy_router.http.tls import watch as watch_tls
 from argosy_router.http.tls_listener import TlsListener
-from argosy_router.keys import ApiKeys
-from argosy_router.metrics import Metrics
-from argosy_router.overview import Overviews
+from argosy_router.metrics.registry import Metrics
+from argosy_router.metrics.series import Reading
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.begun_stream import KeepAlive
 from argosy_router.proxy.books import Books
@@ -40,7 +41,6 @@ from argosy_router.records.access_log import AccessLog
 from argosy_router.records.line_writer import LineWriter
 from argosy_router.records.recorder import Recorder
 from argosy_router.records.usage_ledger import UsageLedger
-from argosy_router.series import Reading
 
 if TYPE_CHECKING:
     from argosy_router.records.tracing import Tracer

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from processes import children, free_port, is_alive
 
 from .wire import Broken, ask

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.processor import InputProcessor
 from argosy_engine.models.source import resolve_model
-from argosy_engine.protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
+from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
 from text_models import byte_fallback_tokenizer
 
 TINY = resolve_model("builtin://tiny")

@@ -18,7 +18,7 @@ from argosy_engine.errors import InvalidRequest, PromptTooLong
 from argosy_engine.frontend.processor import InputProcessor
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.models.source import resolve_model
-from argosy_engine.protocol.openai import decode_request
+from argosy_protocol.openai import decode_request
 
 LONG = "hello there " * 5000
 TOOL = {"type": "function", "function": {"name": "f", "description": LONG}}

@@ -10,7 +10,7 @@ import pytest
 
 from argosy_engine.api.serve import parse_args
 from argosy_engine.api.serving import Serving
-from argosy_engine.protocol.errors import NotFound
+from argosy_protocol.errors import NotFound
 
 
 @pytest.fixture(params=[False, True])

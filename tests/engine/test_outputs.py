@@ -30,9 +30,9 @@ from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.outputs import GenerationOutput, OutputCollector
 from argosy_engine.frontend.processor import InputProcessor, Prompt
-from argosy_engine.protocol.openai import ChatCompletionRequest, ChatMessage
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 
 EXACT = {"dtype": "float32", "device": "cpu", "threads": 1}
 PROMPT = list(range(5, 45))

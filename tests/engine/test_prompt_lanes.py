@@ -24,7 +24,7 @@ from argosy_engine.frontend.prompt_lanes import (
 )
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
 from argosy_engine.models.source import resolve_model
-from argosy_engine.protocol.openai import decode_request
+from argosy_protocol.openai import decode_request
 
 SHORT, MEDIUM, LONG = INLINE_CHARS, MAX_MEDIUM_BYTES, MAX_MEDIUM_BYTES + 1
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from argosy_engine.protocol.headers import RESUME
+from argosy_protocol.headers import RESUME
 from processes import Server, free_port, running
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me about the sea."}]

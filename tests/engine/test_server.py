@@ -17,13 +17,13 @@ import httpx
 import openai
 import pytest
 
-from argosy_engine.protocol.headers import (
+from argosy_protocol.headers import (
     MODEL_NAME,
     RESPONSE_ID,
     TELEMETRY_CONTENT_TYPE,
     TELEMETRY_PATH,
 )
-from argosy_engine.protocol.telemetry import FrameReader, Hello, Load, Snapshot, Stored, unpack_u32
+from argosy_protocol.telemetry import FrameReader, Hello, Load, Snapshot, Stored, unpack_u32
 from processes import Server, answers, free_port, running, wait_until
 
 KEY = "test-key"

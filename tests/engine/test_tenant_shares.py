@@ -11,11 +11,11 @@ from argosy_engine.api.serving import Serving
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.messages import EngineCoreRequest
-from argosy_engine.protocol.openai import CompletionRequest
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.structured.compiler import MAX_QUEUED_PER_KEY, GrammarCompiler
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.params import GrammarSpec
+from argosy_protocol.openai import CompletionRequest
 from core_fakes import BLOCK, FakeExecutor
 
 

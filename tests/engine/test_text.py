@@ -18,10 +18,10 @@ from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.models.source import resolve_model
-from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
-from argosy_engine.protocol.openai import ChatCompletionRequest, ChatMessage, decode_request
-from argosy_engine.protocol.prompt_view import prompt_view
 from argosy_engine.sample.params import SamplingParams
+from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.openai import ChatCompletionRequest, ChatMessage, decode_request
+from argosy_protocol.prompt_view import prompt_view
 from text_models import byte_fallback_tokenizer
 
 

@@ -14,7 +14,7 @@ from argosy_engine.api.app import Engine, build_app
 from argosy_engine.api.serving import Serving
 from argosy_engine.frontend.processor import InputProcessor
 from argosy_engine.models.source import resolve_model
-from argosy_engine.protocol.openai import decode_request
+from argosy_protocol.openai import decode_request
 
 LIMIT = 64
 TEXT = "The quick brown fox"

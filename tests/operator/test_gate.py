@@ -8,10 +8,10 @@ import pytest
 from builders import NOW, pod, pod_object
 from virtual_time import run
 
-from argosy_engine.protocol.report import ReplicaReport, RoutableReport
 from argosy_operator.gate import decide, gate_patch
 from argosy_operator.observed import Pod, Routers
 from argosy_operator.routers import GRACE, RouterPod, RouterWatch, read_router_pod
+from argosy_protocol.report import ReplicaReport, RoutableReport
 
 UNKNOWN = Routers()
 NONE = Routers(known=True)

@@ -18,8 +18,6 @@ from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes
 from harness import FakeRouter
 
-from argosy_engine.protocol.keys import internal_key
-from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 from argosy_operator import main, routers
 from argosy_operator.api import DEPLOYMENTS, INFERENCE_SERVICES, PODS, KubernetesApi
 from argosy_operator.config import OperatorConfig
@@ -27,6 +25,8 @@ from argosy_operator.controller import Controller
 from argosy_operator.errors import ApiError
 from argosy_operator.health import health_app
 from argosy_operator.routers import http_fetch
+from argosy_protocol.keys import internal_key
+from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 
 PATIENCE = 60
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, precondition, rule
 from virtual_time import run
 
-from argosy_engine.protocol.fleet import decode_fleet
 from argosy_operator.api import INFERENCE_SERVICES, PODS, Kind, ObjectList
 from argosy_operator.store import Listing, Store
+from argosy_protocol.fleet import decode_fleet
 
 SOON = 20
 """Seconds; a resync comes every 300."""

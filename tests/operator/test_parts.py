@@ -11,14 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
-from argosy_engine.protocol.fleet import (
-    Canary,
-    Endpoint,
-    ServiceLimits,
-    decode_fleet,
-    encode_fleet,
-    resolve_names,
-)
 from argosy_operator.api import DEPLOYMENTS, PODS
 from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.desired import desired
@@ -30,6 +22,14 @@ from argosy_operator.schema_types import quantity_bytes
 from argosy_operator.spec import parse
 from argosy_operator.store import Store
 from argosy_operator.workqueue import BACKOFF_MAX, WorkQueue
+from argosy_protocol.fleet import (
+    Canary,
+    Endpoint,
+    ServiceLimits,
+    decode_fleet,
+    encode_fleet,
+    resolve_names,
+)
 
 
 @pytest.mark.parametrize(

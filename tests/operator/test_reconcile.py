@@ -13,10 +13,10 @@ from fake_kubernetes import FakeKubernetes, Object, is_pod_ready, pod_key
 from harness import FakeRouter, Operator, new_cluster
 from virtual_time import run
 
-from argosy_engine.protocol.fleet import Canary, decode_fleet
 from argosy_operator.api import CONFIGMAPS, DEPLOYMENTS, INFERENCE_SERVICES, SECRETS, SERVICES_KIND
 from argosy_operator.errors import ApiError
 from argosy_operator.names import REVISION_LABEL
+from argosy_protocol.fleet import Canary, decode_fleet
 
 
 def deployment(cluster: FakeKubernetes, name: str = "tiny") -> Object:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_engine.protocol import json_bound
-from argosy_engine.protocol.embeddings import decode_embedding_request
-from argosy_engine.protocol.errors import BadRequest, PayloadTooLarge
-from argosy_engine.protocol.json_bound import MAX_VALUES
-from argosy_engine.protocol.openai import decode_request
+from argosy_protocol import json_bound
+from argosy_protocol.embeddings import decode_embedding_request
+from argosy_protocol.errors import BadRequest, PayloadTooLarge
+from argosy_protocol.json_bound import MAX_VALUES
+from argosy_protocol.openai import decode_request
 
 CODE = 'x = {"a\\\\": [1, 2], "b": {},}\n'
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from argosy_engine.protocol.chunks import (
+from argosy_protocol.chunks import (
     CHUNK_BYTES,
     COARSE_BYTES,
     chain_seed,
@@ -21,8 +21,8 @@ from argosy_engine.protocol.chunks import (
     chunk_hashes,
     chunk_offsets,
 )
-from argosy_engine.protocol.errors import BadRequest, Unavailable
-from argosy_engine.protocol.fleet import (
+from argosy_protocol.errors import BadRequest, Unavailable
+from argosy_protocol.fleet import (
     Canary,
     FleetDocument,
     FleetService,
@@ -30,10 +30,10 @@ from argosy_engine.protocol.fleet import (
     encode_fleet,
     resolve_names,
 )
-from argosy_engine.protocol.keys import KeyRing, internal_key
-from argosy_engine.protocol.openai import decode_request, unsupported
-from argosy_engine.protocol.prompt_view import Segment, SegmentKind, prompt_view
-from argosy_engine.protocol.telemetry import (
+from argosy_protocol.keys import KeyRing, internal_key
+from argosy_protocol.openai import decode_request, unsupported
+from argosy_protocol.prompt_view import Segment, SegmentKind, prompt_view
+from argosy_protocol.telemetry import (
     FrameReader,
     Hello,
     Load,
@@ -49,7 +49,7 @@ from argosy_engine.protocol.telemetry import (
 
 def test_the_protocol_imports_nothing_heavy() -> None:
     code = (
-        "import sys, pkgutil, importlib, argosy_engine.protocol as p\n"
+        "import sys, pkgutil, importlib, argosy_protocol as p\n"
         "[importlib.import_module(f'{p.__name__}.{m.name}') for m in pkgutil.iter_modules(p.__path__)]\n"
         "print([m for m in ('torch','transformers','fastapi','numpy','zmq','tokenizers') if m in sys.modules])"
     )

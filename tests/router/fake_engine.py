@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from argosy_engine.protocol.telemetry import (
+from argosy_protocol.telemetry import (
     Frame,
     Hello,
     Load,

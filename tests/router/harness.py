@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 
-from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
-from argosy_engine.protocol.report import ReplicaState
+from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_protocol.report import ReplicaState
 from argosy_router.config import RouterConfig
 from argosy_router.discovery.base import Publish, snapshot_of
-from argosy_router.replica import Replica
+from argosy_router.fleet.replica import Replica
 from argosy_router.server import Router
 
 from .fake_engine import MODEL, FakeEngine

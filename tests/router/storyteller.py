@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from argosy_engine.protocol.headers import RESPONSE_ID, RESUME
+from argosy_protocol.headers import RESPONSE_ID, RESUME
 
 from .fake_engine import DONE, MODEL, Connection, Received
 

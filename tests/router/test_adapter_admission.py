@@ -12,16 +12,16 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy_engine.protocol.fleet import Endpoint, FleetDocument, ServiceLimits, encode_fleet
+from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits, encode_fleet
 from argosy_router.admission.accounts import Account
 from argosy_router.admission.entry import Entry
 from argosy_router.admission.queue import FairQueue
 from argosy_router.admission.terms import KeyTerms
 from argosy_router.discovery.base import snapshot_of
-from argosy_router.fleet import FleetSnapshot
+from argosy_router.fleet.fleet import FleetSnapshot
+from argosy_router.fleet.replica import Member
+from argosy_router.fleet.service import Service
 from argosy_router.proxy.gate import AdmissionLimits
-from argosy_router.replica import Member
-from argosy_router.service import Service
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, rig, service

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from argosy_engine.protocol.fleet import FleetDocument
+from argosy_protocol.fleet import FleetDocument
 from argosy_router.admission.accounts import Account
 from argosy_router.admission.terms import KeyTerms
 from argosy_router.discovery import census

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from argosy_engine.protocol.errors import ApiError, TooManyRequests, Unavailable
+from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
 from argosy_router.admission.accounts import Account, Anyone, RateLimited, Reservation
 from argosy_router.admission.entry import Entry, Waiter
 from argosy_router.admission.keys import KeyFileError, KeyTable, parse_line

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
 
-from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
-from argosy_engine.protocol.openai import decode_request
-from argosy_engine.protocol.prompt_view import prompt_view
-from argosy_engine.protocol.telemetry import Frame, FrameReader
-from argosy_router.links import telemetry
+from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.openai import decode_request
+from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.telemetry import Frame, FrameReader
+from argosy_router.fleet import telemetry
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, completion
 from .harness import Rig, rig, until

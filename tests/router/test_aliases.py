@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_engine.protocol.fleet import FleetDocument
+from argosy_protocol.fleet import FleetDocument
 from argosy_router.discovery import census
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally

@@ -15,8 +15,8 @@ from argosy_engine.api.telemetry import TelemetryHub
 from argosy_engine.core.block_pool import BlockPool
 from argosy_engine.core.messages import EngineCoreOutputs
 from argosy_engine.core.residency import ResidencyTracker
-from argosy_engine.protocol.telemetry import FrameReader
-from argosy_router.links.telemetry import apply_residency
+from argosy_protocol.telemetry import FrameReader
+from argosy_router.fleet.telemetry import apply_residency
 from argosy_router.prefixes.index import PrefixIndex
 from argosy_router.prefixes.residency import Residency
 from telemetry_hubs import make_hub

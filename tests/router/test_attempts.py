@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.protocol.fleet import FleetDocument
-from argosy_engine.protocol.telemetry import Draining, Load
+from argosy_protocol.fleet import FleetDocument
+from argosy_protocol.telemetry import Draining, Load
 from argosy_router.http.client import ClientLimits
 from argosy_router.proxy import retry
 from argosy_router.proxy.exchange import MAX_ATTEMPTS

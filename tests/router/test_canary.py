@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from argosy_engine.protocol.fleet import Canary, FleetDocument, FleetService
-from argosy_router.admin import _explain as explain_body
+from argosy_protocol.fleet import Canary, FleetDocument, FleetService
+from argosy_router.admin.app import _explain as explain_body
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import Rig, chat, rig, service

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from argosy_router.dashboards.__main__ import DASHBOARD, RULES, render
-from argosy_router.dashboards.grafana import rows
-from argosy_router.dashboards.promql import Registry
-from argosy_router.metrics import PREFIX
-from argosy_router.series import Counter
+from argosy_router.metrics.registry import PREFIX
+from argosy_router.metrics.series import Counter
+from dashboards.__main__ import DASHBOARD, RULES, render
+from dashboards.grafana import rows
+from dashboards.promql import Registry
 
 from .fake_engine import FakeEngine
 from .harness import rig
@@ -28,9 +28,7 @@ def registry() -> Registry:
 
 def test_files_are_up_to_date(registry: Registry) -> None:
     for name, text in render(registry).items():
-        assert (FILES / name).read_text() == text, (
-            "run `python -m argosy_router.dashboards charts/argosy/files`"
-        )
+        assert (FILES / name).read_text() == text, "run `make generate`"
 
 
 def expressions() -> list[str]:

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from kubernetes.aio import client as kubernetes_client
 
-from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from argosy_router.discovery import census, dns, reflector
 from argosy_router.discovery.base import Discovery, revision_of
 from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.kubernetes import KubernetesDiscovery, pod_selectors
 from argosy_router.discovery.static import StaticDiscovery
-from argosy_router.fleet import FleetSnapshot
+from argosy_router.fleet.fleet import FleetSnapshot
+from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.tls import ClientTls
-from argosy_router.replica import Member
 
 from .fake_api_server import FakeApiServer
 from .fake_engine import FakeEngine

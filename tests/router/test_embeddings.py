@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
-from argosy_engine.protocol.embeddings import EmbeddingRequest, encode_vector
-from argosy_engine.protocol.prompt_view import prompt_view
+from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.embeddings import EmbeddingRequest, encode_vector
+from argosy_protocol.prompt_view import prompt_view
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received
 from .harness import Rig, rig

@@ -11,12 +11,12 @@ import pytest
 
 from argosy.commands.route import main as route_command
 from argosy.errors import CommandError, UsageError
-from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
-from argosy_engine.protocol.keys import internal_key
-from argosy_engine.protocol.openai import decode_request
-from argosy_engine.protocol.prompt_view import prompt_view
-from argosy_engine.protocol.report import ADMIN_KEY_UID
-from argosy_engine.protocol.telemetry import Draining, Load
+from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.keys import internal_key
+from argosy_protocol.openai import decode_request
+from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.report import ADMIN_KEY_UID
+from argosy_protocol.telemetry import Draining, Load
 
 from .fake_engine import MODEL, FakeEngine, completion
 from .harness import Rig, chat, rig

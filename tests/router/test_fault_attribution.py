@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from argosy_engine.protocol.fleet import Endpoint, FleetDocument
-from argosy_engine.protocol.telemetry import Load
+from argosy_protocol.fleet import Endpoint, FleetDocument
+from argosy_protocol.telemetry import Load
 from argosy_router.proxy import retry
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally

@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 import pytest
 
-from argosy_engine.protocol.fleet import Endpoint, FleetDocument, ServiceLimits
-from argosy_engine.protocol.keys import internal_key
-from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
-from argosy_engine.protocol.telemetry import Load
-from argosy_router import fleet
-from argosy_router.admin import PAGE
-from argosy_router.load import MIN_LESSON_TOKENS, LoadAccount
+from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
+from argosy_protocol.keys import internal_key
+from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_protocol.telemetry import Load
+from argosy_router.admin.app import PAGE
+from argosy_router.fleet import fleet
+from argosy_router.fleet.load import MIN_LESSON_TOKENS, LoadAccount
 from argosy_router.policy.rates import PRIOR
 from argosy_router.proxy.gate import AdmissionLimits
 

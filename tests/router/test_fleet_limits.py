@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes.aio import client as kubernetes_client
 
-from argosy_engine.protocol.fleet import FleetDocument, FleetService, encode_fleet
+from argosy_protocol.fleet import FleetDocument, FleetService, encode_fleet
 from argosy_router.admission.accounts import Account, RateLimited
 from argosy_router.admission.keys import KeyTable
 from argosy_router.admission.limits import PERIOD_S

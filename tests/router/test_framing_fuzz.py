@@ -13,7 +13,7 @@ import h11
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.protocol.errors import ApiError
+from argosy_protocol.errors import ApiError
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.limits import ServerLimits
 from argosy_router.http.messages import Request

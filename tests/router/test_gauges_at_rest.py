@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy_engine.protocol.fleet import FleetDocument, ServiceLimits, encode_fleet
+from argosy_protocol.fleet import FleetDocument, ServiceLimits, encode_fleet
 from argosy_router.discovery.base import snapshot_of
+from argosy_router.fleet.replica import Member
 from argosy_router.proxy.gate import AdmissionLimits
-from argosy_router.replica import Member
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally, event
 from .harness import Rig, raw, rig, service

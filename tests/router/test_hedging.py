@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy_engine.protocol.fleet import FleetDocument, ServiceLimits
+from argosy_protocol.fleet import FleetDocument, ServiceLimits
 from argosy_router.config import ConfigError
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.deadlines import Deadline

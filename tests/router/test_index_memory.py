@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from argosy_engine.protocol.fleet import FleetDocument
+from argosy_protocol.fleet import FleetDocument
 from argosy_router.prefixes.index import SHARDS, PrefixIndex
 from argosy_router.prefixes.index_memory import MIN_BYTES, shares
 from argosy_router.prefixes.residency import Residency

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.protocol.fleet import FleetDocument, encode_fleet
+from argosy_protocol.fleet import FleetDocument, encode_fleet
+from argosy_router.admission.key_file import ApiKeys
 from argosy_router.config import ConfigError
-from argosy_router.keys import ApiKeys
 from argosy_router.main import EXIT_ADDRESS, EXIT_USAGE, build_parser, config_of, main
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event

@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from argosy_engine.protocol.fleet import FleetDocument
-from argosy_router import metrics
+from argosy_protocol.fleet import FleetDocument
+from argosy_router.metrics import registry as metrics
 from argosy_router.records.access_log import AccessEntry, AccessLog
 from argosy_router.records.line_writer import LineHandler, LineWriter
 

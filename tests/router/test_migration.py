@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.protocol.errors import InternalError, Unavailable
-from argosy_engine.protocol.fleet import ServiceLimits
-from argosy_engine.protocol.headers import RESPONSE_ID, RESUME
-from argosy_engine.protocol.openai import CompletionRequest, StreamOptions
+from argosy_protocol.errors import InternalError, Unavailable
+from argosy_protocol.fleet import ServiceLimits
+from argosy_protocol.headers import RESPONSE_ID, RESUME
+from argosy_protocol.openai import CompletionRequest, StreamOptions
 from argosy_router.http.client import ClientLimits
 from argosy_router.proxy import migration
 from argosy_router.proxy.migration import StreamShape, Transcript, resumable_shape

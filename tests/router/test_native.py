@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from setuptools import Distribution, Extension
 from setuptools.errors import CompileError
 
-from argosy_engine.protocol import chunks
-from argosy_engine.protocol.prompt_view import Segment, SegmentKind
+from argosy_protocol import chunks
+from argosy_protocol.prompt_view import Segment, SegmentKind
 from argosy_router.compile import IN_C, SOURCE
 from argosy_router.native import estimate, ranking
 from argosy_router.prefixes import table

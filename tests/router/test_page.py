@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import chromium
-from argosy_engine.protocol.keys import internal_key
-from argosy_engine.protocol.report import ADMIN_KEY_UID
-from argosy_router.admin import PAGE
-from argosy_router.history import INTERVAL_S, SAMPLES, History, quantile
+from argosy_protocol.keys import internal_key
+from argosy_protocol.report import ADMIN_KEY_UID
+from argosy_router.admin.app import PAGE
+from argosy_router.admin.history import INTERVAL_S, SAMPLES, History, quantile
 from chromium import Page, browser
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
-from argosy_engine.protocol.openai import decode_request
-from argosy_engine.protocol.prompt_view import prompt_view
+from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.openai import decode_request
+from argosy_protocol.prompt_view import prompt_view
 from argosy_router.admission.keys import KeyTable
 
 from .fake_engine import MODEL, FakeEngine

@@ -9,17 +9,17 @@ from typing import Any
 import openai
 import pytest
 
-from argosy_engine.protocol.errors import (
+from argosy_protocol.errors import (
     ApiError,
     BadRequest,
     InternalError,
     TooManyRequests,
     Unavailable,
 )
-from argosy_engine.protocol.fleet import FleetDocument
-from argosy_engine.protocol.headers import RESPONSE_ID
-from argosy_engine.protocol.keys import internal_key
-from argosy_engine.protocol.openai import decode_request
+from argosy_protocol.fleet import FleetDocument
+from argosy_protocol.headers import RESPONSE_ID
+from argosy_protocol.keys import internal_key
+from argosy_protocol.openai import decode_request
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits
 from argosy_router.proxy import retry

@@ -15,10 +15,10 @@ import httpx
 import openai
 import pytest
 
-from argosy_engine.protocol.fleet import Endpoint, FleetDocument, ServiceLimits
-from argosy_engine.protocol.telemetry import Load
+from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
+from argosy_protocol.telemetry import Load
+from argosy_router.fleet.service import SEATS_PER_SEQ
 from argosy_router.proxy.gate import AdmissionLimits
-from argosy_router.service import SEATS_PER_SEQ
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, answer_normally, completion, event
 from .harness import Rig, chat, raw, read_all, rig, service
@@ -435,7 +435,7 @@ async def test_streams_count_though_their_client_wants_no_usage(tmp_path: Path) 
 
 def first_prompt(r: Rig) -> int:
     """Tokens the router takes the prompt of `chat()` for."""
-    from argosy_engine.protocol.openai import decode_request
+    from argosy_protocol.openai import decode_request
     from argosy_router.proxy.call import prompt_of
 
     tiny = r.router.fleet.service_of(MODEL)

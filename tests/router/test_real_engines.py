@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.protocol.fleet import Endpoint, FleetDocument, FleetService
+from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService
 from processes import Server, free_port, running
 
 from .harness import Rig, rig

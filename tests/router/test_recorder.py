@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
-from argosy_engine.protocol.openai import ChatCompletionRequest, decode_request
-from argosy_engine.protocol.prompt_view import prompt_view
+from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.openai import ChatCompletionRequest, decode_request
+from argosy_protocol.prompt_view import prompt_view
 from argosy_router.config import ConfigError
 from argosy_router.records.recorder import Recorded, Recorder
 from argosy_router.replay.trace import oracle_tokens, read_trace

@@ -10,6 +10,8 @@ import pytest
 
 from argosy.commands.bench_router import main as bench_router
 from argosy.errors import UsageError
+from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.service import Prompt
 from argosy_router.policy import POLICIES
 from argosy_router.replay.engine import EngineModel, Job, SimulatedEngine
 from argosy_router.replay.report import PolicyResult, percentile, result_of
@@ -23,8 +25,6 @@ from argosy_router.replay.trace import (
     synthetic_trace,
     write_trace,
 )
-from argosy_router.replica import Replica
-from argosy_router.service import Prompt
 
 FAST = EngineModel(prefill_tokens_per_s=8000.0)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.protocol.headers import RESPONSE_ID, TENANT
+from argosy_protocol.headers import RESPONSE_ID, TENANT
 from argosy_router.proxy.upstream_ids import UpstreamIds
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion

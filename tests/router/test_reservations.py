@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.protocol.telemetry import Load
+from argosy_protocol.telemetry import Load
 from argosy_router.admission.accounts import Account, RateLimited, Reservation
 from argosy_router.admission.limits import PERIOD_S
 from argosy_router.admission.terms import KeyTerms

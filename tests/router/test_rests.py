@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from argosy_engine.protocol.telemetry import Load
-from argosy_router.health import CONSECUTIVE_FAILURES, Health
+from argosy_protocol.telemetry import Load
+from argosy_router.fleet.health import CONSECUTIVE_FAILURES, Health
 from argosy_router.proxy.exchange import MAX_ATTEMPTS
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally

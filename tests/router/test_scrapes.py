@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from argosy_engine.protocol.fleet import Endpoint, FleetDocument
+from argosy_protocol.fleet import Endpoint, FleetDocument
 from argosy_router.config import RouterConfig
 from argosy_router.main import build_parser
-from argosy_router.series import Counter, Histogram, Reading
+from argosy_router.metrics.series import Counter, Histogram, Reading
 from argosy_router.server import Router
 
 from .fake_engine import FakeEngine

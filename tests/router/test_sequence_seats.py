@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.protocol.errors import ApiError
-from argosy_engine.protocol.fleet import ServiceLimits
-from argosy_engine.protocol.telemetry import Load
+from argosy_protocol.errors import ApiError
+from argosy_protocol.fleet import ServiceLimits
+from argosy_protocol.telemetry import Load
 from argosy_router.admission.accounts import Account
 from argosy_router.admission.entry import Waiter
 from argosy_router.admission.lane import HOLD_BACK_S, Bounds, Lane

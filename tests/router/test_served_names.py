@@ -9,8 +9,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from argosy_engine.protocol.fleet import Canary, FleetDocument
-from argosy_engine.protocol.headers import MODEL_NAME
+from argosy_protocol.fleet import Canary, FleetDocument
+from argosy_protocol.headers import MODEL_NAME
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, completion
 from .harness import Rig, chat, rig, service

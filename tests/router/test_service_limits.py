@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.protocol.fleet import FleetDocument, FleetService, ServiceLimits
+from argosy_protocol.fleet import FleetDocument, FleetService, ServiceLimits
 from argosy_router.proxy.gate import AdmissionLimits
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally

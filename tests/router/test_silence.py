@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from argosy_engine.protocol.telemetry import Load
-from argosy_router.links import telemetry
+from argosy_protocol.telemetry import Load
+from argosy_router.fleet import telemetry
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import Rig, raw, rig

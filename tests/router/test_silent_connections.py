@@ -218,7 +218,7 @@ async def test_silent_connections_keep_no_probe_from_the_admin_port(sent: bytes)
 
 
 async def test_the_admin_port_waits_so_long_for_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    from argosy_router import admin_connections
+    from argosy_router.admin import connections as admin_connections
 
     monkeypatch.setattr(admin_connections, "HEAD_TIMEOUT_S", 0.01)
     async with rig([FakeEngine()], admin_port=0) as r, contextlib.AsyncExitStack() as stack:

@@ -10,14 +10,20 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from argosy_router.health import BASE_EJECTION_S, CONSECUTIVE_FAILURES, MAX_EJECTION_S, Health, may_eject
+from argosy_router.fleet.health import (
+    BASE_EJECTION_S,
+    CONSECUTIVE_FAILURES,
+    MAX_EJECTION_S,
+    Health,
+    may_eject,
+)
+from argosy_router.fleet.load import LoadAccount
 from argosy_router.http.client import ClientConnection, ClientLimits
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.sse import MAX_EVENT_BYTES, EventCutter, EventTooLarge
 from argosy_router.http.tls import ClientTls
-from argosy_router.load import LoadAccount
 from argosy_router.proxy.retry import MAX_CREDIT, RetryBudget
 from argosy_router.proxy.usage import find_usage
 

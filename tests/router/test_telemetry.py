@@ -8,10 +8,10 @@ import struct
 import msgspec
 import pytest
 
-from argosy_engine.protocol.chunks import chain_seed, chunk_hashes
-from argosy_engine.protocol.openai import decode_request
-from argosy_engine.protocol.prompt_view import prompt_view
-from argosy_engine.protocol.telemetry import (
+from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.openai import decode_request
+from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.telemetry import (
     MAX_FRAME_BYTES,
     Cleared,
     Draining,
@@ -21,9 +21,9 @@ from argosy_engine.protocol.telemetry import (
     encode_frame,
     pack_u64,
 )
-from argosy_router.health import SUSPECT_STEP_AGE_S
+from argosy_router.fleet import telemetry
+from argosy_router.fleet.health import SUSPECT_STEP_AGE_S
 from argosy_router.http.fetch import fetch
-from argosy_router.links import telemetry
 
 from .fake_engine import MODEL, FakeEngine
 from .harness import Rig, chat, rig

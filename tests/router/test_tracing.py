@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from argosy_engine.protocol.headers import RESPONSE_ID
+from argosy_protocol.headers import RESPONSE_ID
 from argosy_router.config import ConfigError, RouterConfig
 
 from .fake_engine import Connection, FakeEngine, Received, completion

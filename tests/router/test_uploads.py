@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from argosy_router.admission.accounts import Account
+from argosy_router.fleet.service import Service
 from argosy_router.http.limits import ServerLimits
 from argosy_router.proxy.exchange import Exchange
-from argosy_router.service import Service
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import Rig, chat, raw, read_all, rig, until

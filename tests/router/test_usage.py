@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.protocol.headers import RESUME
+from argosy_protocol.headers import RESUME
 from argosy_router.proxy.usage import TAIL_BYTES, TokenUsage, UsageFinder, find_usage, without_usage
 from argosy_router.records.append_file import AppendFile
 from argosy_router.records.usage_ledger import UsageLedger

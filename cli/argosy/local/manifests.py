@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from argosy.errors import UsageError
-from argosy_engine.protocol.fleet import resolve_names
 from argosy_operator.engine_command import claim_name, model_path
 from argosy_operator.fleet_doc import fleet_document, without_canary
 from argosy_operator.spec import InferenceService
 from argosy_operator.validate import ManifestError, load_manifests
+from argosy_protocol.fleet import resolve_names
 
 
 def read_services(names: Sequence[str], *, gpus: int) -> tuple[InferenceService, ...]:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from argosy_engine.errors import UtilityFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
-from argosy_engine.protocol.errors import BadRequest, InternalError, Unavailable
+from argosy_protocol.errors import BadRequest, InternalError, Unavailable
 
 if TYPE_CHECKING:
     from argosy_engine.api.app import Engine

@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from argosy_engine import __version__
 from argosy_engine.api.admin import add_admin_routes
 from argosy_engine.api.chat import chat, chat_stream
 from argosy_engine.api.completions import completion, completion_stream
@@ -34,9 +33,9 @@ from argosy_engine.api.telemetry import TelemetryHub
 from argosy_engine.api.tokenization import detokenize, tokenize
 from argosy_engine.errors import EngineError
 from argosy_engine.frontend.async_llm import AsyncLLM
-from argosy_engine.protocol import headers
-from argosy_engine.protocol.embeddings import decode_embedding_request
-from argosy_engine.protocol.errors import (
+from argosy_protocol import __version__, headers
+from argosy_protocol.embeddings import decode_embedding_request
+from argosy_protocol.errors import (
     ApiError,
     BadRequest,
     MethodNotAllowed,
@@ -44,14 +43,14 @@ from argosy_engine.protocol.errors import (
     TooManyRequests,
     Unavailable,
 )
-from argosy_engine.protocol.log_format import format_frames
-from argosy_engine.protocol.openai import (
+from argosy_protocol.log_format import format_frames
+from argosy_protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     decode_request,
 )
-from argosy_engine.protocol.tokenization import decode_detokenize_request, decode_tokenize_request
+from argosy_protocol.tokenization import decode_detokenize_request, decode_tokenize_request
 
 logger = logging.getLogger("argosy.api")
 

@@ -16,8 +16,8 @@ from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.beam_search import BeamSearch, BeamSearchParams
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.processor import Prompt
-from argosy_engine.protocol.openai import MAX_CHOICES, CompletionRequest, GenerationRequest
 from argosy_engine.sample.params import SamplingParams
+from argosy_protocol.openai import MAX_CHOICES, CompletionRequest, GenerationRequest
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop": (None, []),

@@ -20,7 +20,7 @@ from argosy_engine.api.serving import (
 from argosy_engine.frontend.chat_parser import ChatParser, ParsedCall
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.processor import Prompt
-from argosy_engine.protocol.openai import (
+from argosy_protocol.openai import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,

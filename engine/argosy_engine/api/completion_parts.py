@@ -8,7 +8,7 @@ from argosy_engine.api.logprobs import LogprobsFormat, TextOffsets
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.processor import Prompt
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.protocol.openai import CompletionChoice, CompletionLogprobs, CompletionRequest
+from argosy_protocol.openai import CompletionChoice, CompletionLogprobs, CompletionRequest
 
 
 class CompletionParts:

@@ -19,8 +19,8 @@ from argosy_engine.api.serving import (
     usage_of,
 )
 from argosy_engine.frontend.processor import Prompt
-from argosy_engine.protocol.openai import Completion, CompletionChoice, CompletionRequest, Usage
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_protocol.openai import Completion, CompletionChoice, CompletionRequest, Usage
 
 
 async def completion(serving: Serving, request: CompletionRequest, request_id: str, size: int) -> Completion:

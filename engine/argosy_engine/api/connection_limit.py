@@ -10,7 +10,7 @@ import asyncio
 from typing import Any, ClassVar
 
 from argosy_engine.api.http_protocol import BoundedProtocol, HttpLimits
-from argosy_engine.protocol.errors import Unavailable
+from argosy_protocol.errors import Unavailable
 
 
 class ConnectionLimit(BoundedProtocol):

@@ -8,14 +8,14 @@ from contextlib import aclosing
 from argosy_engine.api.serving import Serving
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.pooling import pooling_request
-from argosy_engine.protocol.embeddings import (
+from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_protocol.embeddings import (
     Embedding,
     EmbeddingRequest,
     EmbeddingResponse,
     EmbeddingUsage,
     encode_vector,
 )
-from argosy_engine.sample.pooling_params import PoolingParams
 
 
 async def embed(serving: Serving, request: EmbeddingRequest, request_id: str, size: int) -> EmbeddingResponse:

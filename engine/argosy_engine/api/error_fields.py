@@ -8,10 +8,10 @@ Owns: the translation of `param`. Must not know: what was wrong.
 
 from __future__ import annotations
 
-from argosy_engine.protocol.embeddings import EmbeddingRequest
-from argosy_engine.protocol.errors import ApiError
-from argosy_engine.protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from argosy_engine.protocol.tokenization import DetokenizeRequest, TextTokenizeRequest
+from argosy_protocol.embeddings import EmbeddingRequest
+from argosy_protocol.errors import ApiError
+from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from argosy_protocol.tokenization import DetokenizeRequest, TextTokenizeRequest
 
 RequestBody = GenerationRequest | EmbeddingRequest | TextTokenizeRequest | DetokenizeRequest
 

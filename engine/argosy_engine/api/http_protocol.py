@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from argosy_engine.protocol.errors import ApiError, BadRequest, HeadersTooLarge, RequestTimeout
+from argosy_protocol.errors import ApiError, BadRequest, HeadersTooLarge, RequestTimeout
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers; trailers count too. Twice what the router takes from clients, because it adds some."""

@@ -6,7 +6,8 @@ import codecs
 from collections.abc import Sequence
 
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.protocol.openai import (
+from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_protocol.openai import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,
@@ -14,7 +15,6 @@ from argosy_engine.protocol.openai import (
     TokenLogprob,
     TopLogprob,
 )
-from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 _FLOOR = -9999.0
 """Stands for minus infinity, which JSON does not have; vLLM's value."""

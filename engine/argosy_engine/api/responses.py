@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from argosy_engine.api.guard import send_error
-from argosy_engine.protocol.errors import ApiError
+from argosy_protocol.errors import ApiError
 
 _DONE = b"data: [DONE]\n\n"
 

@@ -27,9 +27,9 @@ from argosy_engine.core.diagnostics import dump_stacks_on_signal
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.budget import budget_table
-from argosy_engine.protocol.keys import KeyRing
-from argosy_engine.protocol.listening import CannotListen, listen
-from argosy_engine.protocol.log_format import configure_logging
+from argosy_protocol.keys import KeyRing
+from argosy_protocol.listening import CannotListen, listen
+from argosy_protocol.log_format import configure_logging
 
 logger = logging.getLogger("argosy.api")
 

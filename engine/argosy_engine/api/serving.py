@@ -17,7 +17,7 @@ from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.processor import Prompt
 from argosy_engine.frontend.prompt_lanes import PromptLanes
-from argosy_engine.protocol.errors import (
+from argosy_protocol.errors import (
     ApiError,
     BadRequest,
     ContextLengthExceeded,
@@ -25,7 +25,7 @@ from argosy_engine.protocol.errors import (
     NotFound,
     Unavailable,
 )
-from argosy_engine.protocol.openai import (
+from argosy_protocol.openai import (
     MAX_CHOICES,
     GenerationRequest,
     ModelCard,

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from argosy_engine import __version__
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.core.messages import EngineCoreOutputs, ResidencyDelta, SchedulerStats
 from argosy_engine.frontend.async_llm import AsyncLLM, Observer
-from argosy_engine.protocol.telemetry import (
+from argosy_protocol import __version__
+from argosy_protocol.telemetry import (
     HEARTBEAT_INTERVAL_S,
     Cleared,
     Draining,

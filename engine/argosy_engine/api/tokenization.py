@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argosy_engine.api.serving import Serving
 from argosy_engine.frontend.prompt_lanes import stop_if_abandoned
-from argosy_engine.protocol.tokenization import (
+from argosy_protocol.tokenization import (
     ChatTokenizeRequest,
     DetokenizeRequest,
     DetokenizeResponse,

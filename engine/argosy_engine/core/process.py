@@ -46,8 +46,8 @@ from argosy_engine.core.messages import (
 from argosy_engine.core.request import Request
 from argosy_engine.errors import ConfigError, EngineBusy
 from argosy_engine.executor.lifeline import die_with_parent
-from argosy_engine.protocol.log_format import configure_logging
 from argosy_engine.worker.memory import check_model
+from argosy_protocol.log_format import configure_logging
 
 logger = logging.getLogger("argosy.core")
 

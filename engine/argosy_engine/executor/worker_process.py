@@ -24,8 +24,8 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastReader, Framed, ReaderEnds
 from argosy_engine.executor.lifeline import die_with_parent
-from argosy_engine.protocol.log_format import configure_logging
 from argosy_engine.worker.step import GrammarBitmask, SchedulerOutput
+from argosy_protocol.log_format import configure_logging
 
 if TYPE_CHECKING:
     from argosy_engine.worker.pending_step import PendingStep

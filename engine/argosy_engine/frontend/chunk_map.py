@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from argosy_engine.core.messages import ChunkEnd
-from argosy_engine.protocol.chunks import chunk_ends, chunk_hashes
-from argosy_engine.protocol.prompt_view import Segment, SegmentKind
+from argosy_protocol.chunks import chunk_ends, chunk_hashes
+from argosy_protocol.prompt_view import Segment, SegmentKind
 
 _SHORT_CHARS = 32
 _SHORT_WINDOW_CHARS = 256

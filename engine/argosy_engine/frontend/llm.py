@@ -18,10 +18,10 @@ from argosy_engine.frontend.outputs import log_failures
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
 from argosy_engine.frontend.processor import Prompt
 from argosy_engine.frontend.prompts import PromptType, as_list
-from argosy_engine.protocol.openai import ChatCompletionRequest
 from argosy_engine.sample.interface import LogitsProcessor, processor_path
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_protocol.openai import ChatCompletionRequest
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 

@@ -25,19 +25,19 @@ from argosy_engine.frontend.prompt_lanes import stop_if_abandoned
 from argosy_engine.frontend.structured_outputs import structured_outputs
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
 from argosy_engine.models.config import read_json
-from argosy_engine.protocol.chunks import chain_seed
-from argosy_engine.protocol.openai import (
+from argosy_engine.sample.interface import load_logits_processors
+from argosy_engine.sample.params import MAX_BAD_WORDS_TOKENS, RepetitionDetectionParams, SamplingParams
+from argosy_engine.structured.manager import GrammarRequest
+from argosy_engine.structured.reasoning import Reasoning, reasoning_after
+from argosy_protocol.chunks import chain_seed
+from argosy_protocol.openai import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     GenerationRequest,
     unsupported,
 )
-from argosy_engine.protocol.prompt_view import Segment, SegmentKind, prompt_view
-from argosy_engine.sample.interface import load_logits_processors
-from argosy_engine.sample.params import MAX_BAD_WORDS_TOKENS, RepetitionDetectionParams, SamplingParams
-from argosy_engine.structured.manager import GrammarRequest
-from argosy_engine.structured.reasoning import Reasoning, reasoning_after
+from argosy_protocol.prompt_view import Segment, SegmentKind, prompt_view
 
 logger = logging.getLogger("argosy.frontend")
 

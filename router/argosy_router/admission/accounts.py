@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 
-from argosy_engine.protocol.errors import TooManyRequests
+from argosy_protocol.errors import TooManyRequests
 from argosy_router.admission.limits import RateLimits
 from argosy_router.admission.terms import KeyTerms
 

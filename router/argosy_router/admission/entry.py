@@ -5,7 +5,7 @@ Owns: what the queue and the lane see of it. Must not know: why it waits, who an
 
 from __future__ import annotations
 
-from argosy_engine.protocol.errors import ApiError
+from argosy_protocol.errors import ApiError
 from argosy_router.admission.accounts import Account
 
 

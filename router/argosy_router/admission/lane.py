@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from argosy_engine.protocol.errors import ApiError, TooManyRequests, Unavailable
+from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
 from argosy_router.admission.entry import Waiter
 from argosy_router.admission.queue import FairQueue, QueueFull
 

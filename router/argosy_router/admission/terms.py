@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from argosy_engine.protocol.fleet import ModelName
+from argosy_protocol.fleet import ModelName
 
 MAX_PER_MINUTE = 1_000_000_000
 

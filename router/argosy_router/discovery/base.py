@@ -10,9 +10,9 @@ from typing import Protocol
 
 import xxhash
 
-from argosy_engine.protocol.fleet import FleetDocument
-from argosy_router.fleet import FleetSnapshot
-from argosy_router.replica import Member
+from argosy_protocol.fleet import FleetDocument
+from argosy_router.fleet.fleet import FleetSnapshot
+from argosy_router.fleet.replica import Member
 
 Publish = Callable[[FleetSnapshot], None]
 

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy_engine.protocol.fleet import FleetDocument, FleetService, ModelName, encode_fleet
+from argosy_protocol.fleet import FleetDocument, FleetService, ModelName, encode_fleet
 from argosy_router.discovery.base import Publish, revision_of
-from argosy_router.fleet import FleetSnapshot
+from argosy_router.fleet.fleet import FleetSnapshot
+from argosy_router.fleet.replica import Member
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import UpstreamError
 from argosy_router.http.fetch import fetch
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
-from argosy_router.replica import Member
 
 log = logging.getLogger(__name__)
 

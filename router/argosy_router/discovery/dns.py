@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from argosy_router.discovery.base import Publish
 from argosy_router.discovery.census import Census
+from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import split_url
 from argosy_router.http.tls import ClientTls
-from argosy_router.replica import Member
 
 log = logging.getLogger(__name__)
 

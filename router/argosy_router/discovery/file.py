@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from argosy_engine.protocol.fleet import decode_fleet
+from argosy_protocol.fleet import decode_fleet
 from argosy_router.discovery.base import Publish, snapshot_of
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 from argosy_router.discovery.base import Publish
 from argosy_router.discovery.census import Census
+from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import split_url
 from argosy_router.http.tls import ClientTls
-from argosy_router.replica import Member
 
 
 class StaticDiscovery:

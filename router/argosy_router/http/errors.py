@@ -8,7 +8,7 @@ UpstreamError
 ├── CoreStalled         the replica's core has not stepped for too long
 └── MalformedResponse   not HTTP, over our limits, or a status no proxy may forward
 
-Messages are for the log; clients get `argosy_engine.protocol.errors`.
+Messages are for the log; clients get `argosy_protocol.errors`.
 """
 
 from __future__ import annotations

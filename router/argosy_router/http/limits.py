@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from argosy_engine.protocol.errors import Unavailable
+from argosy_protocol.errors import Unavailable
 from argosy_router.http.seats import Network
 
 

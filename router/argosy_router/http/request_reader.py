@@ -14,7 +14,7 @@ from typing import Final
 
 import httptools
 
-from argosy_engine.protocol.errors import (
+from argosy_protocol.errors import (
     ApiError,
     BadRequest,
     HeadersTooLarge,

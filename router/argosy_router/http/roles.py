@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from argosy_engine.protocol.errors import ApiError
+from argosy_protocol.errors import ApiError
 from argosy_router.http.messages import Request
 
 

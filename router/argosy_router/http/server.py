@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from argosy_engine.protocol.errors import ApiError, RequestTimeout, Unavailable
+from argosy_protocol.errors import ApiError, RequestTimeout, Unavailable
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.limits import BodyRoom, ServerLimits
 from argosy_router.http.messages import Request, status_line

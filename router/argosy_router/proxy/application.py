@@ -15,28 +15,28 @@ from urllib.parse import unquote
 
 import msgspec
 
-from argosy_engine import __version__
-from argosy_engine.protocol.errors import (
+from argosy_protocol import __version__
+from argosy_protocol.errors import (
     ApiError,
     BadRequest,
     MethodNotAllowed,
     NotFound,
     Unauthorized,
 )
-from argosy_engine.protocol.openai import ModelCard, ModelList
+from argosy_protocol.openai import ModelCard, ModelList
 from argosy_router.admission.accounts import ANYONE, Account
 from argosy_router.admission.keys import KeyTable
-from argosy_router.fleet import Fleet
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Request
 from argosy_router.http.roles import Client
-from argosy_router.metrics import CONTENT_TYPE
+from argosy_router.metrics.registry import CONTENT_TYPE
 from argosy_router.proxy import headers
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import RoutedEndpoint, decode_call, may_use, unknown_model
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.renaming import RenamingClient
-from argosy_router.service import Service
 
 if TYPE_CHECKING:
     from argosy_router.records.tracing import Tracer

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from argosy_router.fleet.service import Choice
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import Deadline
 from argosy_router.http.errors import ConnectFailed, CoreStalled, UpstreamError
@@ -18,7 +19,6 @@ from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.migration import Transcript
 from argosy_router.proxy.relay import StreamRelay, UnaryRelay
 from argosy_router.proxy.verdict import Refused
-from argosy_router.service import Choice
 
 if TYPE_CHECKING:
     from argosy_router.proxy.dispatcher import Dispatcher

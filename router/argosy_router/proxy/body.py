@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from argosy_engine.protocol.openai import StreamOptions
+from argosy_protocol.openai import StreamOptions
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from argosy_router.metrics import Metrics
+from argosy_router.fleet.service import Choice
+from argosy_router.metrics.registry import Metrics
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionLog, DecisionRecord
 from argosy_router.proxy.usage import TokenUsage
 from argosy_router.records.access_log import AccessEntry, AccessLog
 from argosy_router.records.recorder import Recorded, Recorder
 from argosy_router.records.usage_ledger import UsageLedger
-from argosy_router.service import Choice
 
 if TYPE_CHECKING:
     from argosy_router.proxy.exchange import Exchange

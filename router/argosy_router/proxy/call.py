@@ -15,10 +15,10 @@ from urllib.parse import quote
 import msgspec
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from argosy_engine.protocol.embeddings import decode_embedding_request
-from argosy_engine.protocol.errors import BadRequest, NotFound
-from argosy_engine.protocol.headers import MODEL_NAME, RESPONSE_ID, TENANT
-from argosy_engine.protocol.openai import (
+from argosy_protocol.embeddings import decode_embedding_request
+from argosy_protocol.errors import BadRequest, NotFound
+from argosy_protocol.headers import MODEL_NAME, RESPONSE_ID, TENANT
+from argosy_protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     Endpoint,
@@ -27,10 +27,12 @@ from argosy_engine.protocol.openai import (
     StreamOptions,
     decode_request,
 )
-from argosy_engine.protocol.prompt_view import prompt_view
-from argosy_engine.protocol.tokenization import only_model
+from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.tokenization import only_model
 from argosy_router.admission.accounts import Account
-from argosy_router.fleet import Fleet
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.service import Prompt, Service
 from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
 from argosy_router.proxy.body import with_another, with_fields
@@ -39,8 +41,6 @@ from argosy_router.proxy.foreign_body import foreign_body
 from argosy_router.proxy.migration import StreamShape, resumable_shape
 from argosy_router.proxy.renaming import Renaming
 from argosy_router.proxy.usage import asking_usage
-from argosy_router.replica import Replica
-from argosy_router.service import Prompt, Service
 
 if TYPE_CHECKING:
     from argosy_router.records.tracing import Trace

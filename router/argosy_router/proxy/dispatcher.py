@@ -11,10 +11,12 @@ import logging
 import time
 from collections.abc import Sequence
 
-from argosy_engine.protocol import headers
-from argosy_engine.protocol.errors import ApiError
-from argosy_router.fleet import Fleet
-from argosy_router.health import CONSECUTIVE_FAILURES
+from argosy_protocol import headers
+from argosy_protocol.errors import ApiError
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.health import CONSECUTIVE_FAILURES
+from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.service import Choice, Service
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.errors import (
     ConnectFailed,
@@ -25,7 +27,7 @@ from argosy_router.http.errors import (
 )
 from argosy_router.http.messages import render_headers
 from argosy_router.http.roles import Client
-from argosy_router.metrics import Metrics
+from argosy_router.metrics.registry import Metrics
 from argosy_router.proxy.begun_stream import KeepAlive
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.call import Call
@@ -37,8 +39,6 @@ from argosy_router.proxy.retry import RetryBudget
 from argosy_router.proxy.upstream_ids import UpstreamIds
 from argosy_router.proxy.usage import TokenUsage
 from argosy_router.proxy.verdict import CONSECUTIVE_ERRORS, Refused, is_error, is_fault
-from argosy_router.replica import Replica
-from argosy_router.service import Choice, Service
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ first token, up to what was asked for. A client that leaves thus pays for what w
 
 from __future__ import annotations
 
-from argosy_engine.protocol.openai import MAX_TOKENS, ChatCompletionRequest, CompletionRequest
+from argosy_protocol.openai import MAX_TOKENS, ChatCompletionRequest, CompletionRequest
 
 
 class TokenEstimate:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from argosy_engine.protocol.errors import (
+from argosy_protocol.errors import (
     ApiError,
     BadGateway,
     GatewayTimeout,
@@ -29,6 +29,8 @@ from argosy_engine.protocol.errors import (
     Unavailable,
 )
 from argosy_router.admission.accounts import Reservation
+from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import Deadline
 from argosy_router.http.errors import (
     ConnectFailed,
@@ -45,8 +47,6 @@ from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.migration import Transcript
 from argosy_router.proxy.relay import StreamRelay, UnaryRelay
 from argosy_router.proxy.verdict import EngineError, Refused, Suspects, is_error, refusal
-from argosy_router.replica import Replica
-from argosy_router.service import Choice
 
 if TYPE_CHECKING:
     from argosy_router.proxy.dispatcher import Dispatcher

@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from argosy_engine.protocol.errors import ApiError, TooManyRequests, Unavailable
-from argosy_engine.protocol.openai import MAX_TOKENS
+from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
+from argosy_protocol.openai import MAX_TOKENS
 from argosy_router.admission.accounts import RateLimited
 from argosy_router.admission.lane import Bounds, Lane
-from argosy_router.fleet import Fleet
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.roles import Client
+from argosy_router.metrics.series import Counter, Histogram, Labels, Reading, Series
 from argosy_router.proxy.books import CLIENT_GONE
 from argosy_router.proxy.waiting import Waiting
-from argosy_router.series import Counter, Histogram, Labels, Reading, Series
-from argosy_router.service import Service
 
 if TYPE_CHECKING:
     from argosy_router.proxy.exchange import Exchange

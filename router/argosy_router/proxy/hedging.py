@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from argosy_router.fleet import Fleet
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.service import Service
 
 SHARE = 0.05
 """What the paper's example of a deferred hedge costs: it waits for the 95th percentile."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy_engine.protocol.openai import (
+from argosy_protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     Resume,

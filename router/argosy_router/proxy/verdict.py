@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import re
 
+from argosy_router.fleet.replica import Replica
 from argosy_router.http.errors import UpstreamError
-from argosy_router.replica import Replica
 
 CONSECUTIVE_ERRORS = 5
 """Answers of 500 in a row, to requests that others could answer, before ejection, as Envoy counts them."""

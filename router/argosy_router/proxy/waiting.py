@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from argosy_engine.protocol.errors import ApiError
+from argosy_protocol.errors import ApiError
 from argosy_router.admission.entry import Waiter
 from argosy_router.admission.lane import Lane
 from argosy_router.http.roles import Client

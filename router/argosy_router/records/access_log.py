@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from argosy_router.metrics.series import Reading
 from argosy_router.records.line_writer import LineWriter
-from argosy_router.series import Reading
 
 FLUSH_S = 0.2
 

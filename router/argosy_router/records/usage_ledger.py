@@ -21,9 +21,9 @@ from pathlib import Path
 
 import msgspec
 
+from argosy_router.metrics.series import PREFIX, Labels, Reading, Rows
 from argosy_router.records.append_file import AppendFile, flush_until_cancelled
 from argosy_router.records.usage_line import UsageLine
-from argosy_router.series import PREFIX, Labels, Reading, Rows
 
 log = logging.getLogger(__name__)
 

@@ -15,17 +15,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from argosy_engine.protocol.fleet import FleetService
+from argosy_protocol.fleet import FleetService
+from argosy_router.fleet.load import Charge
+from argosy_router.fleet.replica import Member, Replica
+from argosy_router.fleet.service import Prompt, Service
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
-from argosy_router.load import Charge
 from argosy_router.prefixes.residency import Residency
 from argosy_router.replay.engine import CacheChange, EngineModel, Job, SimulatedEngine
 from argosy_router.replay.trace import TraceRequest
-from argosy_router.replica import Member, Replica
-from argosy_router.service import Prompt, Service
 
 HEARTBEAT_S = 1.0
 """The engines' own interval at rest; a busier one reports more often, so this is the harder case."""

@@ -25,16 +25,16 @@ import uvicorn
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from argosy_engine.protocol.errors import ApiError, BadRequest, Forbidden, PayloadTooLarge, Unauthorized
-from argosy_engine.protocol.keys import KeyRing, internal_key
-from argosy_engine.protocol.openai import decode_request
-from argosy_engine.protocol.report import ADMIN_KEY_UID, REPORT_PATH
-from argosy_router.admin_connections import MAX_CONNECTIONS, AdminConnection
-from argosy_router.explain import explain
-from argosy_router.fleet import Fleet
+from argosy_protocol.errors import ApiError, BadRequest, Forbidden, PayloadTooLarge, Unauthorized
+from argosy_protocol.keys import KeyRing, internal_key
+from argosy_protocol.openai import decode_request
+from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH
+from argosy_router.admin.connections import MAX_CONNECTIONS, AdminConnection
+from argosy_router.admin.explain import explain
+from argosy_router.admin.overview import Overviews
+from argosy_router.fleet.fleet import Fleet
 from argosy_router.http.messages import Request as RouterRequest
-from argosy_router.metrics import CONTENT_TYPE, Metrics
-from argosy_router.overview import Overviews
+from argosy_router.metrics.registry import CONTENT_TYPE, Metrics
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.books import CLIENT_GONE
 from argosy_router.proxy.call import SESSION_HEADER, find_service, prompt_of, session_of
@@ -175,7 +175,7 @@ def build_admin(
         return answer
 
     for path, (file, content_type) in PAGE.items():
-        _serve(app, path, files("argosy_router").joinpath("page", file).read_bytes(), content_type)
+        _serve(app, path, files("argosy_router.admin").joinpath("page", file).read_bytes(), content_type)
 
     return app
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from argosy_engine import __version__
-from argosy_router.fleet import Fleet
-from argosy_router.history import History, Trend
-from argosy_router.metrics import Metrics
-from argosy_router.replica import Replica
-from argosy_router.service import Service
+from argosy_protocol import __version__
+from argosy_router.admin.history import History, Trend
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.service import Service
+from argosy_router.metrics.registry import Metrics
 
 
 class ReplicaView(Struct, frozen=True, kw_only=True):

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_engine.protocol.errors import BadRequest
-from argosy_engine.protocol.json_bound import decode_body
-from argosy_engine.protocol.openai import (
+from argosy_protocol.errors import BadRequest
+from argosy_protocol.json_bound import decode_body
+from argosy_protocol.openai import (
     MAX_REQUEST_ID,
     MAX_TOKENS,
     CompletionRequest,

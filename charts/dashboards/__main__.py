@@ -1,4 +1,4 @@
-"""Writes the files: `python -m argosy_router.dashboards DIRECTORY`."""
+"""Writes the files: `python -m dashboards DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
-from argosy_router.dashboards.alerts import rules
-from argosy_router.dashboards.grafana import dashboard
-from argosy_router.dashboards.promql import Registry
+from dashboards.alerts import rules
+from dashboards.grafana import dashboard
+from dashboards.promql import Registry
 
 DASHBOARD = "router-dashboard.json"
 RULES = "router-rules.yaml"
@@ -28,7 +28,7 @@ def render(registry: Registry) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the files into a directory."""
-    parser = argparse.ArgumentParser(prog="python -m argosy_router.dashboards", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m dashboards", description=__doc__)
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args(argv).directory
     for name, text in render(Registry.of_router()).items():

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from argosy_engine.protocol.openai import ChatCompletionRequest, CompletionRequest
+from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest
 
 
 class SegmentKind(IntEnum):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from argosy_engine.protocol.errors import BadRequest, PayloadTooLarge
+from argosy_protocol.errors import BadRequest, PayloadTooLarge
 
 _Body = TypeVar("_Body")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from argosy_router.dashboards.promql import Expressions, Registry
+from dashboards.promql import Expressions, Registry
 
 
 @dataclass(frozen=True, slots=True)

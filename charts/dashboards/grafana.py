@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from argosy_router.dashboards.promql import Expressions, Registry
+from dashboards.promql import Expressions, Registry
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from collections.abc import Collection
 
 from msgspec import Struct
 
-from argosy_engine.protocol.errors import ApiError
-from argosy_router.fleet import Fleet
+from argosy_protocol.errors import ApiError
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.service import Candidates, Prompt, Service
 from argosy_router.policy import POLICIES
-from argosy_router.replica import Replica
-from argosy_router.service import Candidates, Prompt, Service
 
 
 class CandidateReport(Struct, frozen=True, kw_only=True):

@@ -21,8 +21,8 @@ import random
 import time
 from collections.abc import Callable
 
-from argosy_engine.protocol.headers import TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
-from argosy_engine.protocol.telemetry import (
+from argosy_protocol.headers import TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
+from argosy_protocol.telemetry import (
     PROTOCOL_VERSION,
     STALE_AFTER_S,
     Cleared,
@@ -38,14 +38,14 @@ from argosy_engine.protocol.telemetry import (
     unpack_u32,
     unpack_u64,
 )
-from argosy_router.health import SUSPECT_STEP_AGE_S, stall_bound_s
+from argosy_router.fleet.health import SUSPECT_STEP_AGE_S, stall_bound_s
+from argosy_router.fleet.polling import ForeignPoller
+from argosy_router.fleet.replica import Replica
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.http.fetch import request_head
 from argosy_router.http.messages import Headers, first_value
-from argosy_router.links.foreign import ForeignPoller
 from argosy_router.prefixes.residency import Residency
-from argosy_router.replica import Replica
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from argosy_engine import __version__
-from argosy_engine.protocol.report import ReplicaState
-from argosy_router.fleet import Fleet
-from argosy_router.replica import Replica
-from argosy_router.series import PREFIX, Counter, Histogram, Labels, Reading, Rows, Series
-from argosy_router.service import Service
+from argosy_protocol import __version__
+from argosy_protocol.report import ReplicaState
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.service import Service
+from argosy_router.metrics.series import PREFIX, Counter, Histogram, Labels, Reading, Rows, Series
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 

@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_engine.protocol.json_bound import decode_body
-from argosy_engine.protocol.openai import (
+from argosy_protocol.json_bound import decode_body
+from argosy_protocol.openai import (
     MAX_TOKENS,
     ChatCompletionRequest,
     InternalFields,

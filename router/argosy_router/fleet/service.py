@@ -12,19 +12,19 @@ from collections.abc import Collection, Sequence
 from math import exp, inf
 from typing import Final
 
-from argosy_engine.protocol.chunks import chain_seed
-from argosy_engine.protocol.errors import TooManyRequests, Unavailable
-from argosy_engine.protocol.fleet import FleetService
-from argosy_engine.protocol.openai import GenerationRequest
-from argosy_engine.protocol.prompt_view import Segment, SegmentKind
-from argosy_router.health import may_eject, panics
-from argosy_router.load import LoadAccount
+from argosy_protocol.chunks import chain_seed
+from argosy_protocol.errors import TooManyRequests, Unavailable
+from argosy_protocol.fleet import FleetService
+from argosy_protocol.openai import GenerationRequest
+from argosy_protocol.prompt_view import Segment, SegmentKind
+from argosy_router.fleet.health import may_eject, panics
+from argosy_router.fleet.load import LoadAccount
+from argosy_router.fleet.replica import Replica
 from argosy_router.native.hashing import chunk_hashes, chunk_tokens
 from argosy_router.policy import POLICIES, Decision, RouteRequest
 from argosy_router.policy.base import Candidate
 from argosy_router.policy.rates import assumed
 from argosy_router.prefixes.index import PrefixIndex
-from argosy_router.replica import Replica
 
 PRIOR_BYTES_PER_TOKEN: Final = 4.0
 """English prose with a large vocabulary; learnt from the first answers' usage."""

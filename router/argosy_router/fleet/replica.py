@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from argosy_engine.protocol.report import ReplicaReport, ReplicaState
-from argosy_engine.protocol.telemetry import Hello
-from argosy_router.health import SUSPECT_STEP_AGE_S, Health
+from argosy_protocol.report import ReplicaReport, ReplicaState
+from argosy_protocol.telemetry import Hello
+from argosy_router.fleet.health import SUSPECT_STEP_AGE_S, Health
+from argosy_router.fleet.load import LoadAccount
 from argosy_router.http.pool import ConnectionPool
-from argosy_router.load import LoadAccount
 from argosy_router.prefixes.residency import Residency
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from argosy_router.metrics import Metrics
-from argosy_router.series import Counter, Histogram
+from argosy_router.metrics.registry import Metrics
+from argosy_router.metrics.series import Counter, Histogram
 
 INTERVAL_S = 5.0
 SAMPLES = 61

@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
-from argosy_engine.protocol.fleet import FleetDocument, FleetService, NameTable, resolve_names
-from argosy_engine.protocol.keys import internal_key
-from argosy_engine.protocol.report import RoutableReport
+from argosy_protocol.fleet import FleetDocument, FleetService, NameTable, resolve_names
+from argosy_protocol.keys import internal_key
+from argosy_protocol.report import RoutableReport
+from argosy_router.fleet.replica import Member, Replica
+from argosy_router.fleet.service import Service
+from argosy_router.fleet.telemetry import TelemetryClient
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import FirstByteTimeout
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
-from argosy_router.links.telemetry import TelemetryClient
 from argosy_router.prefixes.index import SHARDS
 from argosy_router.prefixes.index_memory import DEFAULT_BYTES, shares
 from argosy_router.prefixes.residency import Residency
-from argosy_router.replica import Member, Replica
-from argosy_router.service import Service
 
 log = logging.getLogger(__name__)
 
