@@ -108,6 +108,9 @@ def type_schema(info: types.Type, *, defaults: bool) -> Schema:
             schema = type_schema(inner, defaults=defaults)
             for key, value in (extra or {}).items():
                 schema[key] = [*schema.get(key, []), *value] if key == "x-kubernetes-validations" else value
+            own = f"self.matches('{schema.get('pattern')}')"
+            if any(rule["rule"] == own for rule in schema.get("x-kubernetes-validations", ())):
+                del schema["pattern"]  # the rule says it in words
             return schema
         case types.UnionType(types=members):
             (member,) = (each for each in members if not isinstance(each, types.NoneType))

@@ -39,13 +39,34 @@ def rule_schema(rule: Rule) -> dict[str, str]:
     return schema
 
 
+def matches(pattern: str, message: str) -> dict[str, Any]:
+    """`extra_json_schema` of a string whose form is said in words: in the CRD this rule stands for the type's own
+    `pattern`, which the API server would quote as the whole explanation.
+
+    Args:
+        pattern: that of the type's `Meta`, without quotes and backslashes, which CEL would read otherwise.
+    """
+    assert not {"'", "\\"} & set(pattern)
+    return rules_of(Rule(rule=f"self.matches('{pattern}')", message=message))
+
+
 SET: Final[dict[str, Any]] = {"x-kubernetes-list-type": "set"}
 MAP_BY_TYPE: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 MAP_BY_NAME: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 
-QUANTITY_PATTERN: Final = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
+QUANTITY_PATTERN: Final = r"^[0-9]+([.][0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
 
-Quantity = Annotated[str, Meta(pattern=QUANTITY_PATTERN, max_length=32)]
+Quantity = Annotated[
+    str,
+    Meta(
+        pattern=QUANTITY_PATTERN,
+        max_length=32,
+        extra_json_schema=matches(
+            QUANTITY_PATTERN,
+            "must be a quantity: a number, perhaps followed by m, k, Ki, M, Mi, G, Gi, T or Ti, such as 500m or 16Gi",
+        ),
+    ),
+]
 """A Kubernetes quantity as a string, such as `500m` or `16Gi`."""
 
 CACHE_PATTERN: Final = (
@@ -53,7 +74,18 @@ CACHE_PATTERN: Final = (
     r"|([1-9]|[1-5][0-9]|6[0-3])(T|Ti))$"
 )
 """A number of bytes that an engine's KV cache may have (`engine_limits.KvCacheBytes`), whatever its suffix."""
-CacheQuantity = Annotated[str, Meta(pattern=CACHE_PATTERN, max_length=32)]
+CacheQuantity = Annotated[
+    str,
+    Meta(
+        pattern=CACHE_PATTERN,
+        max_length=32,
+        extra_json_schema=matches(
+            CACHE_PATTERN,
+            "must be a number of bytes between 1M and 63Ti: a whole number, perhaps with k, Ki, M, Mi, G, Gi, T or Ti, "
+            "such as 2Gi or 512Mi",
+        ),
+    ),
+]
 """Bytes between 1M and 63Ti, such as `2Gi`."""
 
 LabelValue = Annotated[str, Meta(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$")]
@@ -62,11 +94,31 @@ AnnotationValue = Annotated[str, Meta(max_length=16384)]
 ObjectName = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 InferenceServiceName = Annotated[str, Meta(max_length=63, pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 _DOMAIN: Final = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
+_RESOURCE_PATTERN: Final = rf"^{_DOMAIN}/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 ResourceName = Annotated[
     str,
-    Meta(min_length=3, max_length=253, pattern=rf"^{_DOMAIN}/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"),
+    Meta(
+        min_length=3,
+        max_length=253,
+        pattern=_RESOURCE_PATTERN,
+        extra_json_schema=matches(
+            _RESOURCE_PATTERN, "must be an extended resource with its domain, such as nvidia.com/gpu"
+        ),
+    ),
 ]
-ServedName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
+_SERVED_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$"
+ServedName = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=256,
+        pattern=_SERVED_PATTERN,
+        extra_json_schema=matches(
+            _SERVED_PATTERN,
+            "must be a model name: a letter or digit, then letters, digits and . _ : / -, such as org/model-8b",
+        ),
+    ),
+]
 
 _SUFFIXES: Final = {
     "": 1,

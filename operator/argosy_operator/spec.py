@@ -25,6 +25,7 @@ from argosy_operator.schema_types import (
     LabelValue,
     ObjectName,
     Quantity,
+    ResourceName,
     Rule,
     ServedName,
     quantity_bytes,
@@ -147,14 +148,7 @@ class Gpu(Struct, frozen=True, kw_only=True, rename="camel"):
     )
     count: Annotated[int, Meta(ge=1, le=16)] = 1
     """How many. One: an engine does not share a model among GPUs yet."""
-    resource_name: Annotated[
-        str,
-        Meta(
-            min_length=3,
-            max_length=253,
-            pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$",
-        ),
-    ] = "nvidia.com/gpu"
+    resource_name: ResourceName = "nvidia.com/gpu"
     """Extended resource that stands for one GPU, such as `nvidia.com/gpu` or `nvidia.com/mig-1g.10gb`."""
 
 

@@ -180,11 +180,12 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "smaller cache than the engine takes": (
         manifest(f"{TINY}\nengine: {{kvCacheMemory: 1k}}"),
-        "spec.engine.kvCacheMemory in body should match",
+        "must be a number of bytes between 1M and 63Ti: a whole number, perhaps with k, Ki, M, Mi, G, Gi, T or Ti, "
+        "such as 2Gi",
     ),
     "gpu without a domain": (
         manifest(f"{TINY}\nresources: {{gpu: {{resourceName: gpu}}}}"),
-        "spec.resources.gpu.resourceName in body should match",
+        "must be an extended resource with its domain, such as nvidia.com/gpu",
     ),
     "memory given twice": (
         manifest(f"{TINY}\nengine: {{kvCacheMemory: 1Gi, gpuMemoryUtilization: 0.5}}"),
@@ -194,9 +195,18 @@ BAD: dict[str, tuple[str, str]] = {
         manifest(f"{TINY}\nengine: {{device: cpu, gpuMemoryUtilization: 0.5}}"),
         "gpuMemoryUtilization has no meaning with device cpu",
     ),
+    "memory in words": (
+        manifest(f"{TINY}\nresources: {{memory: 16 gigabytes}}"),
+        "must be a quantity: a number, perhaps followed by m, k, Ki, M, Mi, G, Gi, T or Ti, such as 500m or 16Gi",
+    ),
+    "cache in a unit that there is not": (
+        manifest(f"{TINY}\nengine: {{kvCacheMemory: 2GB}}"),
+        "must be a number of bytes between 1M and 63Ti",
+    ),
     "fraction of bytes": (
         manifest(f"{TINY}\nengine: {{kvCacheMemory: 1.5Gi}}"),
-        "spec.engine.kvCacheMemory in body should match",
+        "must be a number of bytes between 1M and 63Ti: a whole number, perhaps with k, Ki, M, Mi, G, Gi, T or Ti, "
+        "such as 2Gi",
     ),
     "more than all memory": (
         manifest(f"{TINY}\nengine: {{gpuMemoryUtilization: 1.5}}"),
@@ -248,7 +258,7 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "alias with a space": (
         manifest("model: {source: 'builtin://tiny', aliases: ['a b']}"),
-        "spec.model.aliases[0] in body should match",
+        "must be a model name: a letter or digit, then letters, digits and . _ : / -, such as org/model-8b",
     ),
     "name that begins with a digit": (
         manifest(TINY, name="7b"),
