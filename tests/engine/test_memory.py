@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy_engine import LLM
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit
+from argosy_engine.frontend.budget import budget_table
 from argosy_engine.models.config import ModelConfig, load_model_config
 from argosy_engine.models.headers import checkpoint_elements
 from argosy_engine.models.source import resolve_model
@@ -141,6 +143,30 @@ def test_a_broken_checkpoint_is_a_config_error(tmp_path: Path, content: bytes) -
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError):
         checkpoint_elements(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_doctor_and_engine_agree_on_the_budget(dtype: str) -> None:
+    """The tiny model's head is its embedding: on a CPU the head's product has a copy of its own, which counts."""
+    flags: dict[str, Any] = {
+        "model": "builtin://tiny",
+        "device": "cpu",
+        "dtype": dtype,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    size = 2 if dtype == "bfloat16" else 4
+    told = diagnose(EngineArgs.of(**flags)).budget
+    llm = LLM(**flags, threads=1)
+    try:
+        found = llm.config.memory
+        copies = llm.config.vocab_size * llm.config.embedding_size * size
+    finally:
+        llm.close()
+    assert told is not None
+    stored = sum(checkpoint_elements(TINY).values()) * size
+    assert told.weights_bytes == found.weights_bytes == stored + copies
+    assert told.kv_cache_bytes == found.kv_cache_bytes
+    assert budget_table(told) == budget_table(found)
 
 
 def test_doctor_says_what_a_gpu_would_hold() -> None:

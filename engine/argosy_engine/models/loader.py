@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ _GIB = 1 << 30
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     model: CausalLM
-    num_bytes: int
-    """of the weights, in the engine's dtype"""
+    elements: dict[str, int]
+    """of each tensor that the model took"""
 
 
 def plan_weights(config: ModelConfig, dtype: torch.dtype) -> WeightPlan:
@@ -69,15 +70,16 @@ def load_model(
     model_class = registry.model_class(config.architecture)
     with torch.inference_mode():
         plan = plan_weights(config, dtype)
+        elements = {name: math.prod(shape) for name, shape in plan.shapes.items()}
         if load_format == "dummy":
             weights: Weights = DummyWeights(dtype, device, seed)
-            return LoadedModel(model_class(config, weights, max_positions), weights.num_bytes)
+            return LoadedModel(model_class(config, weights, max_positions), elements)
         reader = SafetensorsWeights(path, dtype, device, prefix=model_class.checkpoint_prefix)
         reader.check(plan, [*model_class.ignored_tensors, *_tied_head(config)])
         with LoadProgress(reader.stored_bytes(plan)) as progress:
             reader.on_read = progress.advance
             model = model_class(config, reader, max_positions)
-        return LoadedModel(model, reader.num_bytes)
+        return LoadedModel(model, elements)
 
 
 def _tied_head(config: ModelConfig) -> list[str]:

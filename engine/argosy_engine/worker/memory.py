@@ -58,7 +58,8 @@ def estimate_activations(
 
 
 def estimate_weights(config: ModelConfig, elements: Mapping[str, int], itemsize: int, device: str) -> int:
-    """Bytes of the loaded weights, from the checkpoint's element counts (`models.headers`)."""
+    """Bytes of the loaded weights: for `argosy doctor` from the checkpoint's element counts (`models.headers`), for an
+    engine from those of the tensors that it took."""
     tied_copy = "lm_head.weight"
     total = sum(
         count for name, count in elements.items() if not (config.tie_word_embeddings and name == tied_copy)

@@ -23,7 +23,7 @@ from argosy_engine.sample.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.device import DeviceMemory, choose_dtype, cpu_memory
 from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.memory import estimate_activations, plan_memory, wanted_model_len
+from argosy_engine.worker.memory import estimate_activations, estimate_weights, plan_memory, wanted_model_len
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
 from argosy_engine.worker.profile import measure_activations
@@ -102,7 +102,7 @@ class Worker:
                 config,
                 memory,
                 itemsize=dtype.itemsize,
-                weights_bytes=loaded.num_bytes,
+                weights_bytes=estimate_weights(config, loaded.elements, dtype.itemsize, device.type),
                 activation_bytes=activation_bytes,
             )
             self._runner = self._make_runner(
