@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -223,3 +224,84 @@ def test_a_grammar_whose_steps_take_too_long_is_refused() -> None:
     check_steps(grammar, backend.token_lengths(), lambda: clock(MAX_STEP_S / 100))
     with pytest.raises(TooSlow, match="less ambiguous"):
         check_steps(grammar, backend.token_lengths(), lambda: clock(MAX_STEP_S * 1.01))
+
+
+@pytest.fixture
+def impatient() -> Iterator[GrammarProcess]:
+    """Replaces a process that does not fork within half a second."""
+    made = GrammarProcess(ARGS, fork_timeout_s=0.5)
+    yield made
+    made.close()
+
+
+def stop(pid: int) -> None:
+    """By SIGSTOP: as a process that hangs in the kernel, it reads nothing and its timers do nothing."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        pass
+
+
+def test_a_stopped_process_is_replaced_and_the_grammar_compiled_by_the_next(
+    impatient: GrammarProcess,
+) -> None:
+    assert compiled(impatient, "regex", "f") is not None
+    before = impatient.pid
+    assert before is not None
+    stop(before)
+    assert compiled(impatient, "regex", "g") is not None
+    assert impatient.pid != before
+    wait_for_end(before)
+
+
+def test_a_process_stopped_before_it_is_warm_is_replaced(impatient: GrammarProcess) -> None:
+    process = GrammarProcess(ARGS, fork_timeout_s=0.5, warm_up_timeout_s=0.5)
+    try:
+        compilation = process.new_compilation()
+        assert process.pid is not None
+        stop(process.pid)
+        before = process.pid
+        with contextlib.suppress(BackendUnavailable):  # half a second may be too short for the next one, too
+            compilation.run(GrammarSpec("regex", "a"))
+        assert process.pid != before
+        wait_for_end(before)
+    finally:
+        process.close()
+
+
+def test_a_compilation_that_fell_with_its_process_is_begun_anew(impatient: GrammarProcess) -> None:
+    compilation = impatient.new_compilation()
+    running = begin(compilation)
+    first, before = child_of(impatient), impatient.pid
+    assert before is not None
+    stop(before)
+    assert compiled(impatient, "regex", "h") is not None
+    wait_for_end(first)
+    assert impatient.pid != before
+    second = child_of(impatient)
+    assert not running.done()
+    compilation.kill()
+    wait_for_end(second)
+    assert isinstance(running.exception(30), BackendUnavailable)
+
+
+def test_a_stopped_compilation_is_killed_with_its_request(process: GrammarProcess) -> None:
+    compilation = process.new_compilation()
+    running = begin(compilation)
+    child = child_of(process)
+    stop(child)
+    compilation.kill()
+    assert running.exception(30) is not None
+    wait_for_end(child)
+
+
+def test_a_stopped_compilation_is_given_up_soon_after_its_deadline() -> None:
+    process = GrammarProcess(ARGS, deadline_s=1.0)
+    try:
+        running = begin(process.new_compilation())
+        child = child_of(process)
+        stop(child)
+        assert isinstance(running.exception(30), BackendUnavailable)
+        wait_for_end(child)
+        assert compiled(process, "regex", "i") is not None
+    finally:
+        process.close()

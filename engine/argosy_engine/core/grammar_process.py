@@ -5,8 +5,9 @@ starts within milliseconds, can be killed at any time, has a bound on its memory
 native code crashes. This process has one thread and does nothing but fork; it ends with the engine core.
 
 FD is a stream socket. Over it come `GrammarProcessArgs`, then single bytes, each with the socket of a job. Over that
-come a `Job`, then nothing (`LOWER_PRIORITY` at most) until the end of the file, which ends the compilation. Back go
-`STARTED`, one byte for the kind of answer, and the answer in msgpack. Both structs have their length before them.
+goes back `FORKED` with a pidfd, by which the core can kill the compilation even if it is stopped. Then comes a `Job`,
+then nothing (`LOWER_PRIORITY` at most) until the end of the file, which ends the compilation. Back go `STARTED`, one
+byte for the kind of answer, and the answer in msgpack. Both structs have their length before them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import msgspec
 from msgspec import Struct
 
 from argosy_engine.core.diagnostics import dump_stacks_on_signal
-from argosy_engine.executor.lifeline import die_with_parent
+from argosy_engine.executor.lifeline import die_with_parent, open_pidfd
 from argosy_engine.structured.params import GrammarSpec
 from argosy_engine.structured.step_probe import check_steps
 from argosy_engine.structured.vocabulary import TokenTable, Vocabulary
@@ -34,6 +35,8 @@ from argosy_engine.structured.xgrammar_backend import Serialized, XGrammarBacken
 
 logger = logging.getLogger("argosy.structured")
 
+FORKED = b"P"
+"""Comes with a pidfd of the forked process, where the kernel has them."""
 STARTED = b"S"
 COMPILED = b"C"
 """`Serialized`"""
@@ -123,6 +126,11 @@ def _fork(
             code = 0
         finally:
             os._exit(code)
+    pidfd = open_pidfd(pid)
+    with contextlib.suppress(OSError):  # the job was cancelled
+        socket.send_fds(job, [FORKED], [] if pidfd is None else [pidfd])
+    if pidfd is not None:
+        os.close(pidfd)
 
 
 def _work(socket_: socket.socket, backend: XGrammarBackend, fault: str | None) -> None:
