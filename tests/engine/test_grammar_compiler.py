@@ -109,9 +109,9 @@ class Rig:
         )
 
     def submit(self, text: str, key: str = "") -> Waiter:
-        """Asks for a grammar; the request's id is its text."""
+        """Asks for a grammar; the request's id is its text and key."""
         waiter = Waiter()
-        grammar = self.compiler.submit(text, GrammarSpec("grammar", text), waiter, key)
+        grammar = self.compiler.submit(text + key, GrammarSpec("grammar", text), waiter, key)
         if grammar is not None:
             waiter(grammar)
         return waiter
@@ -255,6 +255,58 @@ def test_keys_take_turns() -> None:
     rig.after(2 * (QUANTUM_S + TICK_S))
     assert modest.wait().text == "quick"
     assert not greedy[-1].is_done
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_queued_compilation_of_two_keys_is_begun_at_the_first_turn_of_either(leaves: bool) -> None:
+    """The second key's request used to wait for its turn among all of the first key's."""
+    rig = Rig()
+    for number in range(50):
+        rig.submit(f"slow {number}", key="greedy")
+    first, second = rig.submit("shared", key="greedy"), rig.submit("shared", key="modest")
+    if leaves:
+        rig.compiler.cancel("sharedgreedy")
+    rig.after(2 * (QUANTUM_S + TICK_S))
+    assert second.wait().text == "shared"
+    assert leaves or first.wait().text == "shared"
+    assert rig.backend.compiled.count("shared") == 1
+
+
+def test_a_compilation_whose_second_key_leaves_waits_for_the_firsts_turn() -> None:
+    rig = Rig()
+    greedy = [rig.submit(f"slow {number}", key="greedy") for number in range(3)]
+    shared = rig.submit("shared", key="greedy")
+    rig.submit("shared", key="modest")
+    rig.compiler.cancel("sharedmodest")
+    rig.after(2 * (QUANTUM_S + TICK_S))
+    assert not shared.is_done
+    rig.after(2 * (QUANTUM_S + TICK_S))
+    assert shared.wait().text == "shared"
+    assert not greedy[0].is_done
+
+
+def test_a_key_joins_a_full_queue_but_not_with_a_full_share_of_its_own() -> None:
+    rig = Rig()
+    for number in range(MAX_QUEUED_PER_KEY + 1):  # one of them runs
+        for key in ("first", "second"):
+            rig.submit(f"slow {number} {key}", key=key)
+    assert rig.submit("slow 9 first", key="second").wait().is_overload
+    assert not rig.submit("slow 9 first", key="first").is_done
+    assert not rig.submit("slow 9 first", key="third").is_done
+    assert not rig.submit("slow 0 first", key="second").is_done, "it runs and takes no place in the queue"
+
+
+def test_the_key_that_joined_a_greedy_ones_compilation_keeps_it() -> None:
+    """It was ended with the greedy key's others, for the greedy key's reason."""
+    rig = Rig()
+    greedy = [rig.submit(f"slow {number}", key="greedy") for number in range(MIN_LONG)]
+    rig.after((MIN_LONG + 1) * QUANTUM_S)
+    joined = rig.submit(f"slow {MIN_LONG - 1}", key="modest")
+    rig.submit("slow of a third", key="third")
+    rig.after(2 * QUANTUM_S)
+    assert not joined.is_done
+    assert not greedy[MIN_LONG - 1].is_done
+    assert greedy[MIN_LONG - 2].wait().is_overload
 
 
 def test_the_key_with_most_long_compilations_loses_its_newest() -> None:

@@ -8,6 +8,8 @@ grammars from starving each other:
 - A compilation that nobody waits for any more is dropped, or killed if it runs.
 - Keys take turns, and each may queue a part of the whole queue only. The key is the tenant that the router names, which
   no client can choose (`headers.TENANT`); requests without one share a key.
+- A compilation that requests of several keys wait for belongs to each of them: it is begun at the first turn of any,
+  goes on while one of them waits, and is counted for the key that has the fewest.
 - A compilation that takes longer than `QUANTUM_S` gives its slot to the next and goes on at a lower priority, beside
   a few others like it (`MIN_LONG`); beyond them the key that has most of them loses its newest one.
 - A failure, of a thread's start too, costs the requests that wait for this grammar, nobody else.
@@ -106,14 +108,21 @@ def start_thread(target: Callable[[], None]) -> None:
     threading.Thread(target=target, daemon=True, name="grammar compiler").start()
 
 
-class _Job:
-    __slots__ = ("compilation", "is_long", "is_over", "key", "spec", "started_at", "waiters")
+class _Waiter(NamedTuple):
+    done: Done
+    deadline: float
+    key: str
 
-    def __init__(self, spec: GrammarSpec, key: str) -> None:
+
+class _Job:
+    __slots__ = ("compilation", "is_long", "is_over", "keys", "spec", "started_at", "waiters")
+
+    def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
-        self.key = key
-        self.waiters: dict[str, tuple[Done, float]] = {}
-        """Request id -> callback and deadline."""
+        self.waiters: dict[str, _Waiter] = {}
+        """By request id."""
+        self.keys: Counter[str] = Counter()
+        """The keys it belongs to, with the number of their requests. Until it starts it is in the queue of each."""
         self.compilation: Compilation | None = None
         self.started_at: float | None = None
         self.is_long = False
@@ -174,7 +183,7 @@ class GrammarCompiler:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return len(self._jobs) - self.num_running
 
     def submit(self, request_id: str, spec: GrammarSpec, done: Done, key: str = "") -> CompiledGrammar | None:
         """The grammar if it is in the cache; else None, and `done` is called when it is there or cannot be.
@@ -194,10 +203,8 @@ class GrammarCompiler:
             else:
                 job = self._jobs.get(spec)
                 if job is None:
-                    job = self._jobs[spec] = _Job(spec, key)
-                    self._queue.push(key, job)
-                job.waiters[request_id] = done, self._clock() + self.deadline_s
-                self._job_of[request_id] = job
+                    job = self._jobs[spec] = _Job(spec)
+                self._join(job, request_id, _Waiter(done, self._clock() + self.deadline_s, key))
                 answers = self._dispatch()
         _answer(answers)
         return None
@@ -208,7 +215,7 @@ class GrammarCompiler:
             job = self._job_of.pop(request_id, None)
             if job is None:
                 return
-            del job.waiters[request_id]
+            self._leave(job, request_id)
             if not job.waiters:
                 self._drop(job)
             answers = self._dispatch()
@@ -247,15 +254,33 @@ class GrammarCompiler:
     def _refusal(self, spec: GrammarSpec, key: str) -> NoGrammar | None:
         if self._is_closed:
             return _CLOSED
-        if spec in self._jobs:
+        job = self._jobs.get(spec)
+        if job is not None and (job.started_at is not None or key in job.keys):
             return None
-        if spec in self._expired:
+        if job is None and spec in self._expired:
             if self._clock() < self._expired[spec]:
                 return self._expiry
             del self._expired[spec]
-        if len(self._queue) >= MAX_QUEUED or self._queue.count(key) >= MAX_QUEUED_PER_KEY:
-            return _QUEUE_FULL
-        return None
+        is_full = job is None and self.num_queued >= MAX_QUEUED
+        return _QUEUE_FULL if is_full or self._queue.count(key) >= MAX_QUEUED_PER_KEY else None
+
+    def _join(self, job: _Job, request_id: str, waiter: _Waiter) -> None:
+        if job.started_at is None and waiter.key not in job.keys:
+            self._queue.push(waiter.key, job)
+        job.keys[waiter.key] += 1
+        job.waiters[request_id] = waiter
+        self._job_of[request_id] = job
+
+    def _leave(self, job: _Job, request_id: str) -> Done:
+        """Takes a request out of the books; a job that nobody waits for is the caller's to drop."""
+        done, _, key = job.waiters.pop(request_id)
+        self._job_of.pop(request_id, None)
+        job.keys[key] -= 1
+        if not job.keys[key]:
+            del job.keys[key]
+            if job.started_at is None:
+                self._queue.remove(key, job)
+        return done
 
     @property
     def _expiry(self) -> NoGrammar:
@@ -265,9 +290,12 @@ class GrammarCompiler:
         """Starts what there are slots for; the answers of what could not be started."""
         answers = []
         while self._num_quick < self._num_threads and not self._is_closed:
-            job = self._queue.pop()
-            if job is None:
+            turn = self._queue.pop()
+            if turn is None:
                 break
+            key, job = turn
+            for other in job.keys.keys() - {key}:
+                self._queue.remove(other, job)
             job.started_at = self._clock()
             self._num_quick += 1
             try:
@@ -306,11 +334,9 @@ class GrammarCompiler:
         self, job: _Job, result: CompiledGrammar | NoGrammar
     ) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
         """Takes a job out of the books, killing what runs; the answers to give."""
-        answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = []
-        for request_id, (done, _) in job.waiters.items():
-            del self._job_of[request_id]
-            answers.append((done, result))
-        job.waiters = {}
+        answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = [
+            (self._leave(job, request_id), result) for request_id in list(job.waiters)
+        ]
         self._drop(job)
         return answers
 
@@ -318,22 +344,19 @@ class GrammarCompiler:
         """Takes a job that nobody waits for out of the books."""
         del self._jobs[job.spec]
         job.is_over = True
-        if job.started_at is None:
-            self._queue.remove(job.key, job)
-        elif job.is_long:
+        if job.is_long:
             self._long.remove(job)
-        else:
+        elif job.started_at is not None:
             self._num_quick -= 1
         if job.compilation is not None:
             job.compilation.kill()
 
     def _expire(self, job: _Job, now: float) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
-        expired = [request_id for request_id, (_, deadline) in job.waiters.items() if now >= deadline]
+        expired = [request_id for request_id, waiter in job.waiters.items() if now >= waiter.deadline]
         result = self._expiry if job.started_at is not None else _QUEUE_FULL
-        answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = []
-        for request_id in expired:
-            answers.append((job.waiters.pop(request_id)[0], result))
-            del self._job_of[request_id]
+        answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = [
+            (self._leave(job, request_id), result) for request_id in expired
+        ]
         if not job.waiters:
             if job.started_at is not None and now - job.started_at >= self.deadline_s / 2:
                 logger.warning("a grammar of %d bytes did not compile in time", len(job.spec.text))
@@ -352,10 +375,17 @@ class GrammarCompiler:
         job.compilation.lower_priority()
 
     def _newest_of_the_greediest(self) -> _Job:
-        """Of those that take long, the newest of the key that has most of them."""
-        counts = Counter(job.key for job in self._long)
+        """Of those that take long, the newest of the key that has most of them. One of several keys counts for the key
+        that has the fewest: who waits for a grammar of somebody greedy is not greedy."""
+        counts = Counter(key for job in self._long for key in job.keys)
+        payers = [min(job.keys, key=lambda key: (counts[key], key)) for job in self._long]
+        counts = Counter(payers)
         most = max(counts.values())
-        return next(job for job in reversed(self._long) if counts[job.key] == most)
+        return next(
+            job
+            for job, payer in zip(reversed(self._long), reversed(payers), strict=True)
+            if counts[payer] == most
+        )
 
     def _remember(self, spec: GrammarSpec, grammar: CompiledGrammar) -> None:
         """Least recently used first out. A grammar larger than the whole cache is not kept."""

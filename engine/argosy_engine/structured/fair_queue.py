@@ -1,4 +1,4 @@
-"""FairQueue: items in a queue per key, taken in turns."""
+"""FairQueue: items in a queue per key, taken in turns. An item may stand in the queues of several keys."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class FairQueue(Generic[T]):
         self._queues.setdefault(key, deque()).append(item)
         self._size += 1
 
-    def pop(self) -> T | None:
-        """The first item of the key whose turn it is; None when empty."""
+    def pop(self) -> tuple[str, T] | None:
+        """The key whose turn it is, and its first item; None when empty."""
         if not self._queues:
             return None
         key, items = next(iter(self._queues.items()))
@@ -37,7 +37,7 @@ class FairQueue(Generic[T]):
             self._queues.move_to_end(key)
         else:
             del self._queues[key]
-        return item
+        return key, item
 
     def remove(self, key: str, item: T) -> None:
         """
