@@ -24,16 +24,36 @@ class Watched:
         self.now = 1000.0
         self.watchdog = Watchdog(TIMEOUT_S, lambda: self.now)
         self.requests = {name: request(name) for name in names}
+        self.num_arrived = self.num_computed = self.leaving = 0
 
-    def after(self, seconds: float, moving: str = "") -> list[str]:
-        """The requests found stalled by the end of this time, in which one may move."""
+    def after(
+        self, seconds: float, moving: str = "", arriving: int = 0, leaving: int = 0, short: int = 0
+    ) -> list[str]:
+        """The requests found stalled by the end of this time.
+
+        Args:
+            moving: the request that gets tokens.
+            arriving: requests that arrive between two looks.
+            leaving: how many of them have left by the next look.
+            short: requests that come, get a token, and end between two looks.
+        """
         stalled: list[str] = []
         for _ in range(round(seconds / CHECK_INTERVAL_S)):
             self.now += CHECK_INTERVAL_S
             if moving:
                 self.requests[moving].append_output(1)
-            stalled = self.watchdog.check(self.requests.values())
+            self._leave()
+            for _ in range(arriving):
+                self.num_arrived += 1
+                self.requests[f"new {self.num_arrived}"] = request(f"new {self.num_arrived}")
+            self.leaving = leaving
+            self.num_computed += short
+            stalled = self.watchdog.check(self.requests.values(), self.num_computed)
         return stalled
+
+    def _leave(self) -> None:
+        for name in [name for name in self.requests if name.startswith("new")][: self.leaving]:
+            del self.requests[name]
 
 
 def request(name: str, **changed: Any) -> Request:
@@ -71,6 +91,32 @@ def test_a_request_waits_for_its_turn_as_long_as_others_move(
     watched.requests["a"].has_first_token = has_first_token
     assert watched.after(100 * TIMEOUT_S, moving="b") == []
     assert watched.after(2 * TIMEOUT_S) == ["a", "b"]
+
+
+@pytest.mark.parametrize("leaving", [0, 3])
+@pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.PREEMPTED])
+def test_a_request_is_found_although_others_arrive_and_leave(status: RequestStatus, leaving: int) -> None:
+    """A scheduler that moves nothing used to go unseen for as long as clients came."""
+    watched = Watched("a")
+    watched.requests["a"].status = status
+    assert "a" in watched.after(2 * TIMEOUT_S, arriving=3, leaving=leaving)
+
+
+def test_a_preemption_moves_nobody() -> None:
+    watched = Watched("a", "b")
+    watched.requests["a"].status = RequestStatus.WAITING
+    stalled: list[str] = []
+    for _ in range(30):
+        watched.requests["b"].num_preemptions += 1
+        stalled = watched.after(CHECK_INTERVAL_S)
+    assert stalled == ["a"]
+
+
+def test_a_request_waits_for_its_turn_while_short_ones_come_and_go() -> None:
+    """No look sees any of them twice."""
+    watched = Watched("a")
+    watched.requests["a"].status = RequestStatus.WAITING
+    assert watched.after(100 * TIMEOUT_S, arriving=3, leaving=3, short=3) == []
 
 
 def test_a_blocked_request_is_found_although_others_move() -> None:
@@ -119,3 +165,54 @@ def test_a_request_that_the_core_lost_sight_of_is_answered_and_counted() -> None
     assert outputs.stats.num_stalled == 1
     assert core.stats().num_stalled == 0
     core.scheduler.check()
+
+
+class Rig:
+    """A core whose watchdog's time passes by `after`, and to which requests keep coming."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.core = EngineCore(EngineArgs.of(model="builtin://tiny", block_size=BLOCK), FakeExecutor())
+        self.core.watchdog = Watchdog(TIMEOUT_S, lambda: self.now)
+        self.num_added = 0
+        self.errors: dict[str, str] = {}
+
+    def add(self) -> str:
+        self.num_added += 1
+        request_id = str(self.num_added)
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        self.core.add_request(EngineCoreRequest(request_id, [1] * 5, params, 0.0))
+        return request_id
+
+    def after(self, seconds: float) -> None:
+        """Adds a request and makes a few steps, every second."""
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            self.add()
+            self.core.tick()
+            for _ in range(3):
+                outputs = self.core.step().outputs if self.core.has_work else []
+                self.errors |= {output.request_id: output.error for output in outputs if output.error}
+
+
+def test_a_scheduler_that_admits_nobody_is_seen_although_requests_keep_coming(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    monkeypatch.setattr(rig.core.scheduler, "max_num_seqs", 0)
+    first = rig.add()
+    rig.after(2 * TIMEOUT_S)
+    assert "no progress" in rig.errors[first]
+    monkeypatch.undo()
+    rig.errors.clear()
+    rig.after(3)
+    assert not rig.errors, "those that came a moment ago"
+    rig.core.scheduler.check()
+
+
+def test_short_requests_are_progress_for_one_that_waits() -> None:
+    rig = Rig()
+    waits = rig.add()
+    rig.core.scheduler.waiting.remove(rig.core.scheduler.requests[waits])  # its turn never comes
+    rig.after(4 * TIMEOUT_S)
+    assert not rig.errors

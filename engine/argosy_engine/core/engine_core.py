@@ -130,6 +130,8 @@ class EngineCore:
         """Whether the last step's bookkeeping failed."""
         self.watchdog = Watchdog(args.request_stall_timeout)
         self._num_stalled = 0
+        self._num_computed = 0
+        """Tokens of all steps that were booked, for the watchdog."""
         self.step_began_at = self.step_ended_at = time.monotonic()
         self.sleep_state = SleepState(self.scheduler, self.kv, executor)
         self._utilities: dict[str, Callable[..., Any]] = {
@@ -250,6 +252,7 @@ class EngineCore:
             self._heal("booking a step")
             return self.idle_outputs()
         self._was_healed = False
+        self._num_computed += step.total_num_scheduled_tokens
         return EngineCoreOutputs(
             outputs=outputs,
             stats=self.stats(step.total_num_scheduled_tokens),
@@ -352,7 +355,7 @@ class EngineCore:
 
     def _fail_stalled(self) -> None:
         """Ends requests that nothing moves any more."""
-        stalled = self.watchdog.check(self.scheduler.requests.values())
+        stalled = self.watchdog.check(self.scheduler.requests.values(), self._num_computed)
         if not stalled:
             return
         self._num_stalled += len(stalled)

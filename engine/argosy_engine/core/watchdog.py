@@ -2,7 +2,8 @@
 
 A request moves when its tokens, its computed tokens or its status change. Standing still for a good reason does not
 count: the core's loop may be busy elsewhere (loading weights, say), and a prompt or a preempted request may wait for
-its turn for as long as others move. What remains is a fault of ours, which should cost this request and be counted.
+its turn for as long as others move. Others move when their tokens do: that requests arrive, or leave, moves nobody.
+What remains is a fault of ours, which should cost this request and be counted.
 
 A core whose loop itself hangs has no watchdog here: its heartbeats end, and `/health` turns red.
 """
@@ -40,24 +41,33 @@ class Watchdog:
         self._clock = clock
         self._checked_at = clock()
         self._marks: dict[str, _Mark] = {}
+        self._num_computed = 0
 
     @property
     def is_due(self) -> bool:
         return self._clock() - self._checked_at >= CHECK_INTERVAL_S
 
-    def check(self, requests: Iterable[Request]) -> list[str]:
-        """The requests that have stood still for too long; to be called when it `is_due`."""
+    def check(self, requests: Iterable[Request], num_computed: int = 0) -> list[str]:
+        """The requests that have stood still for too long; to be called when it `is_due`.
+
+        Args:
+            num_computed: tokens computed so far for any request, those included that came and went between two looks.
+        """
         now = self._clock()
         # Longer gaps are time in which the loop did something else.
         elapsed = min(now - self._checked_at, 2 * CHECK_INTERVAL_S)
         self._checked_at = now
-        marks, before, has_moved = dict[str, _Mark](), self._marks, False
+        marks, before = dict[str, _Mark](), self._marks
+        has_moved, self._num_computed = num_computed > self._num_computed, num_computed
         standing: list[tuple[Request, _Mark]] = []
         for request in requests:
             position = _position(request)
             mark = before.get(request.request_id)
-            if mark is None or mark.position != position:
-                mark, has_moved = _Mark(position), True
+            if mark is None:
+                mark = _Mark(position)
+            elif mark.position != position:
+                has_moved = has_moved or _has_grown(mark.position, position)
+                mark = _Mark(position)
             else:
                 standing.append((request, mark))
             marks[request.request_id] = mark
@@ -78,3 +88,8 @@ class Watchdog:
 
 def _position(request: Request) -> tuple[int, ...]:
     return request.num_tokens, request.num_computed_tokens, request.status, request.num_preemptions
+
+
+def _has_grown(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+    """Whether there are more tokens or more of them are computed."""
+    return now[0] > before[0] or now[1] > before[1]
