@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 from argosy_engine.api.http_protocol import GRACE_S, BoundedProtocol, HttpLimits
 
 HEADERS_S, BODY_S, RATE, KEEP_ALIVE_S = 10.0, 30.0, 100, 75
+LINGER_S, UNWANTED_BYTES = 2.0, 200_000
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -59,6 +60,8 @@ class Wire(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.is_closed = False
+        """Whether our side has ended."""
+        self.is_gone = False
         self.is_paused = False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -68,11 +71,21 @@ class Wire(asyncio.Transport):
         assert not self.is_closed
         self.written += data
 
-    def close(self) -> None:
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        assert not self.is_closed
         self.is_closed = True
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.is_closed = self.is_gone = True
+
     def is_closing(self) -> bool:
-        return self.is_closed
+        return self.is_gone
 
     def pause_reading(self) -> None:
         self.is_paused = True
@@ -123,7 +136,13 @@ class Connection:
 
 
 class Protocol(BoundedProtocol):
-    limits = HttpLimits(header_timeout_s=HEADERS_S, body_timeout_s=BODY_S, min_body_rate=RATE)
+    limits = HttpLimits(
+        header_timeout_s=HEADERS_S,
+        body_timeout_s=BODY_S,
+        min_body_rate=RATE,
+        linger_s=LINGER_S,
+        unwanted_bytes=UNWANTED_BYTES,
+    )
 
 
 async def settle() -> None:
@@ -253,3 +272,84 @@ async def test_a_body_that_nobody_wants_does_not_keep_the_connection(client: Con
     assert client.status == 401
     await client.clock.advance(BODY_S + 1)
     assert client.wire.is_closed
+
+
+REFUSED = {
+    "no HTTP": b"hello\r\n\r\n",
+    "two hosts": HEAD + b"host: y\r\n\r\n",
+    "too many headers": HEAD + b"a: b\r\n" * 1000,
+    "broken chunks": HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+async def test_a_refused_client_may_go_on_sending_for_a_moment(client: Connection, refused: str) -> None:
+    """A connection closed with input unread is reset, and the reset overtakes the answer."""
+    await client.send(REFUSED[refused])
+    assert client.wire.written.count(b"HTTP/1.1 4") == 1
+    assert client.wire.is_closed
+    for _ in range(10):
+        assert not client.wire.is_gone
+        await client.send(b"x" * 1000)
+        await client.clock.advance(LINGER_S / 10)
+    await client.clock.advance(0.1)
+    assert client.wire.is_gone
+    assert client.wire.written.count(b"HTTP/1.1 4") == 1
+
+
+async def test_a_refused_client_may_not_send_without_end(client: Connection) -> None:
+    await client.send(REFUSED["no HTTP"])
+    await client.send(b"x" * UNWANTED_BYTES)
+    assert not client.wire.is_gone
+    await client.send(b"x")
+    assert client.wire.is_gone
+
+
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """An application that does not wait for the body."""
+    await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])
+async def test_a_body_may_go_on_after_an_answer_that_ends_the_connection(
+    client: Connection, version: str
+) -> None:
+    client.protocol.app = refuse  # type: ignore[assignment]
+    head = HEAD.replace(b"HTTP/1.1", version.encode())
+    await client.send(head + b"connection: close\r\ncontent-length: 100000\r\n\r\nx")
+    assert (client.status, client.wire.is_closed, client.wire.is_gone) == (413, True, False)
+    await client.send(b"x" * 99_999)
+    await client.clock.advance(LINGER_S + 0.1)
+    assert client.wire.is_gone
+
+
+@pytest.mark.parametrize("sends", ["fast", "slowly"])
+async def test_a_body_without_end_is_cut_after_its_answer_and_not_answered_again(
+    client: Connection, sends: str
+) -> None:
+    client.protocol.app = refuse  # type: ignore[assignment]
+    await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n")
+    per_second = UNWANTED_BYTES // 20 if sends == "fast" else 2 * RATE
+    for second in range(int(2 * BODY_S + LINGER_S) + 3):
+        if not client.wire.is_gone:
+            await client.send(b"%x\r\n%b\r\n" % (per_second, b"x" * per_second))
+        await client.clock.advance(1.0)
+        assert second > 0 or not client.wire.is_closed
+    assert client.wire.is_gone
+    assert client.wire.written.count(b"HTTP/1.1") == 1
+
+
+async def test_reading_goes_on_where_it_was_paused_for_an_application_that_reads_nothing(
+    client: Connection,
+) -> None:
+    client.may_read.clear()
+    await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n20000\r\n" + b"x" * 0x20000)
+    assert client.wire.is_paused
+    await client.send(b"no chunk")
+    assert (client.status, client.wire.is_paused, client.wire.is_gone) == (400, False, False)
+
+
+async def test_a_connection_is_closed_at_once_where_nothing_is_owed(client: Connection) -> None:
+    await client.send(HEAD + b"connection: close\r\ncontent-length: 0\r\n\r\n")
+    assert (client.status, client.wire.is_gone) == (200, True)

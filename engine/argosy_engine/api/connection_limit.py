@@ -12,11 +12,17 @@ from typing import Any, ClassVar
 from argosy_engine.api.http_protocol import BoundedProtocol, HttpLimits
 from argosy_protocol.errors import Unavailable
 
+MAX_TURNED_AWAY = 16
+"""Connections too many that are given time to read why; each takes one of the descriptors that are not for clients."""
+
 
 class ConnectionLimit(BoundedProtocol):
-    """Answers 503 on a connection too many, whatever it asks, and hangs up."""
+    """Answers 503 on a connection too many, whatever it asks, and hangs up: after a moment, in which what it asks is
+    dropped, as long as few connections too many have it."""
 
     max_connections: ClassVar[int]
+    num_turned_away: ClassVar[int] = 0
+    """Connections too many that are still open; counted per class, of which each server has its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,17 +33,26 @@ class ConnectionLimit(BoundedProtocol):
             super().connection_made(transport)
             return
         self._is_turned_away = True
+        type(self).num_turned_away += 1
         error = Unavailable("this engine has as many connections as it takes", code="too_many_connections")
         body = error.body()
         transport.write(
             b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
             b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
         )
-        transport.close()
+        if self.num_turned_away > MAX_TURNED_AWAY:
+            transport.close()
+            return
+        self._linger_on(transport)
+        self._hang_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._is_turned_away:
             super().connection_lost(exc)
+            return
+        type(self).num_turned_away -= 1
+        if self._lingering is not None:
+            self._lingering.lost()
 
 
 def protocol_of(num_descriptors: int, limits: HttpLimits) -> type[ConnectionLimit]:

@@ -5,18 +5,25 @@ anybody, takes any number of hosts, and versions of HTTP from 0.9 to 2.0.
 
 Owns: what is refused before an application sees it (RFC 9112), and how. Must not know: routes, keys, bodies' sizes.
 Invariant: while a client owes us a part of a request, a timer runs; uvicorn has one of its own for idle
-connections.
+connections. A client that is refused while it sends can read the answer (`lingering`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from argosy_protocol.errors import ApiError, BadRequest, HeadersTooLarge, RequestTimeout
+from argosy_engine.api.lingering import LingeringTransport
+from argosy_protocol.errors import (
+    ApiError,
+    BadRequest,
+    HeadersTooLarge,
+    PayloadTooLarge,
+    RequestTimeout,
+)
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers; trailers count too. Twice what the router takes from clients, because it adds some."""
@@ -26,7 +33,12 @@ MAX_HEADERS = 256
 GRACE_S = 0.1
 """Several turns of the event loop."""
 
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    413: b"Content Too Large",
+    431: b"Request Header Fields Too Large",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,11 @@ class HttpLimits:
     body_timeout_s: float = 30.0
     """Within each such period a client must deliver `min_body_rate` bytes per second, or the rest of the body."""
     min_body_rate: int = 1024
+    linger_s: float = 1.0
+    """For which a refused client's input is dropped before the connection is closed. The router's is the same."""
+    unwanted_bytes: int = 64 << 20
+    """Of a body that are dropped after its request has been answered. Clients that send all before they read get the
+    answer to a body of twice `guard.MAX_BODY_BYTES`."""
 
 
 class _Refused(Exception):
@@ -47,7 +64,10 @@ class _Refused(Exception):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Answers what exceeds a bound with its status and hangs up, without waiting for the end of the request."""
+    """Answers what exceeds a bound with its status and hangs up, without waiting for the end of the request.
+
+    What comes for a request that was answered already is dropped, for two periods of `body_timeout_s` at most.
+    """
 
     limits: ClassVar[HttpLimits] = HttpLimits()
 
@@ -66,16 +86,25 @@ class BoundedProtocol(HttpToolsProtocol):
         """Bytes of a body in the current period."""
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
+        self._unwanted_bytes = 0
+        """Of the current request's body, after its answer."""
+        self._lingering: LingeringTransport | None = None
+        """The transport, as uvicorn's protocol has it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast("asyncio.Transport", self._linger_on(transport)))
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
+        if self._lingering is not None:
+            self._lingering.lost()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._lingering is not None and self._lingering.is_closing():
+            self._lingering.discard(data)
+            return
         self._untold_bytes += len(data)
         if self._deadline is None:
             self._expect_head()
@@ -86,7 +115,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # What the parser tells
 
     def on_message_begin(self) -> None:
-        self._head_bytes = self._num_headers = self._num_hosts = 0
+        self._head_bytes = self._num_headers = self._num_hosts = self._unwanted_bytes = 0
         self._is_in_head = True
         super().on_message_begin()
         self._expect_head()
@@ -117,6 +146,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._untold_bytes = 0
         self._period_bytes += len(body)
+        if self.cycle.response_complete:
+            self._unwanted_bytes += len(body)
+            if self._unwanted_bytes > self.limits.unwanted_bytes:
+                self._stop(PayloadTooLarge("the request was answered long ago"))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -156,7 +189,9 @@ class BoundedProtocol(HttpToolsProtocol):
             is_answering = self.cycle is not None and not self.cycle.response_complete
             if self._is_in_head or not is_answering:  # else there were line ends behind a request
                 self._refuse(RequestTimeout(f"no complete headers within {limits.header_timeout_s:g} s"))
-        elif self._period_bytes < limits.min_body_rate * limits.body_timeout_s:
+        elif (
+            self.cycle.response_complete or self._period_bytes < limits.min_body_rate * limits.body_timeout_s
+        ):
             self._refuse(RequestTimeout(f"the body came slower than {limits.min_body_rate} bytes per second"))
         else:
             self._expect_body()
@@ -189,11 +224,23 @@ class BoundedProtocol(HttpToolsProtocol):
         if is_own:
             cycle.disconnected = True
             cycle.message_event.set()
-        if cycle is None or cycle.response_complete or (is_own and not cycle.response_started):
+        if not cycle.response_started if is_own else cycle is None or cycle.response_complete:
             body = error.body()
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n"
                 b"content-length: %d\r\nconnection: close\r\n\r\n%b"
                 % (error.http_status, _REASONS[error.http_status], len(body), body)
             )
-        self.transport.close()
+        self._hang_up()
+
+    def _linger_on(self, transport: asyncio.Transport) -> LingeringTransport:
+        limits = self.limits
+        self._lingering = LingeringTransport(
+            transport, self.loop, limits.linger_s, limits.unwanted_bytes, lambda: self._is_in_body
+        )
+        return self._lingering
+
+    def _hang_up(self) -> None:
+        """Closes the connection; what the client still sends is dropped for a moment."""
+        assert self._lingering is not None
+        self._lingering.linger()

@@ -1,0 +1,96 @@
+"""LingeringTransport: closes a connection so that the client reads our last answer, although it is still sending.
+
+A socket that is closed with input unread resets the connection, and the reset overtakes the answer: the client sees a
+broken pipe where it was told 413. So our side is closed first, and what still comes is read and dropped, for a bounded
+time and number of bytes (RFC 9112, 9.6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+
+class LingeringTransport:
+    """What uvicorn's protocol needs of a transport.
+
+    Args:
+        seconds, max_bytes: for how long, and how much, input is dropped.
+        is_owed: whether the client is still sending, asked when the connection is to be closed.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float,
+        max_bytes: int,
+        is_owed: Callable[[], bool],
+    ) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._seconds = seconds
+        self._bytes_left = max_bytes
+        self._is_owed = is_owed
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closing = self._is_paused = False
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        if not self._is_closing:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Closes at once, unless the client still owes us a part of its request."""
+        if self._is_owed():
+            self.linger()
+        elif not self.is_closing():
+            self._is_closing = True
+            self._transport.close()
+
+    def linger(self) -> None:
+        """Ends our side, and the connection a moment later."""
+        if self.is_closing():
+            return
+        self._is_closing = True
+        if not self._transport.can_write_eof():  # TLS, which ends both sides at once
+            self._transport.close()
+            return
+        self._transport.write_eof()
+        self.resume_reading()
+        self._timer = self._loop.call_later(self._seconds, self._end)
+
+    def discard(self, data: bytes) -> None:
+        """Input that came after the end of our side."""
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0 and self._timer is not None:
+            self._end()
+
+    def lost(self) -> None:
+        """The connection is gone."""
+        self._is_closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
+        self.lost()
+        if self._transport.get_write_buffer_size():  # it does not read either
+            self._transport.abort()
+        else:
+            self._transport.close()

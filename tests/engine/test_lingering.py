@@ -1,0 +1,90 @@
+"""A client that is refused while it is still sending reads the answer: over real sockets, whose reset would take it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from argosy_engine.api.connection_limit import MAX_TURNED_AWAY, protocol_of
+from argosy_engine.api.guard import Guard
+from argosy_engine.api.http_protocol import HttpLimits
+from argosy_protocol.keys import KeyRing
+
+MAX_CONNECTIONS = 2
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    """Of a server with the engine's protocol and guard."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        Guard(answer, KeyRing([])),
+        http=protocol_of(2 * MAX_CONNECTIONS, HttpLimits()),
+        lifespan="off",
+        log_level="critical",
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve([listener]))
+    yield listener.getsockname()[1]
+    server.should_exit = True
+    await serving
+    listener.close()
+
+
+def send_all_then_read(port: int, data: bytes) -> bytes:
+    """As most HTTP clients do: the answer is read when the whole request has been sent, or sending has failed."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(data)
+        while chunk := client.recv(65536):
+            received += chunk
+    return received
+
+
+REFUSED = {
+    "a body too large": (HEAD + b"connection: close\r\ncontent-length: 40000000\r\n\r\n", 40_000_000, b"413"),
+    "another content type": (
+        HEAD.replace(b"json", b"xml") + b"connection: close\r\ncontent-length: 8000000\r\n\r\n",
+        8_000_000,
+        b"400",
+    ),
+    "HTTP/1.0": (HEAD.replace(b"/1.1", b"/1.0") + b"content-length: 40000000\r\n\r\n", 40_000_000, b"413"),
+    "broken chunks": (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 8_000_000, b"400"),
+    "headers too large": (HEAD + b"x-a: ", 8_000_000, b"431"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+async def test_the_answer_arrives_although_the_client_goes_on_sending(port: int, refused: str) -> None:
+    head, size, status = REFUSED[refused]
+    for _ in range(3):
+        received = await asyncio.to_thread(send_all_then_read, port, head + b"x" * size)
+        assert received.startswith(b"HTTP/1.1 " + status)
+
+
+async def test_a_connection_too_many_is_told_so_although_it_sends_a_request(port: int) -> None:
+    held = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CONNECTIONS)]
+    try:
+        for client in held:  # by its answer it is known to be connected
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await loop.sock_recv(client, 100)).startswith(b"HTTP/1.1 200")
+        request = HEAD + b"content-length: 4000000\r\n\r\n" + b"x" * 4_000_000
+        for _ in range(2 * MAX_TURNED_AWAY):
+            assert (await asyncio.to_thread(send_all_then_read, port, request)).startswith(b"HTTP/1.1 503")
+    finally:
+        for client in held:
+            client.close()
