@@ -61,13 +61,21 @@ def begin(compilation: ForkedCompilation) -> Future[Any]:
     return future
 
 
+def num_threads(pid: int) -> int:
+    """0 for a process that has ended."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except FileNotFoundError:
+        return 0
+
+
 def child_of(process: GrammarProcess) -> int:
     """The forked process that compiles now; it has begun when it has a second thread."""
     pid, deadline = process.pid, threading.Event()
     assert pid is not None
     timer = threading.Timer(30, deadline.set)
     timer.start()
-    while not (found := [child for child in children(pid) if len(os.listdir(f"/proc/{child}/task")) > 1]):
+    while not (found := [child for child in children(pid) if num_threads(child) > 1]):
         assert not deadline.is_set(), "nothing was forked"
     timer.cancel()
     return found[0]
