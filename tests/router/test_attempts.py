@@ -9,12 +9,16 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.telemetry import Draining, Load
-from argosy_router.http.client import ClientLimits
+from argosy_router.http.client import ClientConnection, ClientLimits
+from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.errors import ConnectFailed
+from argosy_router.http.pool import ConnectionPool
+from argosy_router.http.tls import ClientTls
 from argosy_router.proxy import retry
 from argosy_router.proxy.exchange import MAX_ATTEMPTS
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
-from .harness import DEADLINE_S, Rig, chat, raw, rig, service
+from .harness import DEADLINE_S, Rig, chat, raw, rig, service, until
 from .storyteller import Storyteller, events, fold
 from .test_charges import is_settled
 from .test_life import request_bytes
@@ -259,6 +263,36 @@ async def test_a_stream_of_a_leaving_replica_moves_on_when_it_dies(how: str) -> 
         assert fold(await asking)["choices"][0]["finish"] == ["stop"]
         assert [len(engine.requests) for engine in engines] == [1, 1]
         assert (leaving.load.inflight, leaving.load.inflight_tokens) == (0, 0)
+
+
+class Connecting:
+    """Somebody who waits for a connection."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_connected(self, connection: ClientConnection) -> None:
+        self.told.append("connected")
+
+    def on_connect_failed(self, error: ConnectFailed) -> None:
+        self.told.append(str(error))
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_replica_that_is_removed_tells_those_who_are_connecting_to_it(turns: int) -> None:
+    """At once, or so many turns of the loop after they began: their requests have no other deadline."""
+    loop = asyncio.get_running_loop()
+    async with FakeEngine() as engine:
+        wheel = TimerWheel(loop)
+        pool = ConnectionPool(engine.url, ClientLimits(), wheel, ClientTls())
+        waiter = Connecting()
+        pool.acquire(waiter)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        pool.close()
+        await until(lambda: bool(waiter.told))
+        assert len(waiter.told) == 1
+        wheel.close()
 
 
 async def test_nobody_goes_on_for_a_client_that_left_while_the_next_replica_is_reached(

@@ -61,7 +61,13 @@ class ConnectionPool:
                 return
         task = asyncio.ensure_future(self._connect_for(waiter))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._on_task_done(task, waiter))
+
+    def _on_task_done(self, task: asyncio.Task[None], waiter: Waiter) -> None:
+        """Here and not in the task: one that is cancelled before it began never runs."""
+        self._tasks.discard(task)
+        if task.cancelled():
+            waiter.on_connect_failed(ConnectFailed("replica was removed"))
 
     async def connect(self, on_idle: Callable[[ClientConnection], None] | None = None) -> ClientConnection:
         """A new connection of the caller's own, which never enters the pool.
@@ -129,9 +135,6 @@ class ConnectionPool:
             connection = await self._open(self.release)
         except ConnectFailed as error:
             waiter.on_connect_failed(error)
-        except asyncio.CancelledError:
-            waiter.on_connect_failed(ConnectFailed("replica was removed"))
-            raise
         else:
             if not connection.is_closed:
                 self._open_connections.add(connection)
