@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from chart_rules import helper_rules
 
 from argosy_operator.controller import WATCHED
 from argosy_operator.validate import load_manifests
+from argosy_router.main import build_parser, config_of
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "argosy"
@@ -129,6 +131,29 @@ def test_by_default_two_routers_that_are_not_disrupted_together() -> None:
     assert "if gt (int .Values.router.replicas) 1" in text
     for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone"):
         assert f'"{key}"' in text
+
+
+@pytest.mark.parametrize(
+    ("networks", "is_valid"),
+    [
+        (["10.0.0.0/8", "192.168.7.1", "fd00::/8", "::/0", "0.0.0.0/0"], True),
+        (["lb.example.com"], False),
+        (["10.0.0.0/8 --no-auth"], False),
+        ("10.0.0.0/8", False),
+    ],
+    ids=str,
+)
+def test_load_balancers_in_front_are_told_to_the_router(networks: Any, is_valid: bool) -> None:
+    values = VALUES | {"router": VALUES["router"] | {"trustedProxies": networks}}
+    assert jsonschema.Draft202012Validator(SCHEMA).is_valid(values) is is_valid
+    if is_valid:
+        flags = [f"--trusted-proxy={network}" for network in networks]
+        read = config_of(build_parser().parse_args(["--replica", "http://a:1", *flags]), {})
+        assert [str(network) for network in read.server.trusted_proxies] == [
+            str(ip_network(network)) for network in networks
+        ]
+    text = (CHART / "templates" / "router.yaml").read_text()
+    assert re.search(r"range \.Values\.router\.trustedProxies }}\n +- --trusted-proxy={{ \. }}\n", text)
 
 
 def test_a_router_has_the_time_to_drain() -> None:
