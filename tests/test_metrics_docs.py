@@ -1,0 +1,66 @@
+"""docs/observability.md lists every metric of router, engine and operator by its name, kind and labels."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+
+from argosy_engine import LLM
+from argosy_engine.api.metrics import Metrics
+from argosy_operator.metrics import OperatorMetrics
+from dashboards.promql import Registry
+
+TEXT = (Path(__file__).parents[1] / "docs" / "observability.md").read_text()
+ROW = re.compile(r"^\| `([\w:]+)` \| (counter|gauge|histogram) \|", re.MULTILINE)
+_SUFFIXES = {"counter": "_total", "info": "_info"}
+
+
+def documented() -> dict[str, str]:
+    """Name -> kind, of all tables together."""
+    rows = ROW.findall(TEXT)
+    assert len(rows) == len(dict(rows)), "a metric is listed twice"
+    return dict(rows)
+
+
+def shown(registry: CollectorRegistry) -> dict[str, str]:
+    return {name(metric): metric.type.replace("info", "gauge") for metric in registry.collect()}
+
+
+def name(metric: Metric) -> str:
+    return metric.name + _SUFFIXES.get(metric.type, "")
+
+
+def with_prefix(*prefixes: str) -> dict[str, str]:
+    return {name: kind for name, kind in documented().items() if name.startswith(prefixes)}
+
+
+def test_every_metric_of_the_router() -> None:
+    others = with_prefix("process_", "vllm:", "argosy_")
+    listed = [name.removesuffix("_total") for name in documented() if name not in others]
+    assert sorted(listed) == sorted(Registry.of_router().names)
+
+
+def test_every_metric_of_the_router_s_process() -> None:
+    registry = CollectorRegistry(auto_describe=False)
+    ProcessCollector(registry=registry)
+    assert with_prefix("process_") == shown(registry)
+
+
+def test_every_metric_of_the_operator() -> None:
+    assert with_prefix("argosy_operator_") == shown(OperatorMetrics().registry)
+
+
+@pytest.fixture(scope="module")
+def engine_metrics() -> Metrics:
+    llm = LLM("builtin://tiny", device="cpu", threads=1, num_gpu_blocks_override=300)
+    try:
+        return Metrics(llm.config)
+    finally:
+        llm.close()
+
+
+def test_every_metric_of_the_engine(engine_metrics: Metrics) -> None:
+    assert with_prefix("vllm:", "argosy_engine_") == shown(engine_metrics.registry)
