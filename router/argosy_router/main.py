@@ -19,6 +19,7 @@ from typing import get_args
 from argosy_protocol.fleet import RoutingPolicy
 from argosy_protocol.log_format import configure_logging
 from argosy_router.config import ConfigError, RouterConfig
+from argosy_router.diagnostics import describe_on_signal, signal_held
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits
 from argosy_router.http.seats import SPARE_DESCRIPTORS, Network, default_connections, open_files_limit
@@ -370,6 +371,11 @@ def _max_connections(asked: int | None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the router until it is told to stop. Returns the exit code."""
+    with signal_held():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     stderr = LineWriter(2)
@@ -394,7 +400,9 @@ def _run(config: RouterConfig, stderr: LineWriter) -> int:
     from argosy_router.server import Router
 
     async def serve() -> None:
-        await Router(config, stderr=stderr).run()
+        router = Router(config, stderr=stderr)
+        describe_on_signal(asyncio.get_running_loop(), router.describe)
+        await router.run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())

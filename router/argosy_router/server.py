@@ -35,8 +35,10 @@ from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.begun_stream import KeepAlive
 from argosy_router.proxy.books import Books
 from argosy_router.proxy.dispatcher import Dispatcher
+from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.gate import Gate
 from argosy_router.proxy.hedging import Hedging
+from argosy_router.proxy.waiting import Waiting
 from argosy_router.records.access_log import AccessLog
 from argosy_router.records.line_writer import LineWriter
 from argosy_router.records.recorder import Recorder
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
     from argosy_router.records.tracing import Tracer
 
 log = logging.getLogger(__name__)
+
+MAX_DESCRIBED = 64
+"""Requests that a description lists; the rest is counted."""
 
 
 class Router:
@@ -166,6 +171,22 @@ class Router:
     def admin_url(self) -> str:
         assert self._admin is not None
         return "{}://{}:{}".format("https" if self._admin_tls else "http", *self._admin.address)
+
+    def describe(self) -> str:
+        """What it is doing, for people: the requests of its clients, oldest first."""
+        now = self.dispatcher.now()
+        attached = [connection.exchange for connection in self.server.connections]
+        exchanges = [each.exchange if isinstance(each, Waiting) else each for each in attached]
+        requests = [each for each in exchanges if isinstance(each, Exchange)]
+        requests.sort(key=lambda request: request.started)
+        lines = [
+            f"state of the router: connections={len(attached)} requests={self.dispatcher.inflight} "
+            f"replicas={sum(1 for _ in self.fleet.replicas())} draining={self.application.is_draining}"
+        ]
+        lines += [f"    {request.describe(now)}" for request in requests[:MAX_DESCRIBED]]
+        if len(requests) > MAX_DESCRIBED:
+            lines.append(f"    and {len(requests) - MAX_DESCRIBED} more")
+        return "\n".join(lines)
 
     # life
 

@@ -110,6 +110,19 @@ class Exchange:
         """When the last attempt began; when the request arrived if there was none."""
         return self._attempt.started if self._attempt is not None else self.started
 
+    def describe(self, now: float) -> str:
+        """Where it stands, in a line for people."""
+        attempt, call = self._attempt, self.call
+        line = f"{call.request_id.decode()}: model={call.service.name} age={now - self.started:.1f}s"
+        if attempt is None:
+            return line + " queued"
+        state = "answering" if self._is_started else "accepted" if self._is_accepted else "sent"
+        line += f" {state} replica={attempt.replica.name} since={now - attempt.started:.1f}s"
+        line += f" attempts={self.attempts} migrations={self.migrations}"
+        if self._hedge is not None:
+            line += f" hedge={self._hedge.replica.name}"
+        return line + (" client is behind" if self.is_client_paused else "")
+
     # attempts
 
     def start(self) -> None:
