@@ -1,7 +1,8 @@
 """An engine without a model, run by a supervisor in place of `argosy serve`.
 
 Its behaviour comes from the manifest's `engine.env`: FAKE_EXIT ends the process at once with that code,
-FAKE_ANSWER is what it says. A chat answer takes FAKE_ANSWER_S, so that requests are under way when things change.
+FAKE_LIFE_S ends it so many seconds after it was ready, FAKE_ANSWER is what it says. A chat answer takes FAKE_ANSWER_S,
+so that requests are under way when things change.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ async def main() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     server = await asyncio.start_server(engine.serve, options.host, options.port)
     print("fake engine listens", flush=True)
+    if "FAKE_LIFE_S" in os.environ:
+        asyncio.get_running_loop().call_later(float(os.environ["FAKE_LIFE_S"]), os._exit, 3)
     await stop.wait()
     engine.is_draining = True
     server.close()

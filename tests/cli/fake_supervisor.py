@@ -9,4 +9,5 @@ from argosy.local.settings import Settings
 ENGINE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
 
 if __name__ == "__main__":
-    sys.exit(server.main(settings=Settings(engine=ENGINE, first_backoff_s=0.05, most_backoff_s=0.2)))
+    settings = Settings(engine=ENGINE, first_backoff_s=0.05, most_backoff_s=0.2, min_ready_s=2.0)
+    sys.exit(server.main(settings=settings))

@@ -171,6 +171,23 @@ def test_a_replica_that_cannot_start_is_shown_with_the_end_of_its_log(
     assert [replica.name for replica in fleet.replicas()] == ["tiny-2"]
 
 
+def test_a_replica_that_dies_soon_after_it_was_ready_does_not_take_an_update_on(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fleet.manifest(replicas=2)
+    assert fleet.start() == 0
+    with Load(fleet.url, workers=1):
+        fleet.manifest(replicas=2, engine={"env": [{"name": "FAKE_LIFE_S", "value": "0.6"}]})
+        fleet.up()
+        status = fleet.wait_for(
+            lambda status: any(replica.restarts >= 3 for replica in status.services[0].replicas)
+        )
+    replicas = {replica.name: replica for replica in status.services[0].replicas}
+    assert {"tiny-0", "tiny-1"} <= replicas.keys()
+    assert [replicas[name].phase for name in ("tiny-0", "tiny-1")] == ["Routable", "Routable"]
+    assert "exited with code 3" in capfd.readouterr().err
+
+
 def test_a_bad_manifest_changes_nothing(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
     fleet.manifest(replica=2)
     assert fleet.start() == 2

@@ -46,7 +46,7 @@ class Member(NamedTuple):
     name: str
     revision: str
     is_available: bool
-    """Routable: the router sends it requests."""
+    """Routable: the router sends it requests. A new one counts once it has been so for a while (`min_ready_s`)."""
     is_leaving: bool
     """It drains or stops already."""
 

@@ -64,6 +64,8 @@ class Replica:
         self.url = ""
         self.pid: int | None = None
         self.started = 0.0
+        self.ready_since = 0.0
+        """When this process became ready, by the monotonic clock; 0 if it is not."""
         self.drained = asyncio.Event()
         """Set from outside: no router sends it requests, and none is under way."""
         self._settings = settings
@@ -129,9 +131,12 @@ class Replica:
     async def _serve(self, process: Process) -> None:
         """Until the process ends or the replica is retired."""
         if await self._becomes_ready(process):
-            since = time.monotonic()
+            since = self.ready_since = time.monotonic()
             self._enter("Ready", f"again; before, {self._ended}" if self._ended else "")
-            hung = await self._stays_healthy(process)
+            try:
+                hung = await self._stays_healthy(process)
+            finally:
+                self.ready_since = 0.0
             if time.monotonic() - since >= self._settings.steady_s:
                 self._failures = 0
             if self._retired.is_set():

@@ -40,6 +40,9 @@ class Settings:
     """Cap of the delay: a crash loop costs little, and a fixed cause is noticed soon."""
     steady_s: float = 60.0
     """A replica that was ready this long starts over with the first delay."""
+    min_ready_s: float = 10.0
+    """How long a new replica must have been ready before a rolling update counts on it; as the pods' minReadySeconds. A
+    replica that dies of its first requests must not have taken the place of one that works."""
     health_period_s: float = 5.0
     health_failures: int = 6
     """Half a minute without an answer to /health: the process hangs and is restarted. Less would restart one that

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -57,6 +58,8 @@ class Supervisor:
         self._router = RouterProcess(settings, state, self._dirty.set)
         self._tasks: asyncio.TaskGroup | None = None
         self._owners: set[asyncio.Task[None]] = set()
+        self._next_look: asyncio.TimerHandle | None = None
+        """When a new replica will have been ready for long enough."""
 
     def apply(self, services: Sequence[InferenceService]) -> None:
         """Makes `services` the wanted ones. A paused service stays as it was."""
@@ -87,6 +90,8 @@ class Supervisor:
                 replica.halt()
             await asyncio.gather(*self._owners)
             reconciling.cancel()
+            if self._next_look is not None:
+                self._next_look.cancel()
 
     def status(self) -> FleetStatus:
         router = RouterStatus(
@@ -118,7 +123,12 @@ class Supervisor:
         service = self._wanted.get(key)
         wanted = self._goal(service) if service else Goal(replicas=0, revision="", surge=0, unavailable=1)
         members = [
-            Member(replica.name, replica.revision, self._is_routable(replica), replica.is_leaving)
+            Member(
+                replica.name,
+                replica.revision,
+                self._is_available(replica, wanted.revision),
+                replica.is_leaving,
+            )
             for replica in self._members(key)
         ]
         step = next_step(wanted, members)
@@ -227,6 +237,26 @@ class Supervisor:
     def _is_routable(self, replica: Replica) -> bool:
         entry = self._router.replica(replica.service.key, replica.name, replica.url)
         return replica.phase == "Ready" and entry is not None and entry.routable
+
+    def _is_available(self, replica: Replica, revision: str) -> bool:
+        """Whether a rolling update may count on it: it is routable and, if of the new revision, has been ready for
+        `min_ready_s`. Plans the next look for when it will have been."""
+        if not self._is_routable(replica):
+            return False
+        left = replica.ready_since + self._settings.min_ready_s - time.monotonic()
+        if replica.revision != revision or left <= 0:
+            return True
+        self._look_again(left)
+        return False
+
+    def _look_again(self, after_s: float) -> None:
+        """Reconciles then, unless that happens earlier anyway."""
+        loop, planned = asyncio.get_running_loop(), self._next_look
+        now = loop.time()
+        if planned is None or not now < planned.when() <= now + after_s:
+            if planned is not None:
+                planned.cancel()
+            self._next_look = loop.call_later(after_s, self._dirty.set)
 
     def _service_status(self, key: str) -> ServiceStatus:
         service = self._wanted.get(key)
