@@ -15,6 +15,7 @@ import pytest
 
 from argosy.commands.route import main as route_command
 from argosy.errors import CommandError
+from argosy_router.admin import app
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http import tls
 from argosy_router.http.client import ClientLimits
@@ -26,7 +27,7 @@ from argosy_router.http.pool import ConnectionPool
 from argosy_router.main import EXIT_USAGE, main
 
 from .fake_engine import Connection, FakeEngine, Received, event
-from .harness import Rig, chat, rig
+from .harness import Rig, chat, read_all, rig
 from .test_life import request_bytes
 
 
@@ -264,6 +265,19 @@ async def test_the_admin_port_speaks_tls_and_is_renewed(authority: Callable[[str
             while await admin_name(r, context) != "second":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (await client.get("/ready")).status_code == 200
+
+
+async def test_a_handshake_with_the_admin_port_has_a_deadline(
+    authority: Callable[[str], Authority], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before the minute that asyncio gives by default."""
+    monkeypatch.setattr(app, "HANDSHAKE_TIMEOUT_S", 0.1)
+    certificate, key = authority("ca").issue("router")
+    async with rig([FakeEngine()], ssl_certfile=certificate, ssl_keyfile=key, admin_port=0) as r:
+        url = httpx.URL(r.router.admin_url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        assert await read_all(reader) == b""
+        writer.close()
 
 
 async def test_probes_need_no_certificate_of_their_own(authority: Callable[[str], Authority]) -> None:

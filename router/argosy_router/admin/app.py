@@ -42,6 +42,8 @@ from argosy_router.proxy.decisions import CAPACITY, DecisionLog
 from argosy_router.proxy.inner_client import InnerClient
 
 MAX_WAIT_S = 60.0
+HANDSHAKE_TIMEOUT_S = 10.0
+"""From accepting a connection to the end of its TLS handshake, as on the main port."""
 MAX_EXPLAINED_BYTES = 4 * 1024 * 1024
 """A million tokens of text; decoding more would hold up the data plane, which shares this loop."""
 MAX_CHAT_BYTES = 4 * 1024 * 1024
@@ -262,7 +264,23 @@ class AdminServer(uvicorn.Server):
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Listens on `sockets`. uvicorn's own has no deadline for TLS handshakes, which leaves asyncio's: a minute."""
+        config, loop = self.config, asyncio.get_running_loop()
+        await self.lifespan.startup()
+        handshake_s = HANDSHAKE_TIMEOUT_S if config.ssl is not None else None
+        self.servers = [
+            await loop.create_server(
+                lambda: config.http_protocol_class(
+                    config=config, server_state=self.server_state, app_state=self.lifespan.state
+                ),  # type: ignore[call-arg]
+                sock=listening,
+                ssl=config.ssl,
+                ssl_handshake_timeout=handshake_s,
+                backlog=config.backlog,
+            )
+            for listening in sockets or ()
+        ]
+        self.started = True
         self.listening.set()
 
     @contextlib.contextmanager
