@@ -27,6 +27,7 @@ MAX_REQUEST_S = 86_400.0
 MAX_MODERATION_S = 0.01
 """Clients see the difference beyond it."""
 MAX_ROUTERS = 1000
+DEFAULT_ADMIN_PORT = 8081
 LOOPBACK = frozenset(("127.0.0.1", "::1", "localhost"))
 
 
@@ -42,7 +43,7 @@ class RouterConfig:
     port: int = 8080
     admin_host: str = ""
     """Empty: the same as `host`."""
-    admin_port: int = 8081
+    admin_port: int = DEFAULT_ADMIN_PORT
     """Zero: any free port; negative: no admin port."""
     admin_names: tuple[str, ...] = ()
     """Host names by which an admin port without a key may be called, besides this machine's."""

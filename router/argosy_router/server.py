@@ -19,7 +19,7 @@ from argosy_router.admin.app import AdminServer, admin_keys, build_admin
 from argosy_router.admin.history import History
 from argosy_router.admin.overview import Overviews
 from argosy_router.admission.key_file import ApiKeys
-from argosy_router.config import ConfigError, RouterConfig
+from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig
 from argosy_router.discovery.base import Discovery
 from argosy_router.discovery.dns import DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
@@ -111,6 +111,8 @@ class Router:
             self._books,
             self._keys.table,
             tracer=self._tracer,
+            # The documented default is no secret; another number may have been chosen to be one.
+            admin_port=config.admin_port if config.admin_port == DEFAULT_ADMIN_PORT else None,
         )
         self._discovery = discovery or self._configured_discovery()
         self.server = ServerState(self.application, config.server, self._wheel)

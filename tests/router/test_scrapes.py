@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from argosy_protocol.fleet import Endpoint, FleetDocument
 from argosy_router.config import RouterConfig
+from argosy_router.http.messages import Request
 from argosy_router.main import build_parser
 from argosy_router.metrics.series import Counter, Histogram, Reading
 from argosy_router.server import Router
@@ -53,6 +54,29 @@ async def test_a_client_key_reads_its_own_figures_and_nothing_else(tmp_path: Pat
         assert all(re.match(rf'argosy_router_usage_\w+{{key="{name}",', line) for line in lines(shown[key]))
         assert set(lines(shown[key])) <= set(lines(everything))
     assert "argosy_router_requests_total" in everything
+
+
+class Reader:
+    """A client of a router that does not listen."""
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        self.said = (status, body.decode())
+
+
+@pytest.mark.parametrize(("port", "told"), [(8081, "on its admin port (8081)."), (9, "on its admin port.")])
+async def test_a_client_key_is_told_where_the_other_metrics_are(port: int, told: str) -> None:
+    """With the port where that is the documented one; another one is not its business."""
+    router = Router(RouterConfig(replicas=("http://unused:1",), api_keys=("k",), admin_port=port))
+    headers = [(b"host", b"x"), (b"authorization", b"Bearer k")]
+    request = Request(b"GET", b"/metrics", headers, is_http10=False, keep_alive=True)
+    reader = Reader()
+    router.application.on_head(request)
+    router.application.on_request(reader, request)  # type: ignore[arg-type]
+    status, text = reader.said
+    assert status == 200
+    assert list(text_string_to_metric_families(text)), "the comment spoils nothing"
+    assert text.startswith("# ")
+    assert told in text.splitlines()[0]
 
 
 async def test_without_keys_the_endpoint_has_no_metrics() -> None:

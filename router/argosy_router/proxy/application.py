@@ -68,8 +68,11 @@ class RouterApplication:
         keys: KeyTable,
         *,
         tracer: Tracer | None = None,
+        admin_port: int | None = None,
     ) -> None:
+        """`admin_port` is told to clients; None where it is not theirs to know."""
         self._fleet = fleet
+        self._admin_port = admin_port
         self._dispatcher = dispatcher
         self._books = books
         self._keys = keys
@@ -190,7 +193,9 @@ class RouterApplication:
 
     def _own_metrics(self, account: Account) -> tuple[int, bytes, bytes]:
         """What the account's key has used. All else concerns others, and is on the admin port."""
-        return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", self._books.usage_of(account.name)
+        where = b"" if self._admin_port is None else b" (%d)" % self._admin_port
+        note = b"# Usage of this API key only. The router's metrics are on its admin port%b.\n" % where
+        return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", note + self._books.usage_of(account.name)
 
     def _models(self, account: Account) -> tuple[int, bytes, bytes]:
         cards = []
