@@ -63,9 +63,10 @@ test-compiled: $(INSTALLED_DEV) ## compile the router into build/compiled, and r
 attack: $(INSTALLED_DEV) ## attack a local fleet for ATTACK_S seconds (an hour) beside clients that must not notice
 	PYTHONPATH=tests:tests/support $(BIN)/python -P -m attack --seconds $(ATTACK_S) $(ATTACK_ARGS)
 
-generate: $(INSTALLED_DEV) ## write the CRD, the dashboard and the alert rules anew
+generate: $(INSTALLED_DEV) ## write the CRD, the dashboard, the alert rules and docs/reference anew
 	$(BIN)/python -P -m argosy_operator.crd
 	PYTHONPATH=charts $(BIN)/python -P -m dashboards charts/argosy/files
+	PYTHONPATH=docs $(BIN)/python -P -m docs_reference docs/reference
 
 lint: $(INSTALLED_DEV) ## style, types, import contracts
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ ADVICE = sorted(
     for pattern in (
         "README.md",
         "CONTRIBUTING.md",
-        "docs/*.md",
+        "docs/**/*.md",
         "examples/*",
         "charts/argosy/**/*.yaml",
         "charts/argosy/**/*.txt",

@@ -198,8 +198,8 @@ def _print_start_up(config: ResolvedConfig, url: str, imports_s: float, total_s:
     )
 
 
-def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineArgs]:
-    """Server options and engine arguments. Exits with code 2 and a suggestion on an unknown flag."""
+def build_parser() -> FlagParser:
+    """All flags: the server's and the engine's."""
     parser = FlagParser("argosy serve", "Serve one model behind an OpenAI API.")
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -267,7 +267,12 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineAr
     server.add_argument("--disable-log-stats", action="store_true", help="no line of statistics in the log")
     server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_engine_flags()
-    return parser.parse(argv)
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineArgs]:
+    """Server options and engine arguments. Exits with code 2 and a suggestion on an unknown flag."""
+    return build_parser().parse(argv)
 
 
 def _port(text: str) -> int:

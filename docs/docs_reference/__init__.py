@@ -1,0 +1,1 @@
+"""Writes docs/reference from the definitions: parsers, CustomResourceDefinition, chart schema, metric registries."""

@@ -1,0 +1,53 @@
+"""Write the reference pages: `python -m docs_reference DIRECTORY`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from argosy_engine.api.serve import build_parser as engine_parser
+from argosy_router.main import build_parser as router_parser
+from docs_reference.chart import chart_page
+from docs_reference.environment import environment_page
+from docs_reference.flags import groups_of
+from docs_reference.markdown import page
+from docs_reference.metrics import metrics_page
+from docs_reference.resource import resource_page
+
+ROOT = Path(__file__).parents[2]
+
+_ENGINE_FLAGS = """\
+Flags of `argosy serve MODEL`; `argosy doctor MODEL` takes those of the engine. `--config FILE` reads a YAML file whose
+keys are flag names with `-` or `_`. A flag on the command line wins over the file, the file over the default. Names and
+meanings are vLLM's where vLLM has the flag. Sizes take the suffixes k, m, g (decimal) and K, M, G (binary)."""
+_ROUTER_FLAGS = """\
+Flags of `argosy router`. What they are for: [access](../access.md), [replicas](../replicas.md),
+[observability](../observability.md). Environment variables are on [a page of their own](environment.md)."""
+
+
+def render() -> dict[str, str]:
+    """The pages, by file name."""
+    return {
+        "engine-flags.md": page("Engine flags", _ENGINE_FLAGS, groups_of(engine_parser())),
+        "router-flags.md": page("Router flags", _ROUTER_FLAGS, groups_of(router_parser())),
+        "environment.md": environment_page(),
+        "inferenceservice.md": resource_page(ROOT / "crds" / "inferenceservices.yaml"),
+        "chart-values.md": chart_page(ROOT / "charts" / "argosy"),
+        "metrics.md": metrics_page(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the pages into a directory."""
+    parser = argparse.ArgumentParser(prog="python -m docs_reference", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args(argv).directory
+    for name, text in render().items():
+        (directory / name).write_text(text, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The page of environment variables. Their names are held against the sources by tests/test_docs_reference.py."""
+
+from __future__ import annotations
+
+from docs_reference.markdown import code, page, section, table
+
+VARIABLES = {
+    "Engine (`argosy serve`)": {
+        "ARGOSY_API_KEY": "Accepted bearer keys, separated by commas; the same as `--api-key`.",
+        "ARGOSY_ADMIN_API_KEY": "Keys for the administrative routes, separated by commas; as `--admin-api-key`.",
+        "ARGOSY_NATIVE": "`0` makes a CPU engine compute with torch instead of the C++ kernels; `debug` builds the "
+        "kernels with their assertions.",
+        "CXX": "C++ compiler that builds the CPU kernels at first use; otherwise `g++`, then `c++`.",
+        "XDG_CACHE_HOME": "Folder under which the built kernels are kept (`~/.cache`).",
+        "CUDA_VISIBLE_DEVICES": "GPUs that the engine may use; an empty value hides all of them.",
+        "OMP_WAIT_POLICY": "Set to `PASSIVE` unless given, so that the idle threads of torch do not spin.",
+    },
+    "Router (`argosy router`)": {
+        "ARGOSY_ROUTER_API_KEY": "A client key, used if no `--api-key` is given. `argosy up` hands it to the router "
+        "that it starts.",
+        "ARGOSY_REPLICA_KEY": "Bearer key of the engines given by `--replica` or `--replica-dns`; the same as "
+        "`--replica-key`.",
+        "ARGOSY_FLEET_KEY": "Fleet key, from which the internal keys of services and the key of the admin port are "
+        "derived. The operator reads the same variable.",
+        "POD_NAME": "Name of the router's own pod (the host name, if it is not set).",
+        "POD_NAMESPACE": "The router's namespace, where no service account tells it. The operator requires this "
+        "variable: it is the namespace of operator, routers and fleet document.",
+        "OTEL_TRACES_SAMPLER, OTEL_BSP_*": "Sampling and batching of spans with `--otlp-traces-endpoint`, as "
+        "OpenTelemetry defines them.",
+    },
+    "Operator (`argosy operator`)": {
+        "ARGOSY_ENGINE_IMAGE": "Image of services that name none; required.",
+        "ARGOSY_FLEET_KEY_SECRET": "Secret of the operator's namespace whose field `key` is the fleet key. The "
+        "operator creates it if it does not exist. Without this variable `ARGOSY_FLEET_KEY` is required.",
+        "ARGOSY_ROUTER_KEYS_SECRET": "Secret of the operator's namespace whose field `api-keys` holds the client keys. "
+        "The operator creates it if it does not exist.",
+        "ARGOSY_IMAGE_PULL_POLICY": "Pull policy of engine images: `Always`, `IfNotPresent` (the default) or `Never`.",
+        "ARGOSY_IMAGE_PULL_SECRETS": "Names of registry Secrets in each service's namespace, separated by commas.",
+        "ARGOSY_ROUTER_URL": "URL at which clients reach the router, shown in `status.url`. Empty: no router is "
+        "expected, and services are ready without one.",
+        "ARGOSY_WATCH_NAMESPACES": "Namespaces to serve, separated by commas; all if empty.",
+        "KUBECONFIG": "Cluster to use when the operator runs outside of one; the router reads it, too.",
+    },
+    "Command line": {
+        "ARGOSY_STATE_DIR": "State directory of the local fleet, if `--state-dir` is not given (`.argosy`).",
+        "ARGOSY_ROUTER_ADMIN_KEY": "Key of the router's admin port, for `argosy route`.",
+    },
+}
+"""Program -> variable -> meaning."""
+
+_INTRODUCTION = """\
+Flags win over environment variables, environment variables over defaults. In a cluster the chart and the operator set
+what is needed; `spec.engine.env` of a service adds variables to its engine."""
+
+
+def environment_page() -> str:
+    sections = [
+        section(
+            program, table(("variable", "meaning"), ((code(name), text) for name, text in variables.items()))
+        )
+        for program, variables in VARIABLES.items()
+    ]
+    return page("Environment variables", _INTRODUCTION, sections)

@@ -1,0 +1,70 @@
+"""Links of the documentation lead to files and headings that exist."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    path
+    for folder in ("", "docs", "docs/reference", "e2e", "tests/attack", "models/argosy-tiny")
+    for path in (ROOT / folder).glob("*.md")
+)
+_FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+
+
+def without_code(text: str) -> str:
+    """A page's text without its code blocks."""
+    return _FENCED.sub("", text)
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them; of equal headings the first."""
+    headings = _HEADING.findall(without_code(page.read_text("utf-8")))
+    titles = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+def broken_links(text: str, page: Path) -> list[str]:
+    """Relative links of a page's text that lead to no file of the repository, or to no heading of it."""
+    broken = []
+    for link in _LINK.findall(without_code(text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        is_there = target.exists() and target.is_relative_to(ROOT)
+        if not is_there or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page.read_text("utf-8"), page) == []
+
+
+def test_every_page_of_docs_is_in_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    links = _LINK.findall(without_code(index.read_text("utf-8")))
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in links}
+    assert {page for page in PAGES if page.is_relative_to(ROOT / "docs") and page != index} <= linked
+
+
+def test_links_that_lead_nowhere_are_found() -> None:
+    text = """\
+[one](SECURITY.md#reporting-a-vulnerability) [two](docs) ![three](docs/no.png) [four](SECURITY.md#no-such-heading)
+[five](../elsewhere.md) [six](https://example.com/no)
+```
+[seven](in-code.md)
+```
+"""
+    nowhere = ["docs/no.png", "SECURITY.md#no-such-heading", "../elsewhere.md"]
+    assert broken_links(text, ROOT / "README.md") == nowhere
