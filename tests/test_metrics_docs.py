@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
 from argosy_engine import LLM
 from argosy_engine.api.metrics import Metrics
-from argosy_operator.metrics import OperatorMetrics
+from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_router.metrics.series import PREFIX
 from dashboards.promql import Registry
 

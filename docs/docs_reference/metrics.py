@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from argosy_engine.api.metrics import Metrics as EngineMetrics
 from argosy_engine.config import MemoryBudget, ResolvedConfig
-from argosy_operator.metrics import OperatorMetrics
+from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_router.config import RouterConfig
 from argosy_router.metrics.series import PREFIX, Counter, Histogram, Series
 from argosy_router.server import Router

@@ -1,8 +1,7 @@
 """The operator's process: `argosy operator`.
 
 Owns the wiring: kopf as the event source, the controller, the health port, and how they start and stop
-together. kopf handlers only hand events over; there are no diff handlers, no daemons and no finalizers, so
-removing the operator never blocks the deletion of anything. Invariant: when any of the parts ends, all end,
+together. Invariant: when any of the parts ends, all end,
 and the process exits.
 """
 
@@ -15,22 +14,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import aiohttp
-import kopf
 from aiohttp import web
-from msgspec import Struct
 
-from argosy_operator.api import PODS, Kind, KubernetesApi
+from argosy_operator.cluster.kubernetes_api import KubernetesApi
+from argosy_operator.cluster.router_watch import http_fetch
 from argosy_operator.config import ConfigError, OperatorConfig
-from argosy_operator.controller import WATCHED, Controller
 from argosy_operator.errors import OperatorError
-from argosy_operator.health import health_app
-from argosy_operator.kopf_storage import NoDiffBase, NoProgress
-from argosy_operator.own_keys import ensure_keys, keep_fleet_key
-from argosy_operator.routers import http_fetch
+from argosy_operator.process.event_source import scopes, watch
+from argosy_operator.process.health import health_app
+from argosy_operator.process.installation_keys import ensure_keys, keep_fleet_key
+from argosy_operator.reconcile.controller import Controller
 from argosy_protocol.listening import explain_listen_errors
 
 logger = logging.getLogger(__name__)
@@ -91,7 +88,7 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
             work = asyncio.create_task(_work(controller, api, config), name="controller")
             ready = [asyncio.Event() for _ in scopes(config)]
             sources = [
-                asyncio.create_task(event_source(controller, scope, stop=stop, ready=each), name="kopf")
+                asyncio.create_task(watch(controller, scope, stop=stop, ready=each), name="kopf")
                 for scope, each in zip(scopes(config), ready, strict=True)
             ]
             signals = asyncio.create_task(_stop_signal(ready), name="signals")
@@ -151,81 +148,6 @@ class _served:  # noqa: N801 - used like a function
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
-
-
-class Scope(Struct, frozen=True, kw_only=True):
-    """What one kopf operator watches, and where."""
-
-    namespaces: tuple[str, ...]
-    """All if empty."""
-    watched: Mapping[Kind, str]
-
-
-def scopes(config: OperatorConfig) -> tuple[Scope, ...]:
-    """Everything in the namespaces that are served, and the routers' pods where the operator lives: it has no
-    permission to list anything else there. kopf watches the same kinds in all of its namespaces, so the latter
-    takes a kopf operator of its own, unless the operator's namespace is served anyway."""
-    served = Scope(namespaces=tuple(sorted({*config.watch_namespaces})), watched=WATCHED)
-    if not config.watch_namespaces or config.namespace in config.watch_namespaces:
-        return (served,)
-    return served, Scope(namespaces=(config.namespace,), watched={PODS: WATCHED[PODS]})
-
-
-async def event_source(
-    controller: Controller, scope: Scope, *, stop: asyncio.Event, ready: asyncio.Event
-) -> None:
-    """Runs kopf; every event of what is watched goes to the controller."""
-    await kopf.operator(
-        registry=handlers(controller, scope.watched),
-        settings=kopf_settings(scope.watched),
-        identity=kopf_identity(),
-        standalone=True,
-        clusterwide=not scope.namespaces,
-        namespaces=scope.namespaces,
-        stop_flag=stop,
-        ready_flag=ready,
-    )
-
-
-def kopf_identity() -> Any:
-    """kopf would ask for the user's name, which a numeric user of a container does not have."""
-    os.environ.setdefault("USER", "argosy")
-    from kopf._core.engines.peering import Identity
-
-    return Identity(os.environ.get("HOSTNAME", "argosy-operator"))
-
-
-def kopf_settings(watched: Mapping[Kind, str]) -> kopf.OperatorSettings:
-    settings = kopf.OperatorSettings()
-    settings.posting.enabled = False
-    settings.persistence.diffbase_storage = NoDiffBase()
-    settings.persistence.progress_storage = NoProgress()
-    # What is watched is known: no permission on CRDs and namespaces is needed to find it out.
-    settings.scanning.disabled = True
-    for kind, labels in watched.items():
-        if labels:
-            settings.watching.label_selectors[kind.group, kind.version, kind.plural] = labels
-    return settings
-
-
-def handlers(controller: Controller, watched: Mapping[Kind, str]) -> kopf.OperatorRegistry:
-    registry = kopf.OperatorRegistry()
-
-    @kopf.on.login(registry=registry)
-    def login(**kwargs: Any) -> Any:
-        if "KUBECONFIG" in os.environ:
-            return kopf.login_with_kubeconfig(**kwargs)
-        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
-
-    for kind in watched:
-        _listen(registry, controller, kind)
-    return registry
-
-
-def _listen(registry: kopf.OperatorRegistry, controller: Controller, kind: Kind) -> None:
-    @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=kind.plural)
-    async def on_event(event: Any, **_: Any) -> None:
-        controller.handle(kind, event["type"], dict(event["object"]))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Final
 
 import xxhash
 
-from argosy_operator.spec import GROUP, InferenceService
+from argosy_operator.resource.types import GROUP, InferenceService
 
 FIELD_MANAGER: Final = "argosy-operator"
 

@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 from fake_kubernetes import FakeKubernetes, Object, selects
 
-from argosy_operator.api import KINDS, Kind
 from argosy_operator.errors import ApiError
+from argosy_operator.kinds import KINDS, Kind
 
 Authorize = Callable[[str, Kind, str, str | None, str | None], bool]
 """Whether a request is allowed: verb, kind, resource with subresource, namespace, name."""

@@ -16,19 +16,11 @@ from typing import Any
 
 import msgspec
 
-from argosy_operator.api import (
-    CONFIGMAPS,
-    DEPLOYMENTS,
-    EVENTS,
-    INFERENCE_SERVICES,
-    PODS,
-    Kind,
-    ObjectList,
-    kind_of,
-)
+from argosy_operator.cluster.api import ObjectList
 from argosy_operator.errors import ApiError
+from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, EVENTS, INFERENCE_SERVICES, PODS, Kind, kind_of
 from argosy_operator.names import FIELD_MANAGER, ROUTABLE_GATE
-from argosy_operator.validate import apply_defaults, validate_manifest
+from argosy_operator.resource.validation import apply_defaults, validate_manifest
 
 Object = dict[str, Any]
 Key = tuple[Kind, str, str]
@@ -44,7 +36,7 @@ Listener = Callable[[Kind, str, Object], None]
 
 
 class FakeKubernetes:
-    """Implements `argosy_operator.api.Api`, and the rest of a cluster."""
+    """Implements `argosy_operator.cluster.api.Api`, and the rest of a cluster."""
 
     def __init__(self, *, gpus: int = 100) -> None:
         self.objects: dict[Key, Object] = {}
@@ -438,7 +430,7 @@ def _validate(manifest: bytes) -> None:
 
 @functools.cache
 def _isvc_schema() -> Object:
-    from argosy_operator import crd
+    from argosy_operator.resource import crd
 
     return crd.schema()
 

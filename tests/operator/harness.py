@@ -11,9 +11,9 @@ from typing import Any, Self
 from builders import CONFIG
 from fake_kubernetes import FakeKubernetes, Object, selects
 
-from argosy_operator.api import Kind
 from argosy_operator.config import OperatorConfig
-from argosy_operator.controller import WATCHED, Controller
+from argosy_operator.kinds import Kind
+from argosy_operator.reconcile.controller import WATCHED, Controller
 from argosy_protocol.fleet import decode_fleet
 from argosy_protocol.report import ReplicaReport, RoutableReport
 

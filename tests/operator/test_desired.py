@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from builders import CONFIG, isvc, pod
 
-from argosy_operator.desired import Plan, desired
-from argosy_operator.engine_command import engine_args, engine_env
+from argosy_operator.desired.engine_command import engine_args, engine_env
+from argosy_operator.desired.plan import Plan, desired
+from argosy_operator.desired.rollout import no_gpu_for_surge
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE, SERVICE_LABEL
-from argosy_operator.observed import Observed, Pod
-from argosy_operator.rollout import no_gpu_for_surge
-from argosy_operator.spec import InferenceService
+from argosy_operator.observed.observation import Observed
+from argosy_operator.observed.pod import Pod
+from argosy_operator.resource.types import InferenceService
 from argosy_protocol.keys import internal_key
 
 NOTHING = Observed()

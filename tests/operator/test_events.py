@@ -10,10 +10,16 @@ from fake_kubernetes import FakeKubernetes, Object
 from harness import Operator, new_cluster
 from virtual_time import run
 
-from argosy_operator.api import EVENTS
 from argosy_operator.errors import ApiError
-from argosy_operator.events import EVENT_BURST, EVENT_REFILL_SECONDS, Event, EventRecorder, news
-from argosy_operator.spec import Condition, ConditionStatus
+from argosy_operator.kinds import EVENTS
+from argosy_operator.reconcile.event_recorder import (
+    EVENT_BURST,
+    EVENT_REFILL_SECONDS,
+    Event,
+    EventRecorder,
+    news,
+)
+from argosy_operator.resource.types import Condition, ConditionStatus
 
 
 def condition(kind: str, status: ConditionStatus, reason: str, message: str = "m") -> Condition:

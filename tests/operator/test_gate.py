@@ -8,9 +8,10 @@ import pytest
 from builders import NOW, pod, pod_object
 from virtual_time import run
 
-from argosy_operator.gate import decide, gate_patch
-from argosy_operator.observed import Pod, Routers
-from argosy_operator.routers import GRACE, RouterPod, RouterWatch, read_router_pod
+from argosy_operator.cluster.router_watch import GRACE, RouterPod, RouterWatch, read_router_pod
+from argosy_operator.desired.readiness_gate import decide, gate_patch
+from argosy_operator.observed.observation import Routers
+from argosy_operator.observed.pod import Pod
 from argosy_protocol.report import ReplicaReport, RoutableReport
 
 UNKNOWN = Routers()

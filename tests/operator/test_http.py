@@ -18,13 +18,15 @@ from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes
 from harness import FakeRouter
 
-from argosy_operator import main, routers
-from argosy_operator.api import DEPLOYMENTS, INFERENCE_SERVICES, PODS, KubernetesApi
+from argosy_operator import main
+from argosy_operator.cluster import router_watch
+from argosy_operator.cluster.kubernetes_api import KubernetesApi
+from argosy_operator.cluster.router_watch import http_fetch
 from argosy_operator.config import OperatorConfig
-from argosy_operator.controller import Controller
 from argosy_operator.errors import ApiError
-from argosy_operator.health import health_app
-from argosy_operator.routers import http_fetch
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS
+from argosy_operator.process.health import health_app
+from argosy_operator.reconcile.controller import Controller
 from argosy_protocol.keys import internal_key
 from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 
@@ -75,7 +77,7 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
     )
     router = FakeRouter(cluster)
     monkeypatch.setattr(main, "http_fetch", lambda session, key, is_tls: router.fetch)
-    monkeypatch.setattr("argosy_operator.routers.GRACE", 0.2)
+    monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
     async with served(cluster, tmp_path, monkeypatch) as server:
         operator = asyncio.create_task(main.run(config, health_port=0))
         try:
@@ -129,7 +131,7 @@ async def test_routers_are_asked_by_address(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=certified(tmp_path) if is_tls else None).start()
-    monkeypatch.setattr(routers, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
+    monkeypatch.setattr(router_watch, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
     try:
         async with ClientSession() as session:
             assert await http_fetch(session, CONFIG.fleet_key, is_tls=is_tls)("127.0.0.1", 6) == sent

@@ -10,7 +10,7 @@ from fake_kubernetes import FakeKubernetes, Object
 from harness import Operator, new_cluster
 from virtual_time import run
 
-from argosy_operator.api import DEPLOYMENTS, INFERENCE_SERVICES, SECRETS
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, SECRETS
 from argosy_operator.names import API_KEY_ENV
 
 SECRET = (SECRETS, "team", "tiny-engine-key")

@@ -16,8 +16,8 @@ from harness import ROUTER_POD, FakeRouter
 from test_http import served, until
 
 from argosy_operator import main
-from argosy_operator.api import Kind
 from argosy_operator.config import OperatorConfig
+from argosy_operator.kinds import Kind
 
 Rules = list[dict[str, Any]]
 

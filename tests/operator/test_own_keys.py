@@ -12,10 +12,10 @@ from builders import CONFIG
 from fake_kubernetes import FakeKubernetes, Object
 from virtual_time import run
 
-from argosy_operator.api import SECRETS
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError, OperatorError
-from argosy_operator.own_keys import ensure_keys, keep_fleet_key
+from argosy_operator.kinds import SECRETS
+from argosy_operator.process.installation_keys import ensure_keys, keep_fleet_key
 
 FLEET = (SECRETS, "argosy-system", "argosy-fleet-key")
 ROUTER = (SECRETS, "argosy-system", "argosy-router-keys")

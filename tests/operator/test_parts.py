@@ -11,17 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
-from argosy_operator.api import DEPLOYMENTS, PODS
+from argosy_operator.cluster.store import Store
 from argosy_operator.config import ConfigError, OperatorConfig
-from argosy_operator.desired import desired
-from argosy_operator.drift import contains, must_apply, stamped
-from argosy_operator.fleet_doc import fleet_document, fleet_service, name_conflicts
+from argosy_operator.desired.drift import contains, must_apply, stamped
+from argosy_operator.desired.fleet_document import fleet_document, fleet_service, name_conflicts
+from argosy_operator.desired.plan import desired
+from argosy_operator.kinds import DEPLOYMENTS, PODS
 from argosy_operator.names import selector, shorten
-from argosy_operator.observed import Observed
-from argosy_operator.schema_types import quantity_bytes
-from argosy_operator.spec import parse
-from argosy_operator.store import Store
-from argosy_operator.workqueue import BACKOFF_MAX, WorkQueue
+from argosy_operator.observed.observation import Observed
+from argosy_operator.reconcile.workqueue import BACKOFF_MAX, WorkQueue
+from argosy_operator.resource.schema_types import quantity_bytes
+from argosy_operator.resource.types import parse
 from argosy_protocol.fleet import (
     Canary,
     Endpoint,

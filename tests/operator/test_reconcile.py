@@ -13,8 +13,8 @@ from fake_kubernetes import FakeKubernetes, Object, is_pod_ready, pod_key
 from harness import FakeRouter, Operator, new_cluster
 from virtual_time import run
 
-from argosy_operator.api import CONFIGMAPS, DEPLOYMENTS, INFERENCE_SERVICES, SECRETS, SERVICES_KIND
 from argosy_operator.errors import ApiError
+from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, INFERENCE_SERVICES, SECRETS, SERVICES
 from argosy_operator.names import REVISION_LABEL
 from argosy_protocol.fleet import Canary, decode_fleet
 
@@ -301,7 +301,7 @@ def test_what_will_not_go_away_by_itself_is_in_the_status() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("kind", [SERVICES_KIND, DEPLOYMENTS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [SERVICES, DEPLOYMENTS], ids=lambda kind: kind.name)
 def test_somebody_elses_object_is_not_taken_over(kind: Any) -> None:
     async def scenario() -> None:
         cluster = new_cluster()
@@ -328,7 +328,7 @@ def test_somebody_elses_object_is_not_taken_over(kind: Any) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("kind", [SERVICES_KIND, DEPLOYMENTS, CONFIGMAPS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [SERVICES, DEPLOYMENTS, CONFIGMAPS], ids=lambda kind: kind.name)
 def test_what_is_deleted_by_hand_comes_back(kind: Any) -> None:
     async def scenario() -> None:
         cluster = new_cluster()

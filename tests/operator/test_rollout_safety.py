@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
-from argosy_operator.api import DEPLOYMENTS
+from argosy_operator.desired.rollout import input_digest
+from argosy_operator.kinds import DEPLOYMENTS
 from argosy_operator.names import SERVICE_LABEL
-from argosy_operator.rollout import input_digest
 
 GPU: dict[str, Any] = {"resources": {"gpu": {}}}
 DEFAULT_IMAGE = "argosy-engine:test"

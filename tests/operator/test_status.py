@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from builders import CONFIG, NOW, gate_condition, isvc_object, pod, pod_object
 
-from argosy_operator.desired import desired
-from argosy_operator.observed import Observed, Pod, Problem, Routers, read_pod
-from argosy_operator.spec import InferenceServiceStatus, parse
-from argosy_operator.status import invalid_status, status
+from argosy_operator.desired.plan import desired
+from argosy_operator.observed.observation import Observed, Routers
+from argosy_operator.observed.pod import Pod, Problem, read_pod
+from argosy_operator.resource.types import InferenceServiceStatus, parse
+from argosy_operator.status.report import invalid_status, status
 from argosy_protocol.fleet import NameConflict
 
 REVISION = desired(parse(isvc_object()), Observed(), CONFIG).revision

@@ -1,6 +1,6 @@
 """Good and bad manifests, and what an API server with our CRD says to the bad ones.
 
-Run through `argosy_operator.validate` by the fast tests, and through a real API server by the end-to-end
+Run through `argosy_operator.resource.validation` by the fast tests, and through a real API server by the end-to-end
 tests (`kubectl apply --dry-run=server`, which validates strictly). An expectation is a part of the message,
 in words both use; None means accepted.
 """

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from argosy.errors import UsageError
-from argosy_operator.engine_command import claim_name, model_path
-from argosy_operator.fleet_doc import fleet_document, without_canary
-from argosy_operator.spec import InferenceService
-from argosy_operator.validate import ManifestError, load_manifests
+from argosy_operator.desired.engine_command import claim_name, model_path
+from argosy_operator.desired.fleet_document import fleet_document, without_canary
+from argosy_operator.resource.types import InferenceService
+from argosy_operator.resource.validation import ManifestError, load_manifests
 from argosy_protocol.fleet import resolve_names
 
 

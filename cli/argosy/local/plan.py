@@ -18,9 +18,9 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from argosy_operator.engine_command import engine_args, engine_env
-from argosy_operator.rollout import may_replace_in_place
-from argosy_operator.spec import InferenceService
+from argosy_operator.desired.engine_command import engine_args, engine_env
+from argosy_operator.desired.rollout import may_replace_in_place
+from argosy_operator.resource.types import InferenceService
 
 
 @dataclass(frozen=True)

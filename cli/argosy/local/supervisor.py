@@ -28,8 +28,8 @@ from argosy.local.replica import Replica
 from argosy.local.router import RouterProcess
 from argosy.local.settings import Settings
 from argosy.local.state import StateDir
-from argosy_operator.fleet_doc import fleet_service
-from argosy_operator.spec import InferenceService
+from argosy_operator.desired.fleet_document import fleet_service
+from argosy_operator.resource.types import InferenceService
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from argosy_protocol.keys import internal_key
 

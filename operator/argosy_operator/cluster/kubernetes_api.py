@@ -1,17 +1,15 @@
-"""The Kubernetes API as the operator uses it: a few verbs on a handful of kinds.
+"""The Kubernetes client: implements `Api` over `kubernetes.aio`.
 
-Owns the client (`kubernetes.aio`), deadlines, and the translation of its errors. Must not know what is
-written or why. `Api` is the seam tests put a fake behind. Invariant: every call has a deadline and raises
-nothing but `ApiError`.
+Owns the connection, deadlines, and the translation of the client's errors. Must not know what is written or why.
+Invariant: every request has a deadline and raises nothing but `ApiError`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import aiohttp
 from kubernetes.aio import client as kubernetes_client
@@ -19,106 +17,16 @@ from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.client import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
-from msgspec import Struct
 
-from argosy_operator import spec
+from argosy_operator.cluster.api import ObjectList
 from argosy_operator.errors import ApiError
+from argosy_operator.kinds import Kind, Object, kind_of
 from argosy_operator.names import FIELD_MANAGER
 
-Object = dict[str, Any]
-
 DEADLINE: Final = 15.0
-"""Seconds for one request. The API server answers in milliseconds; what takes longer is tried again."""
-
-
+"""Seconds for one request. The API server answers in milliseconds; a slower request is retried."""
 METADATA_ONLY: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 """Media type of an answer that leaves out everything but the metadata."""
-
-
-class Kind(Struct, frozen=True):
-    """An API resource; known here, so that no discovery is needed."""
-
-    group: str
-    version: str
-    name: str
-    plural: str
-
-    @property
-    def api_version(self) -> str:
-        return f"{self.group}/{self.version}" if self.group else self.version
-
-
-SERVICES_KIND: Final = Kind("", "v1", "Service", "services")
-SECRETS: Final = Kind("", "v1", "Secret", "secrets")
-PODS: Final = Kind("", "v1", "Pod", "pods")
-CONFIGMAPS: Final = Kind("", "v1", "ConfigMap", "configmaps")
-EVENTS: Final = Kind("", "v1", "Event", "events")
-DEPLOYMENTS: Final = Kind("apps", "v1", "Deployment", "deployments")
-BUDGETS: Final = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
-INFERENCE_SERVICES: Final = Kind(spec.GROUP, spec.VERSION, spec.KIND, spec.PLURAL)
-
-KINDS: Final[Mapping[tuple[str, str], Kind]] = {
-    (kind.api_version, kind.name): kind
-    for kind in (
-        SERVICES_KIND,
-        SECRETS,
-        PODS,
-        CONFIGMAPS,
-        EVENTS,
-        DEPLOYMENTS,
-        BUDGETS,
-        INFERENCE_SERVICES,
-    )
-}
-
-
-def kind_of(manifest: Mapping[str, Any]) -> Kind:
-    return KINDS[manifest["apiVersion"], manifest["kind"]]
-
-
-class ObjectList(Struct, frozen=True):
-    """All objects of a kind, as of one resource version."""
-
-    items: list[Object]
-    version: str = ""
-
-
-class Api(Protocol):
-    """What the operator asks of an API server. Every method raises `ApiError` and nothing else."""
-
-    async def serves(self, kind: Kind) -> bool:
-        """Whether the API server offers the kind: right after its CRD was made, it may not yet."""
-        ...
-
-    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList: ...
-
-    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """The object; None if there is none."""
-        ...
-
-    async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """The object with nothing but its metadata (managedFields included); None if there is none. Needs the
-        permission to patch, none to read."""
-        ...
-
-    async def create_only(self, manifest: Object) -> Object:
-        """Creates the object. `ApiError` 409 if one of this name exists."""
-        ...
-
-    async def apply(self, manifest: Object) -> Object:
-        """Server-side apply with the operator's field manager, conflicts forced. Returns the object as
-        stored. `ApiError` 409 if the manifest has a UID and the object of this name another, or none exists."""
-        ...
-
-    async def patch_status(
-        self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
-    ) -> Object:
-        """Patches the status subresource: strategic merge for built-in kinds, merge patch for ours."""
-        ...
-
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """Deletes exactly this object; one that is gone is no error."""
-        ...
 
 
 class KubernetesApi:
@@ -126,9 +34,7 @@ class KubernetesApi:
 
     def __init__(self, client: kubernetes_client.ApiClient) -> None:
         self._client = client
-        self._dynamic = DynamicClient(
-            client
-        )  # not awaited: that would discover every API group of the cluster
+        self._dynamic = DynamicClient(client)  # not awaited: that would discover every API group
 
     @classmethod
     async def connect(cls) -> Self:

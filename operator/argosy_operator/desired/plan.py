@@ -15,6 +15,8 @@ import xxhash
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.pod_template import Manifest, key_secret_name, pod_template
+from argosy_operator.desired.rollout import MIN_READY_SECONDS, Rollout, plan_rollout
 from argosy_operator.names import (
     API_KEY_ENV,
     ENGINE_PORT,
@@ -22,10 +24,8 @@ from argosy_operator.names import (
     child_name,
     selector,
 )
-from argosy_operator.observed import Observed
-from argosy_operator.pods import Manifest, key_secret_name, pod_template
-from argosy_operator.rollout import MIN_READY_SECONDS, Rollout, plan_rollout
-from argosy_operator.spec import API_VERSION, KIND, InferenceService
+from argosy_operator.observed.observation import Observed
+from argosy_operator.resource.types import API_VERSION, KIND, InferenceService
 from argosy_protocol.keys import internal_key
 
 

@@ -20,21 +20,26 @@ from typing import Any, Final
 
 import msgspec
 
-from argosy_operator.api import (
+from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.router_watch import Fetch, RouterWatch, read_router_pod
+from argosy_operator.cluster.store import Store, service_of
+from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.drift import must_apply, stamped
+from argosy_operator.desired.fleet_document import fleet_document, without_canary
+from argosy_operator.desired.rollout import has_the_turn, waits_for_its_turn
+from argosy_operator.errors import ApiError, OperatorError
+from argosy_operator.kinds import (
     BUDGETS,
     CONFIGMAPS,
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     PODS,
-    SERVICES_KIND,
-    Api,
+    SERVICES,
     Kind,
+    Name,
+    Object,
+    object_name,
 )
-from argosy_operator.config import OperatorConfig
-from argosy_operator.drift import must_apply, stamped
-from argosy_operator.errors import ApiError, OperatorError
-from argosy_operator.fleet_doc import fleet_document, without_canary
-from argosy_operator.metrics import OperatorMetrics
 from argosy_operator.names import (
     COMPONENT_LABEL,
     FIELD_MANAGER,
@@ -43,12 +48,10 @@ from argosy_operator.names import (
     MANAGED_BY_LABEL,
     NAME_LABEL,
 )
-from argosy_operator.reconcile import Reconciler
-from argosy_operator.rollout import has_the_turn, waits_for_its_turn
-from argosy_operator.routers import Fetch, RouterWatch, read_router_pod
-from argosy_operator.spec import InferenceService, parse
-from argosy_operator.store import Name, Object, Store, object_name, service_of
-from argosy_operator.workqueue import WorkQueue
+from argosy_operator.reconcile.metrics import OperatorMetrics
+from argosy_operator.reconcile.reconciler import Reconciler
+from argosy_operator.reconcile.workqueue import WorkQueue
+from argosy_operator.resource.types import InferenceService, parse
 from argosy_protocol.fleet import NameConflict, encode_fleet, resolve_names
 
 logger = logging.getLogger(__name__)
@@ -58,7 +61,7 @@ CHILD_SELECTOR: Final = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
 WATCHED: Final[Mapping[Kind, str]] = {
     INFERENCE_SERVICES: "",
     DEPLOYMENTS: CHILD_SELECTOR,
-    SERVICES_KIND: CHILD_SELECTOR,
+    SERVICES: CHILD_SELECTOR,
     BUDGETS: CHILD_SELECTOR,
     PODS: POD_SELECTOR,
 }

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from argosy_operator.engine_command import engine_model
+from argosy_operator.desired.engine_command import engine_model
 from argosy_operator.names import ENGINE_PORT, selector
-from argosy_operator.spec import InferenceService, RouterLimits
+from argosy_operator.resource.types import InferenceService, RouterLimits
 from argosy_protocol.fleet import (
     Canary,
     Endpoint,

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from argosy_operator.names import ROUTABLE_GATE
-from argosy_operator.observed import Pod, Routers
+from argosy_operator.observed.observation import Routers
+from argosy_operator.observed.pod import Pod
 
 
 def decide(pod: Pod, routers: Routers) -> Literal["True", "False"] | None:

@@ -1,10 +1,10 @@
-"""Generates the CustomResourceDefinition from the typed spec.
+"""Generate the CustomResourceDefinition from the resource's types.
 
-Owns the translation of `spec`'s structs into a structural schema (types, bounds, defaults, CEL, list types,
+Owns the translation of the structs in `types` into a structural schema (types, bounds, defaults, CEL, list types,
 descriptions), the printer columns and the subresources. Knows nothing of single fields.
 Invariant: the files in the repository are what `render()` returns; a test compares them.
 
-    python -m argosy_operator.crd [REPOSITORY]     writes both copies
+    python -m argosy_operator.resource.crd [REPOSITORY]     writes both copies
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import textwrap
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
+import msgspec.inspect
 import yaml
-from msgspec import inspect as types
 
-from argosy_operator import spec
-from argosy_operator.schema_types import rule_schema
+from argosy_operator.resource import types
+from argosy_operator.resource.schema_types import rule_schema
 
 Schema = dict[str, Any]
 
@@ -30,7 +29,7 @@ FILES: Final = ("crds/inferenceservices.yaml", "charts/argosy/templates/crd-infe
 """Where the CRD lies. The chart holds it as a template, because Helm never upgrades what is in a chart's
 crds/."""
 
-HEADER: Final = "# Generated from argosy_operator.spec by `python -m argosy_operator.crd`; do not edit.\n"
+HEADER: Final = "# Generated from operator/argosy_operator/resource by `make generate`; do not edit.\n"
 
 _INT32_MAX: Final = 2**31 - 1
 _CONDITION: Final = '.status.conditions[?(@.type=="Ready")]'
@@ -66,8 +65,8 @@ def attribute_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 def struct_schema(struct: type[msgspec.Struct], *, defaults: bool) -> Schema:
     """Structural schema of a struct. `defaults` is off for status, which nobody but the operator fills in."""
-    info = types.type_info(struct)
-    assert isinstance(info, types.StructType)
+    info = msgspec.inspect.type_info(struct)
+    assert isinstance(info, msgspec.inspect.StructType)
     docs = attribute_docs(struct)
     properties: Schema = {}
     for field in info.fields:
@@ -86,11 +85,11 @@ def struct_schema(struct: type[msgspec.Struct], *, defaults: bool) -> Schema:
     return result
 
 
-def field_default(field: types.Field, schema: Schema) -> object:
+def field_default(field: msgspec.inspect.Field, schema: Schema) -> object:
     """The default the API server writes: a scalar's own, `{}` where a nested field has one, else none."""
     if schema["type"] == "object":
         nested = schema.get("properties", {}).values()
-        is_optional = isinstance(field.type, types.UnionType)
+        is_optional = isinstance(field.type, msgspec.inspect.UnionType)
         return (
             {}
             if not field.required and not is_optional and any("default" in each for each in nested)
@@ -101,10 +100,10 @@ def field_default(field: types.Field, schema: Schema) -> object:
     return field.default
 
 
-def type_schema(info: types.Type, *, defaults: bool) -> Schema:
+def type_schema(info: msgspec.inspect.Type, *, defaults: bool) -> Schema:
     """Structural schema of any type the spec is built from."""
     match info:
-        case types.Metadata(type=inner, extra_json_schema=extra):
+        case msgspec.inspect.Metadata(type=inner, extra_json_schema=extra):
             schema = type_schema(inner, defaults=defaults)
             for key, value in (extra or {}).items():
                 schema[key] = [*schema.get(key, []), *value] if key == "x-kubernetes-validations" else value
@@ -112,26 +111,26 @@ def type_schema(info: types.Type, *, defaults: bool) -> Schema:
             if any(rule["rule"] == own for rule in schema.get("x-kubernetes-validations", ())):
                 del schema["pattern"]  # the rule says it in words
             return schema
-        case types.UnionType(types=members):
-            (member,) = (each for each in members if not isinstance(each, types.NoneType))
+        case msgspec.inspect.UnionType(types=members):
+            (member,) = (each for each in members if not isinstance(each, msgspec.inspect.NoneType))
             return type_schema(member, defaults=defaults)
-        case types.StructType(cls=struct):
+        case msgspec.inspect.StructType(cls=struct):
             return struct_schema(struct, defaults=defaults)
-        case types.BoolType():
+        case msgspec.inspect.BoolType():
             return {"type": "boolean"}
-        case types.IntType(ge=low, le=high):
+        case msgspec.inspect.IntType(ge=low, le=high):
             width = "int32" if high is not None and high <= _INT32_MAX else "int64"
             return {"type": "integer", "format": width, **_bounds(minimum=low, maximum=high)}
-        case types.FloatType(ge=low, le=high):
+        case msgspec.inspect.FloatType(ge=low, le=high):
             return {"type": "number", **_bounds(minimum=low, maximum=high)}
-        case types.StrType(min_length=low, max_length=high, pattern=pattern):
+        case msgspec.inspect.StrType(min_length=low, max_length=high, pattern=pattern):
             return {"type": "string", **_bounds(minLength=low, maxLength=high, pattern=pattern)}
-        case types.LiteralType(values=values):
+        case msgspec.inspect.LiteralType(values=values):
             return {"type": "string", "enum": list(values)}
-        case types.DictType(value_type=value, max_length=high):
+        case msgspec.inspect.DictType(value_type=value, max_length=high):
             nested = type_schema(value, defaults=defaults)
             return {"type": "object", "additionalProperties": nested, **_bounds(maxProperties=high)}
-        case types.VarTupleType(item_type=item, min_length=low, max_length=high):
+        case msgspec.inspect.VarTupleType(item_type=item, min_length=low, max_length=high):
             nested = type_schema(item, defaults=defaults)
             return {"type": "array", "items": nested, **_bounds(minItems=low, maxItems=high)}
     raise TypeError(f"no structural schema for {info!r}")
@@ -143,10 +142,10 @@ def _bounds(**bounds: object) -> Schema:
 
 def schema() -> Schema:
     """`openAPIV3Schema` of the resource."""
-    root = spec.InferenceService
+    root = types.InferenceService
     docs = attribute_docs(root)
-    wanted = struct_schema(spec.InferenceServiceSpec, defaults=True)
-    reported = struct_schema(spec.InferenceServiceStatus, defaults=False)
+    wanted = struct_schema(types.InferenceServiceSpec, defaults=True)
+    reported = struct_schema(types.InferenceServiceStatus, defaults=False)
     return {
         "description": " ".join((root.__doc__ or "").split()),
         "type": "object",
@@ -161,7 +160,7 @@ def schema() -> Schema:
                 **reported,
                 # Tools that follow kstatus (helm --wait, Flux) take a resource without an observedGeneration for
                 # reconciled, so that one which no operator has seen would count as done.
-                "default": {"observedGeneration": spec.InferenceServiceStatus().observed_generation},
+                "default": {"observedGeneration": types.InferenceServiceStatus().observed_generation},
             },
         },
         "x-kubernetes-validations": [rule_schema(rule) for rule in root.rules],
@@ -174,25 +173,25 @@ def definition() -> Schema:
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {
-            "name": f"{spec.PLURAL}.{spec.GROUP}",
+            "name": f"{types.PLURAL}.{types.GROUP}",
             # Deleting the chart must not delete every InferenceService of the cluster.
             "annotations": {"helm.sh/resource-policy": "keep"},
             "labels": {"app.kubernetes.io/name": "argosy", "app.kubernetes.io/component": "crd"},
         },
         "spec": {
-            "group": spec.GROUP,
+            "group": types.GROUP,
             "scope": "Namespaced",
             "names": {
-                "kind": spec.KIND,
-                "listKind": f"{spec.KIND}List",
-                "plural": spec.PLURAL,
-                "singular": spec.SINGULAR,
-                "shortNames": [spec.SHORT_NAME],
+                "kind": types.KIND,
+                "listKind": f"{types.KIND}List",
+                "plural": types.PLURAL,
+                "singular": types.SINGULAR,
+                "shortNames": [types.SHORT_NAME],
                 "categories": ["all"],
             },
             "versions": [
                 {
-                    "name": spec.VERSION,
+                    "name": types.VERSION,
                     "served": True,
                     "storage": True,
                     "additionalPrinterColumns": [dict(column) for column in _COLUMNS],

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.engine_command import MODEL_MOUNT, claim_name, engine_args
+from argosy_operator.desired.engine_command import MODEL_MOUNT, claim_name, engine_args
 from argosy_operator.names import (
     API_KEY_ENV,
     ENGINE_PORT,
@@ -24,8 +24,8 @@ from argosy_operator.names import (
     child_labels,
     child_name,
 )
-from argosy_operator.overlay import ENGINE_CONTAINER
-from argosy_operator.spec import InferenceService
+from argosy_operator.resource.overlay import ENGINE_CONTAINER
+from argosy_operator.resource.types import InferenceService
 
 Manifest = dict[str, Any]
 

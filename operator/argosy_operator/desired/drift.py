@@ -14,9 +14,8 @@ from typing import Any, Final
 import msgspec
 import xxhash
 
+from argosy_operator.kinds import Object
 from argosy_operator.names import APPLIED_ANNOTATION
-
-Object = dict[str, Any]
 
 _QUANTITY_FIELDS: Final = ("limits", "requests", "sizeLimit")
 _SUFFIXES: Final = {

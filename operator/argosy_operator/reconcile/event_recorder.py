@@ -17,10 +17,10 @@ from typing import Any, Final, Literal
 import xxhash
 from msgspec import Struct
 
-from argosy_operator.api import Api
+from argosy_operator.cluster.api import Api
 from argosy_operator.errors import ApiError
 from argosy_operator.names import FIELD_MANAGER
-from argosy_operator.spec import API_VERSION, KIND, Condition, InferenceService
+from argosy_operator.resource.types import API_VERSION, KIND, Condition, InferenceService
 
 logger = logging.getLogger(__name__)
 

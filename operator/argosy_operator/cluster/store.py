@@ -18,19 +18,18 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from argosy_operator.api import (
+from argosy_operator.kinds import (
     BUDGETS,
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     PODS,
-    SERVICES_KIND,
+    SERVICES,
     Kind,
+    Name,
+    Object,
+    object_name,
 )
 from argosy_operator.names import SERVICE_LABEL
-
-Object = dict[str, Any]
-Name = tuple[str, str]
-"""Namespace and name."""
 
 
 class Listing(Struct):
@@ -52,7 +51,7 @@ class Store:
 
     def __init__(self) -> None:
         self._objects: dict[Kind, dict[Name, Object]] = {
-            kind: {} for kind in (INFERENCE_SERVICES, DEPLOYMENTS, SERVICES_KIND, BUDGETS, PODS)
+            kind: {} for kind in (INFERENCE_SERVICES, DEPLOYMENTS, SERVICES, BUDGETS, PODS)
         }
         self._by_service: dict[tuple[Kind, Name], set[Name]] = defaultdict(set)
         self._open: list[Listing] = []
@@ -156,11 +155,6 @@ def service_of(obj: Mapping[str, Any]) -> Name | None:
     """Namespace and name of the InferenceService whose label an object carries."""
     label = obj["metadata"].get("labels", {}).get(SERVICE_LABEL)
     return (obj["metadata"].get("namespace", ""), label) if label else None
-
-
-def object_name(obj: Mapping[str, Any]) -> Name:
-    metadata = obj["metadata"]
-    return metadata.get("namespace", ""), metadata["name"]
 
 
 def _version(obj: Object) -> str:

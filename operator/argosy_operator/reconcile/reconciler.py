@@ -15,35 +15,39 @@ from typing import Any, Final
 
 import msgspec
 
-from argosy_operator.api import (
+from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.store import Store, service_of
+from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.drift import must_apply, stamped
+from argosy_operator.desired.plan import Plan, desired
+from argosy_operator.desired.readiness_gate import decide, gate_patch
+from argosy_operator.desired.rollout import has_the_turn
+from argosy_operator.errors import ApiError, ChildNotOwned, OperatorError
+from argosy_operator.kinds import (
     BUDGETS,
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     PODS,
-    SERVICES_KIND,
-    Api,
+    SERVICES,
     Kind,
+    Name,
+    Object,
     kind_of,
+    object_name,
 )
-from argosy_operator.config import OperatorConfig
-from argosy_operator.desired import Plan, desired
-from argosy_operator.drift import must_apply, stamped
-from argosy_operator.errors import ApiError, ChildNotOwned, OperatorError
-from argosy_operator.events import EventRecorder, news
-from argosy_operator.gate import decide, gate_patch
-from argosy_operator.key_secret import KeySecrets
-from argosy_operator.metrics import OperatorMetrics
 from argosy_operator.names import APPLIED_ANNOTATION, KEY_ANNOTATION, child_name
-from argosy_operator.observed import Observed, Problem, Routers, is_owned, read_pod
-from argosy_operator.rollout import has_the_turn
-from argosy_operator.spec import InferenceService, parse
-from argosy_operator.status import invalid_status, seconds_until_degraded, status
-from argosy_operator.store import Name, Object, Store, object_name, service_of
+from argosy_operator.observed.observation import Observed, Routers, is_owned
+from argosy_operator.observed.pod import Problem, read_pod
+from argosy_operator.reconcile.event_recorder import EventRecorder, news
+from argosy_operator.reconcile.key_secrets import KeySecrets
+from argosy_operator.reconcile.metrics import OperatorMetrics
+from argosy_operator.resource.types import InferenceService, parse
+from argosy_operator.status.report import invalid_status, seconds_until_degraded, status
 from argosy_protocol.fleet import NameConflict
 
 logger = logging.getLogger(__name__)
 
-PRUNED: Final = (DEPLOYMENTS, SERVICES_KIND, BUDGETS)
+PRUNED: Final = (DEPLOYMENTS, SERVICES, BUDGETS)
 """Kinds whose children are deleted when no plan names them any more."""
 _REPORTED: Final = (400, 403, 422)
 """Refusals that will not go away by themselves, so a user should read of them."""

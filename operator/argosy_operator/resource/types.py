@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_operator.overlay import EnvVar, PodTemplate
-from argosy_operator.schema_types import (
+from argosy_operator.resource.overlay import EnvVar, PodTemplate
+from argosy_operator.resource.schema_types import (
     MAP_BY_NAME,
     MAP_BY_TYPE,
     SET,

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from argosy_operator.names import ROUTER_ADMIN_PORT
-from argosy_operator.observed import Routers
+from argosy_operator.observed.observation import Routers
 from argosy_protocol.keys import internal_key
 from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 

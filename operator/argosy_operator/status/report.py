@@ -25,11 +25,12 @@ import msgspec
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired import Plan
+from argosy_operator.desired.plan import Plan
+from argosy_operator.desired.rollout import failed_replacements, serving_revision
 from argosy_operator.names import selector
-from argosy_operator.observed import Observed, Pod, Problem
-from argosy_operator.rollout import failed_replacements, serving_revision
-from argosy_operator.spec import (
+from argosy_operator.observed.observation import Observed
+from argosy_operator.observed.pod import Pod, Problem
+from argosy_operator.resource.types import (
     Condition,
     ConditionStatus,
     ConditionType,

@@ -29,8 +29,9 @@ from argosy_operator.names import (
     REVISION_LABEL,
     TURN_ANNOTATION,
 )
-from argosy_operator.observed import Object, Observed, Pod
-from argosy_operator.spec import InferenceService
+from argosy_operator.observed.observation import Object, Observed
+from argosy_operator.observed.pod import Pod
+from argosy_operator.resource.types import InferenceService
 
 MIN_READY_SECONDS: Final = 10
 """How long a new replica must be ready until the next one is replaced. One that crashes at its first requests is seen

@@ -1,7 +1,7 @@
-"""What the operator sees of one service: its Deployment, its pods, its routers, who contests its names.
+"""One replica's pod, read from its Kubernetes object.
 
-Owns the reading of Kubernetes objects into small typed views. Must not decide anything.
-Invariant: a view is a function of the objects alone, so a decision made on it can be repeated in a test.
+Owns the reading of a pod's status: whether it is up, lost, unschedulable, or why it does not run. Must not decide
+anything. Invariant: a view is a function of the object alone, so a decision made on it can be repeated in a test.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from typing import Any, Final
 from msgspec import Struct
 
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
-from argosy_operator.overlay import ENGINE_CONTAINER
-from argosy_operator.spec import InferenceService
-from argosy_protocol.fleet import NameConflict
+from argosy_operator.resource.overlay import ENGINE_CONTAINER
 
 Object = Mapping[str, Any]
-"""A Kubernetes object as JSON."""
 
 
 class Problem(Struct, frozen=True):
@@ -63,38 +60,6 @@ class Pod(Struct, frozen=True, kw_only=True):
     def is_up(self) -> bool:
         """Its containers are ready, as far as anybody can tell."""
         return self.is_alive and self.containers_ready and not self.is_lost
-
-
-class Routers(Struct, frozen=True, kw_only=True):
-    """What the routers said last."""
-
-    known: bool = False
-    """Whether the routers have been asked at all since the operator started."""
-    alive: int = 0
-    """Routers that answer."""
-    routable: frozenset[str] = frozenset()
-    """UIDs of pods that at least one living router sends requests to."""
-    draining: frozenset[str] = frozenset()
-    """UIDs of pods that a living router saw draining, and that no router sends requests to."""
-
-
-class Observed(Struct, frozen=True, kw_only=True):
-    """Everything `desired` and `status` may look at, besides the resource."""
-
-    deployment: Object | None = None
-    pods: tuple[Pod, ...] = ()
-    routers: Routers = Routers()
-    conflicts: tuple[NameConflict, ...] = ()
-    rolling_elsewhere: str = ""
-    """Another service that a change of the operator's is being rolled out to (`namespace/name`), if there is one."""
-    lacks_canary: bool = False
-    """Whether the service names a canary that does not exist."""
-
-
-def is_owned(obj: Object, service: InferenceService) -> bool:
-    """Whether the resource controls the object."""
-    owners = obj["metadata"].get("ownerReferences", ())
-    return any(owner.get("controller") and owner["uid"] == service.metadata.uid for owner in owners)
 
 
 def read_pod(obj: Object) -> Pod:

@@ -13,7 +13,7 @@ from typing import Final
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from argosy_operator.controller import Controller
+from argosy_operator.reconcile.controller import Controller
 
 _PERIODS: Final = 3
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from argosy_operator.api import SECRETS, Api
-from argosy_operator.drift import contains
+from argosy_operator.cluster.api import Api
+from argosy_operator.desired.drift import contains
 from argosy_operator.errors import ChildNotOwned
-from argosy_operator.metrics import OperatorMetrics
+from argosy_operator.kinds import SECRETS, Object, object_name
 from argosy_operator.names import FIELD_MANAGER
-from argosy_operator.observed import is_owned
-from argosy_operator.spec import InferenceService
-from argosy_operator.store import Object, object_name
+from argosy_operator.observed.observation import is_owned
+from argosy_operator.reconcile.metrics import OperatorMetrics
+from argosy_operator.resource.types import InferenceService
 
 
 class KeySecrets:

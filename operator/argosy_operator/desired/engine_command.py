@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from argosy_operator.names import ENGINE_PORT
-from argosy_operator.spec import InferenceService
+from argosy_operator.resource.types import InferenceService
 
 MODEL_MOUNT: Final = "/model"
 """Where the volume of a `pvc://` source is mounted."""

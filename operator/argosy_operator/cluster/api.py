@@ -1,0 +1,58 @@
+"""The API server as the operator uses it: a few verbs on a handful of kinds.
+
+Owns the protocol `Api`, which tests implement with a fake. Must not know the client behind it (`kubernetes_api`), nor
+what is written or why. Invariant: every method raises `ApiError` and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from argosy_operator.kinds import Kind, Object
+
+
+class ObjectList(Struct, frozen=True):
+    """All objects of a kind, as of one resource version."""
+
+    items: list[Object]
+    version: str = ""
+
+
+class Api(Protocol):
+    """What the operator asks of an API server. Every method raises `ApiError` and nothing else."""
+
+    async def serves(self, kind: Kind) -> bool:
+        """Whether the API server offers the kind: right after its CRD was made, it may not yet."""
+        ...
+
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList: ...
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """The object; None if there is none."""
+        ...
+
+    async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """The object with nothing but its metadata (managedFields included); None if there is none. Needs the
+        permission to patch, none to read."""
+        ...
+
+    async def create_only(self, manifest: Object) -> Object:
+        """Creates the object. `ApiError` 409 if one of this name exists."""
+        ...
+
+    async def apply(self, manifest: Object) -> Object:
+        """Server-side apply with the operator's field manager, conflicts forced. Returns the object as
+        stored. `ApiError` 409 if the manifest has a UID and the object of this name another, or none exists."""
+        ...
+
+    async def patch_status(
+        self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
+    ) -> Object:
+        """Patches the status subresource: strategic merge for built-in kinds, merge patch for ours."""
+        ...
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        """Deletes exactly this object; one that is gone is no error."""
+        ...
