@@ -122,6 +122,13 @@ def test_a_killed_compilation_ends_at_once(process: GrammarProcess) -> None:
     assert compiled(process, "regex", "b") is not None
 
 
+def test_a_compilation_whose_priority_is_lowered_before_it_begins_runs(process: GrammarProcess) -> None:
+    """As that of the first grammar, when the process takes long to start."""
+    compilation = process.new_compilation()
+    compilation.lower_priority()
+    assert compilation.run(GrammarSpec("regex", "j")) is not None
+
+
 def test_a_compilation_killed_before_it_begins_never_runs(process: GrammarProcess) -> None:
     compilation = process.new_compilation()
     compilation.kill()

@@ -255,7 +255,7 @@ class _Connection:
         self.job = job
         self._lock = threading.Lock()
         self._pidfd: int | None = None
-        self._is_closed = False
+        self._is_closed = self._is_asked = self._is_lowered = False
 
     def await_fork(self, timeout_s: float) -> None:
         """
@@ -284,11 +284,25 @@ class _Connection:
                 self.job.shutdown(socket.SHUT_RDWR)
             self._kill_forked()
 
-    def lower_priority(self) -> None:
+    def ask(self, question: Job) -> None:
+        """Raises OSError if the process has ended."""
+        self.job.sendall(framed(msgspec.msgpack.encode(question)))
         with self._lock:
-            if not self._is_closed:
-                with contextlib.suppress(OSError):
-                    self.job.send(LOWER_PRIORITY, socket.MSG_DONTWAIT)
+            self._is_asked = True
+            if self._is_lowered:
+                self._send_lowered()
+
+    def lower_priority(self) -> None:
+        """From here on, or from when it has been asked: nothing comes before the question."""
+        with self._lock:
+            self._is_lowered = True
+            if self._is_asked:
+                self._send_lowered()
+
+    def _send_lowered(self) -> None:
+        if not self._is_closed:
+            with contextlib.suppress(OSError):
+                self.job.send(LOWER_PRIORITY, socket.MSG_DONTWAIT)
 
     def close(self) -> None:
         """Leaves no process behind."""
@@ -313,7 +327,7 @@ class ForkedCompilation:
         self._process = process
         self._lock = threading.Lock()
         self._connection = process.connect()
-        self._is_killed = False
+        self._is_killed = self._is_lowered = False
 
     def run(self, spec: GrammarSpec) -> CompiledGrammar:
         """Blocks; see `structured.compiler.Compilation`."""
@@ -340,6 +354,7 @@ class ForkedCompilation:
 
     def lower_priority(self) -> None:
         with self._lock:
+            self._is_lowered = True
             self._connection.lower_priority()
 
     def _reconnect(self) -> None:
@@ -356,6 +371,8 @@ class ForkedCompilation:
             if self._is_killed:
                 connection.close()
                 raise BackendUnavailable("it was cancelled")
+            if self._is_lowered:
+                connection.lower_priority()
 
     def _ask(self, question: Job, expected: bytes) -> bytes:
         connection = self._connection
@@ -383,7 +400,7 @@ class ForkedCompilation:
         received = bytearray()
         give_up_at = time.monotonic() + question.deadline_s + _KILL_GRACE_S
         try:
-            connection.job.sendall(framed(msgspec.msgpack.encode(question)))
+            connection.ask(question)
             while True:
                 connection.job.settimeout(max(give_up_at - time.monotonic(), 0.001))
                 chunk = connection.job.recv(1 << 20)
