@@ -43,6 +43,7 @@ VARIABLES = {
     },
     "Command line": {
         "ARGOSY_STATE_DIR": "State directory of the local fleet, if `--state-dir` is not given (`.argosy`).",
+        "OPENAI_API_KEY": "Key for `argosy chat`, if neither `--api-key` nor `ARGOSY_ROUTER_API_KEY` is given.",
         "ARGOSY_ROUTER_ADMIN_KEY": "Key of the router's admin port, for `argosy route`.",
     },
 }

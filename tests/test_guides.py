@@ -1,0 +1,80 @@
+"""docs/api.md tells of every field that a request may have, and docs/serving.md of every architecture."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from argosy_engine.models.registry import architectures
+from argosy_operator.validate import load_manifests
+from argosy_protocol.embeddings import EmbeddingRequest
+from argosy_protocol.errors import BadRequest
+from argosy_protocol.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    InternalFields,
+    decode_request,
+    unsupported,
+)
+from argosy_protocol.tokenization import DetokenizeRequest, TextTokenizeRequest
+
+DOCS = Path(__file__).parent.parent / "docs"
+TEXT = (DOCS / "api.md").read_text("utf-8")
+SERVING = (DOCS / "serving.md").read_text("utf-8")
+REQUESTS = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    TextTokenizeRequest,
+    DetokenizeRequest,
+)
+
+
+def chapter(title: str) -> str:
+    found = re.search(rf"^## {title}\n(.*?)(?=^## )", TEXT, re.MULTILINE | re.DOTALL)
+    assert found
+    return found[1]
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(r"`(\w+)`", text))
+
+
+def test_every_field_is_told() -> None:
+    fields = {field for request in REQUESTS for field in request.__struct_fields__}
+    assert fields - named(TEXT) == set()
+
+
+def refused() -> list[str]:
+    rows = re.findall(r"^\| (`.*?) \|", chapter("Refused fields"), re.MULTILINE)
+    return [field for cell in rows for field in sorted(named(cell)) if not field.startswith("guided_")]
+
+
+@pytest.mark.parametrize("field", refused())
+def test_fields_that_are_said_to_be_refused_are(field: str) -> None:
+    value = 2 if field in ("best_of", "length_penalty") else "x"
+    request = CompletionRequest if field in CompletionRequest.__struct_fields__ else ChatCompletionRequest
+    body = {"prompt": "a"} if request is CompletionRequest else {"messages": []}
+    assert unsupported(request(**body, **{field: value})) == field
+
+
+def test_internal_fields_are_refused() -> None:
+    told = named(chapter("Refused fields"))
+    for field in InternalFields.__struct_fields__:
+        assert field in told
+        with pytest.raises(BadRequest):
+            decode_request("completions", f'{{"prompt": "a", "{field}": 1}}'.encode())
+
+
+def test_every_architecture_is_told() -> None:
+    assert {name for name in named(SERVING) if name.endswith(("ForCausalLM", "LMHeadModel"))} == set(
+        architectures()
+    )
+
+
+def test_the_manifest_of_the_guide_is_valid() -> None:
+    found = re.search(r"^```yaml\n(.*?)^```", SERVING, re.MULTILINE | re.DOTALL)
+    assert found
+    assert [service.served_name for service in load_manifests(found[1])] == ["qwen3-8b"]
