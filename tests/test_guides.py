@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from argosy_engine.models.registry import architectures
-from argosy_operator.validate import load_manifests
+from argosy_operator.resource.validation import load_manifests
 from argosy_protocol.embeddings import EmbeddingRequest
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import (
