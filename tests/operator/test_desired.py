@@ -13,12 +13,12 @@ from argosy_operator.desired.engine_command import engine_args, engine_env
 from argosy_operator.desired.plan import Plan, desired
 from argosy_operator.desired.rollout import no_gpu_for_surge
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE, SERVICE_LABEL
-from argosy_operator.observed.observation import Observed
+from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
 from argosy_operator.resource.types import InferenceService
 from argosy_protocol.keys import internal_key
 
-NOTHING = Observed()
+NOTHING = Observation()
 
 
 def plan(**spec: Any) -> Plan:
@@ -298,7 +298,7 @@ def test_image_pull_secrets_are_the_operators_and_the_services() -> None:
     spec = {"podTemplate": {"spec": {"imagePullSecrets": [{"name": "team"}, {"name": "registry"}]}}}
     config = dataclasses.replace(CONFIG, image_pull_secrets=("registry",))
     for given, names in ((spec, ["registry", "team"]), ({}, ["registry"])):
-        pod_spec = desired(isvc(**given), Observed(), config).deployment["spec"]["template"]["spec"]
+        pod_spec = desired(isvc(**given), Observation(), config).deployment["spec"]["template"]["spec"]
         assert [secret["name"] for secret in pod_spec["imagePullSecrets"]] == names
     assert "imagePullSecrets" not in plan().deployment["spec"]["template"]["spec"]
 
@@ -354,7 +354,7 @@ GPU = {"resources": {"gpu": {}}}
 def test_no_gpu_for_surge(
     name: str, spec: dict[str, Any], pods: tuple[Pod, ...], live: dict[str, Any] | None, expected: bool
 ) -> None:
-    observed = Observed(deployment=live, pods=pods)
+    observed = Observation(deployment=live, pods=pods)
     assert no_gpu_for_surge(isvc(**spec), observed, "new") is expected, name
 
 
@@ -362,10 +362,10 @@ def test_replacing_in_place_changes_the_strategy_and_nothing_else() -> None:
     service: InferenceService = isvc(**GPU, replicas=2)
     usual = desired(service, NOTHING, CONFIG)
     starved = pod("n", usual.revision, ready=False, gate="", node="", unschedulable=STARVED)
-    fallen_back = desired(service, Observed(deployment=usual.deployment, pods=(starved, OLD)), CONFIG)
+    fallen_back = desired(service, Observation(deployment=usual.deployment, pods=(starved, OLD)), CONFIG)
     assert fallen_back.rollout.phase == "in-place"
     strategy = fallen_back.deployment["spec"]["strategy"]["rollingUpdate"]
     assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
     assert fallen_back.deployment["spec"]["template"] == usual.deployment["spec"]["template"]
-    settled = Observed(deployment=fallen_back.deployment, pods=(pod("n", usual.revision),))
+    settled = Observation(deployment=fallen_back.deployment, pods=(pod("n", usual.revision),))
     assert desired(service, settled, CONFIG) == usual

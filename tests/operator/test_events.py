@@ -12,14 +12,9 @@ from virtual_time import run
 
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import EVENTS
-from argosy_operator.reconcile.event_recorder import (
-    EVENT_BURST,
-    EVENT_REFILL_SECONDS,
-    Event,
-    EventRecorder,
-    news,
-)
+from argosy_operator.reconcile.event_recorder import EVENT_BURST, EVENT_REFILL_SECONDS, EventRecorder
 from argosy_operator.resource.types import Condition, ConditionStatus
+from argosy_operator.status.events import Event, news
 
 
 def condition(kind: str, status: ConditionStatus, reason: str, message: str = "m") -> Condition:

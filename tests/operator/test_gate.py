@@ -9,7 +9,7 @@ from builders import NOW, pod, pod_object
 from virtual_time import run
 
 from argosy_operator.cluster.router_watch import GRACE, RouterPod, RouterWatch, read_router_pod
-from argosy_operator.desired.readiness_gate import decide, gate_patch
+from argosy_operator.desired.readiness_gate import gate_patch, gate_status
 from argosy_operator.observed.observation import Routers
 from argosy_operator.observed.pod import Pod
 from argosy_protocol.report import ReplicaReport, RoutableReport
@@ -50,8 +50,8 @@ STARTING = pod("p", "r", gate="", ready=False)
         ("evicted", pod("p", "r", gate="", is_finished=True), SYNCED, None),
     ],
 )
-def test_decide(name: str, before: Pod, routers: Routers, change: str | None) -> None:
-    assert decide(before, routers) == change, name
+def test_gate_status(name: str, before: Pod, routers: Routers, change: str | None) -> None:
+    assert gate_status(before, routers) == change, name
 
 
 def test_patch_names_the_pod_by_uid_and_says_why() -> None:

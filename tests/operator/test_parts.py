@@ -18,7 +18,7 @@ from argosy_operator.desired.fleet_document import fleet_document, fleet_service
 from argosy_operator.desired.plan import desired
 from argosy_operator.kinds import DEPLOYMENTS, PODS
 from argosy_operator.names import selector, shorten
-from argosy_operator.observed.observation import Observed
+from argosy_operator.observed.observation import Observation
 from argosy_operator.reconcile.workqueue import BACKOFF_MAX, WorkQueue
 from argosy_operator.resource.schema_types import quantity_bytes
 from argosy_operator.resource.types import parse
@@ -70,10 +70,10 @@ def test_an_object_contains_itself(obj: dict[str, Any]) -> None:
 
 
 def test_a_stamp_tells_every_change() -> None:
-    wanted = stamped(desired(isvc(), Observed(), CONFIG).deployment)
+    wanted = stamped(desired(isvc(), Observation(), CONFIG).deployment)
     assert not must_apply(wanted, wanted)
     assert must_apply(wanted, None)
-    dropped = stamped(desired(isvc(placement={"nodeSelector": {"a": "b"}}), Observed(), CONFIG).deployment)
+    dropped = stamped(desired(isvc(placement={"nodeSelector": {"a": "b"}}), Observation(), CONFIG).deployment)
     assert contains(dropped["spec"]["selector"], wanted["spec"]["selector"])
     assert must_apply(wanted, dropped), "a field that is no longer wanted must go"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from virtual_time import run
 
 from argosy_operator.desired.rollout import input_digest
+from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS
 from argosy_operator.names import SERVICE_LABEL
 
@@ -286,6 +288,31 @@ def test_a_service_that_waits_for_its_turn_can_be_scaled_edited_and_brought_back
         await operator.__aexit__(None, None, None)
         assert {pod["metadata"]["uid"] for pod in living(cluster, held[0])} == before
         assert verdict(cluster, "Progressing", held[0]) == ("False", "Complete")
+
+    run(scenario())
+
+
+def test_a_service_that_cannot_be_written_does_not_keep_its_turn() -> None:
+    async def scenario() -> None:
+        cluster = new_cluster()
+        await three_services(cluster)
+
+        async def refused(manifest: Object) -> Object:
+            if manifest["kind"] == "Deployment" and manifest["metadata"]["name"].startswith("a-"):
+                raise ApiError("PATCH", 500, "etcd is busy")
+            return await FakeKubernetes.apply(cluster, manifest)
+
+        cluster.apply = refused  # type: ignore[method-assign]
+        operator = await upgrade(cluster, "good:2")
+        for _ in range(60):
+            await asyncio.sleep(1)
+            cluster.step()
+        assert [images(cluster, name) for name in NAMES] == [[DEFAULT_IMAGE], ["good:2"], ["good:2"]]
+        cluster.apply = functools.partial(FakeKubernetes.apply, cluster)  # type: ignore[method-assign]
+        await asyncio.sleep(120)
+        await operator.settle()
+        await operator.__aexit__(None, None, None)
+        assert images(cluster, "a") == ["good:2"]
 
     run(scenario())
 

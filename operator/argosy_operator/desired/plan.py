@@ -24,7 +24,7 @@ from argosy_operator.names import (
     child_name,
     selector,
 )
-from argosy_operator.observed.observation import Observed
+from argosy_operator.observed.observation import Observation
 from argosy_operator.resource.types import API_VERSION, KIND, InferenceService
 from argosy_protocol.keys import internal_key
 
@@ -45,7 +45,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         return (self.secret, self.service, self.budget, self.deployment)
 
 
-def desired(service: InferenceService, observed: Observed, config: OperatorConfig) -> Plan:
+def desired(service: InferenceService, observed: Observation, config: OperatorConfig) -> Plan:
     """What should exist now."""
     secret = _secret(service, config)
     key_digest = digest(secret["data"])

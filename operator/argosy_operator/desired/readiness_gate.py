@@ -1,10 +1,9 @@
-"""The `routable` readiness gate: when it opens, when it closes.
+"""The `routable` readiness gate of a pod: when it opens, when it closes.
 
-Owns the decision on a pod's condition and the patch that carries it. Must not know how routers are asked
-(`routers`) or when (`reconcile`). The operator is the gate's sole writer. Invariants: a gate opens when a
-living router sends the pod requests, or when it is known that no router lives, so a fleet without routers
-does not lock up; it closes only on drain or deletion: a router that loses a replica for a moment must not
-shake rollouts and disruption budgets.
+Owns the decision on a pod's condition and the patch that carries it. Must not know how routers are asked, or when.
+The operator is the gate's sole writer. Invariants: a gate opens when a living router sends the pod requests, or when
+it is known that no router lives, so that a fleet without routers does not lock up; it closes only on drain or
+deletion, so that a router which loses a replica for a moment does not disturb rollouts and disruption budgets.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ from argosy_operator.names import ROUTABLE_GATE
 from argosy_operator.observed.observation import Routers
 from argosy_operator.observed.pod import Pod
 
+GateStatus = Literal["True", "False"]
 
-def decide(pod: Pod, routers: Routers) -> Literal["True", "False"] | None:
-    """The status the gate should change to; None to leave it."""
+
+def gate_status(pod: Pod, routers: Routers) -> GateStatus | None:
+    """The status that the gate should change to; None to leave it as it is."""
     is_open = pod.gate == "True"
     if pod.is_terminating:
         return "False" if is_open else None
@@ -32,15 +33,15 @@ def decide(pod: Pod, routers: Routers) -> Literal["True", "False"] | None:
     return None
 
 
-def gate_patch(pod: Pod, status: Literal["True", "False"], *, now: str, router_lives: bool) -> dict[str, Any]:
-    """Strategic merge patch of the pod's status. The UID guards against a namesake (StatefulSet, fast
-    recreation)."""
+def gate_patch(pod: Pod, status: GateStatus, *, now: str, router_lives: bool) -> dict[str, Any]:
+    """Strategic merge patch of the pod's status. Its UID keeps the patch from another pod of the same name
+    (StatefulSet, fast recreation)."""
     if status == "False":
         reason, message = "Draining", "the replica takes no new requests"
     elif router_lives:
         reason, message = "RouterSynced", "a router sends requests to the replica"
     else:
-        reason, message = "NoRouter", "no router lives; the Service alone leads to the replica"
+        reason, message = "NoRouter", "no router answers; only the Service leads to the replica"
     condition = {
         "type": ROUTABLE_GATE,
         "status": status,

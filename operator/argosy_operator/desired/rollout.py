@@ -29,7 +29,7 @@ from argosy_operator.names import (
     REVISION_LABEL,
     TURN_ANNOTATION,
 )
-from argosy_operator.observed.observation import Object, Observed
+from argosy_operator.observed.observation import Object, Observation
 from argosy_operator.observed.pod import Pod
 from argosy_operator.resource.types import InferenceService
 
@@ -49,6 +49,10 @@ class Rollout(Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     held_revision: str = ""
     """While the service waits for its turn: the revision that goes on serving."""
+    waits_for: str = ""
+    """While the service waits for its turn: the service (`namespace/name`) that has it."""
+    halted_by: Pod | None = None
+    """The new replica that does not come up, while that halts the rollout."""
     has_turn: bool = False
     """The operator's own change is being rolled out to this service; no other one starts meanwhile."""
     input_digest: str = ""
@@ -65,7 +69,9 @@ class Rollout(Struct, frozen=True, kw_only=True):
         return found
 
 
-def plan_rollout(service: InferenceService, observed: Observed, revision: str, *, key_digest: str) -> Rollout:
+def plan_rollout(
+    service: InferenceService, observed: Observation, revision: str, *, key_digest: str
+) -> Rollout:
     """How the pods of `revision` are to replace the others now."""
     live = observed.deployment
     digest = input_digest(service)
@@ -77,6 +83,7 @@ def plan_rollout(service: InferenceService, observed: Observed, revision: str, *
             unavailable=service.spec.rollout.unavailable,
             is_paused=True,
             held_revision=held,
+            waits_for=observed.rolling_elsewhere,
             input_digest=digest,
         )
     has_turn = bool(held) or (has_the_turn(live) and not _is_healthy(service, observed, revision))
@@ -84,9 +91,8 @@ def plan_rollout(service: InferenceService, observed: Observed, revision: str, *
     if no_gpu_for_surge(service, observed, revision):
         phase = "in-place" if may_replace_in_place(service) else "waiting-for-capacity"
     surge, unavailable = _strategy(service, observed, revision, in_place=phase == "in-place")
-    is_halted = bool(failed_replacements(observed, revision)) and any(
-        pod.is_routable for pod in observed.pods if pod.revision != revision
-    )
+    failed = _failed_replacements(observed, revision)
+    is_halted = bool(failed) and any(pod.is_routable for pod in observed.pods if pod.revision != revision)
     if is_halted:
         phase = "halted"
         if live is not None and _template_revision(live) == revision:
@@ -97,6 +103,7 @@ def plan_rollout(service: InferenceService, observed: Observed, revision: str, *
         surge=surge,
         unavailable=unavailable,
         is_paused=is_halted,
+        halted_by=failed[0] if is_halted else None,
         has_turn=has_turn,
         input_digest=digest,
     )
@@ -117,7 +124,7 @@ def waits_for_its_turn(deployment: Object) -> bool:
     return HELD_ANNOTATION in deployment["metadata"].get("annotations", {})
 
 
-def failed_replacements(observed: Observed, revision: str) -> list[Pod]:
+def _failed_replacements(observed: Observation, revision: str) -> list[Pod]:
     """Pods of the new revision that do not come up (no image, crash loop, out of memory), by name."""
     failed = [
         pod
@@ -134,7 +141,7 @@ def may_replace_in_place(service: InferenceService) -> bool:
     return service.spec.replicas > 1 if explicit is None else explicit > 0
 
 
-def no_gpu_for_surge(service: InferenceService, observed: Observed, revision: str) -> bool:
+def no_gpu_for_surge(service: InferenceService, observed: Observation, revision: str) -> bool:
     """Whether this rollout must free a GPU before it can take one.
 
     It starts when a pod of the new revision cannot be scheduled for want of GPUs while living pods of an old
@@ -185,7 +192,7 @@ def _defaults(struct: type[Struct]) -> tuple[tuple[str, Any], ...]:
 
 
 def _held_revision(
-    service: InferenceService, observed: Observed, revision: str, *, digest: str, key_digest: str
+    service: InferenceService, observed: Observation, revision: str, *, digest: str, key_digest: str
 ) -> str:
     """The revision that goes on serving if this service may have to wait for its turn; empty if it need not.
 
@@ -208,7 +215,7 @@ def _held_revision(
     return serving if serving != revision and is_own and is_at_rest and is_serving else ""
 
 
-def _is_healthy(service: InferenceService, observed: Observed, revision: str) -> bool:
+def _is_healthy(service: InferenceService, observed: Observation, revision: str) -> bool:
     """Whether the next service may follow: every replica is new and routable. One that no node can take does not
     count: the change is not its reason."""
     live = observed.deployment
@@ -224,7 +231,7 @@ def _is_healthy(service: InferenceService, observed: Observed, revision: str) ->
 
 
 def _strategy(
-    service: InferenceService, observed: Observed, revision: str, *, in_place: bool
+    service: InferenceService, observed: Observation, revision: str, *, in_place: bool
 ) -> tuple[int, int]:
     """maxSurge and maxUnavailable."""
     rollout = service.spec.rollout
@@ -235,7 +242,7 @@ def _strategy(
     return (1, 0) if surge else (0, min(unavailable, 1))
 
 
-def _is_first(observed: Observed, revision: str) -> bool:
+def _is_first(observed: Observation, revision: str) -> bool:
     """Whether the first new replica still has to show that the change works. The Deployment makes the second one
     when the first has been ready for MIN_READY_SECONDS."""
     alive = [pod for pod in observed.pods if pod.is_alive]
@@ -248,7 +255,7 @@ def _live_strategy(deployment: Object, surge: int, unavailable: int) -> tuple[in
     return found.get("maxSurge", surge), found.get("maxUnavailable", unavailable)
 
 
-def _is_without_surge(observed: Observed, revision: str) -> bool:
+def _is_without_surge(observed: Observation, revision: str) -> bool:
     live = observed.deployment
     if live is None:
         return False

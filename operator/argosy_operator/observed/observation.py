@@ -1,15 +1,17 @@
-"""What the operator sees of one service: its Deployment, its pods, its routers, who contests its names.
+"""One look at a service: its children, its pods, the routers' reports, and who contests its names.
 
-Must not decide anything. Invariant: an observation is a value; nothing in it changes while it is being acted on.
+Owns the value that a decision is made on. Must not decide anything, nor know where its contents come from.
+Invariant: an observation does not change while it is acted on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
 
+from argosy_operator.kinds import BUDGETS, DEPLOYMENTS, SERVICES, Kind, Name
 from argosy_operator.observed.pod import Pod
 from argosy_operator.resource.types import InferenceService
 from argosy_protocol.fleet import NameConflict
@@ -17,29 +19,37 @@ from argosy_protocol.fleet import NameConflict
 Object = Mapping[str, Any]
 """A Kubernetes object as JSON, read only."""
 
+CHILD_KINDS: Final = (SERVICES, BUDGETS, DEPLOYMENTS)
+"""Kinds of the children that are watched. The fourth child, a Secret, is never read."""
+
 
 class Routers(Struct, frozen=True, kw_only=True):
-    """What the routers said last."""
+    """What the routers reported last."""
 
     known: bool = False
     """Whether the routers have been asked at all since the operator started."""
     alive: int = 0
-    """Routers that answer."""
+    """Number of routers that answer."""
     routable: frozenset[str] = frozenset()
     """UIDs of pods that at least one living router sends requests to."""
     draining: frozenset[str] = frozenset()
     """UIDs of pods that a living router saw draining, and that no router sends requests to."""
 
 
-class Observed(Struct, frozen=True, kw_only=True):
-    """Everything `desired` and `status` may look at, besides the resource."""
+class Observation(Struct, frozen=True, kw_only=True):
+    """Everything, besides the resource, that a decision and the status may depend on."""
 
     deployment: Object | None = None
+    """The Deployment that the service controls."""
+    children: Mapping[tuple[Kind, Name], Object] = {}
+    """Live objects of CHILD_KINDS that carry the service's label or the name of one of its children, whoever
+    controls them."""
     pods: tuple[Pod, ...] = ()
     routers: Routers = Routers()
     conflicts: tuple[NameConflict, ...] = ()
+    """Names that the service claims and an older service owns."""
     rolling_elsewhere: str = ""
-    """Another service that a change of the operator's is being rolled out to (`namespace/name`), if there is one."""
+    """Another service (`namespace/name`) that a change of the operator's is being rolled out to; empty if none."""
     lacks_canary: bool = False
     """Whether the service names a canary that does not exist."""
 

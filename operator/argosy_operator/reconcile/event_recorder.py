@@ -1,6 +1,6 @@
-"""Kubernetes Events: what happened to a service, as `kubectl describe` and `kubectl events` show it.
+"""Posts Kubernetes Events about services, as `kubectl describe` and `kubectl events` show them.
 
-Owns which changes of a status are worth an event, and how events are posted. Must not know how a status is computed.
+Owns the rate of events and the counting of equal ones. Must not know what is worth an event (`status.events`).
 Invariants: an event never fails or delays a reconcile by more than one request; equal events are one object that
 counts; a service that flaps posts at most EVENT_BURST events, and one per EVENT_REFILL_SECONDS after that (as
 client-go's spam filter does).
@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import xxhash
 from msgspec import Struct
@@ -20,7 +20,8 @@ from msgspec import Struct
 from argosy_operator.cluster.api import Api
 from argosy_operator.errors import ApiError
 from argosy_operator.names import FIELD_MANAGER
-from argosy_operator.resource.types import API_VERSION, KIND, Condition, InferenceService
+from argosy_operator.resource.types import API_VERSION, KIND, InferenceService
+from argosy_operator.status.events import Event
 
 logger = logging.getLogger(__name__)
 
@@ -30,41 +31,6 @@ MAX_REMEMBERED: Final = 4096
 """Events whose count is kept, and services whose rate is: what is forgotten begins anew."""
 MAX_MESSAGE: Final = 1024
 """What the API server takes."""
-
-_PROGRESS: Final = {
-    "RolloutHalted": "Warning",
-    "WaitingForCapacity": "Warning",
-    "NoGPUForSurge": "Normal",
-    "WaitingForTurn": "Normal",
-}
-"""Reasons of Progressing that are news, and how grave they are."""
-
-
-class Event(Struct, frozen=True):
-    type: Literal["Normal", "Warning"]
-    reason: str
-    message: str
-
-
-def news(before: Iterable[Condition], after: Iterable[Condition]) -> list[Event]:
-    """Events for what changed between two statuses: by status and reason, since messages count replicas."""
-    old = {each.type: each for each in before}
-    found: dict[str, Event] = {}
-    for each in after:
-        previous = old.get(each.type)
-        was = (previous.status, previous.reason) if previous is not None else ("Unknown", "")
-        if was == (each.status, each.reason):
-            continue
-        kind: Literal["Normal", "Warning"] | None = None
-        if each.type == "Degraded" and each.status == "True":
-            kind = "Warning"
-        elif each.type == "Ready" and each.status == "True" != was[0]:
-            kind = "Normal"
-        elif each.type == "Progressing" and each.reason in _PROGRESS:
-            kind = "Warning" if _PROGRESS[each.reason] == "Warning" else "Normal"
-        if kind is not None:
-            found[each.reason] = Event(kind, each.reason, each.message)
-    return list(found.values())
 
 
 class _Posted(Struct):

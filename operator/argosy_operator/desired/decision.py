@@ -1,0 +1,130 @@
+"""What one reconcile changes: a pure function of the resource and of one observation.
+
+Owns the comparison of what should be there with what was seen: readiness gates to set, children to apply, objects to
+delete. Must not talk to an API server, look at a clock or remember anything. Invariants: the plan takes into account
+the gates that the same decision changes; a paused service keeps its children as they are; at rest nothing is to be
+done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.drift import must_apply, stamped
+from argosy_operator.desired.plan import Plan, desired
+from argosy_operator.desired.readiness_gate import GateStatus, gate_status
+from argosy_operator.desired.rollout import has_the_turn
+from argosy_operator.kinds import Kind, Object, kind_of, object_name
+from argosy_operator.names import KEY_ANNOTATION
+from argosy_operator.observed.observation import Observation, is_owned
+from argosy_operator.observed.pod import Pod
+from argosy_operator.resource.types import InferenceService
+
+
+class GateChange(Struct, frozen=True):
+    """A pod's readiness gate is to change."""
+
+    pod: Pod
+    status: GateStatus
+
+
+class ChildChange(Struct, frozen=True):
+    """A child is to be applied, or an object in its place that belongs to somebody else is to be reported."""
+
+    wanted: Object
+    """What is sent: the manifest with the hash of itself."""
+    live: Mapping[str, Any] | None
+    """What was observed; None if nothing was, which the store alone cannot tell for objects without our labels."""
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """Everything one reconcile is to do, in the order in which it is done."""
+
+    plan: Plan
+    gates: tuple[GateChange, ...] = ()
+    secret: Object | None = None
+    """The Secret to ensure; None while the service is paused."""
+    is_key_suspect: bool = False
+    """Whether something speaks for the Secret being missing or old."""
+    takes_turn: bool = False
+    """Whether the operator's own change starts to be rolled out to this service."""
+    children: tuple[ChildChange, ...] = ()
+    surplus: tuple[tuple[Kind, Mapping[str, Any]], ...] = ()
+    """Objects of ours that the plan does not name any more."""
+
+    @property
+    def creates(self) -> bool:
+        """Whether a child is to be made that was not seen."""
+        return any(child.live is None for child in self.children)
+
+
+def decide(service: InferenceService, observed: Observation, config: OperatorConfig) -> Decision:
+    """What is to be done about `observed`."""
+    gates = tuple(
+        GateChange(pod, status)
+        for pod in observed.pods
+        if (status := gate_status(pod, observed.routers)) is not None
+    )
+    observed = _with_gates(observed, gates)
+    plan = desired(service, observed, config)
+    if service.spec.paused:
+        return Decision(plan=plan, gates=gates)
+    return Decision(
+        plan=plan,
+        gates=gates,
+        secret=stamped(plan.secret),
+        is_key_suspect=_is_key_suspect(plan, observed),
+        takes_turn=plan.rollout.has_turn and not has_the_turn(observed.deployment),
+        children=_children(service, plan, observed),
+        surplus=_surplus(service, plan, observed),
+    )
+
+
+def _with_gates(observed: Observation, gates: tuple[GateChange, ...]) -> Observation:
+    """The observation as it will be once the gates have changed. A pod whose gate opens is not ready at once: the
+    kubelet says so."""
+    changed = {gate.pod.uid: gate.status for gate in gates}
+    pods = tuple(
+        msgspec.structs.replace(pod, gate=changed[pod.uid], is_lost=False) if pod.uid in changed else pod
+        for pod in observed.pods
+    )
+    return msgspec.structs.replace(observed, pods=pods)
+
+
+def _children(service: InferenceService, plan: Plan, observed: Observation) -> tuple[ChildChange, ...]:
+    found = []
+    for manifest in (plan.service, plan.budget, plan.deployment):
+        wanted = stamped(manifest)
+        live = observed.children.get((kind_of(wanted), object_name(wanted)))
+        if live is None or not is_owned(live, service) or must_apply(wanted, live):
+            found.append(ChildChange(wanted, live))
+    return tuple(found)
+
+
+def _surplus(
+    service: InferenceService, plan: Plan, observed: Observation
+) -> tuple[tuple[Kind, Mapping[str, Any]], ...]:
+    wanted = {(kind_of(manifest), object_name(manifest)) for manifest in plan.objects}
+    return tuple(
+        (key[0], obj)
+        for key, obj in observed.children.items()
+        if key not in wanted and is_owned(obj, service)
+    )
+
+
+def _is_key_suspect(plan: Plan, observed: Observation) -> bool:
+    """Whether the Secret may be missing or old. Told without reading it: the Deployment, applied after the Secret,
+    carries its digest, and a pod says when the Secret is gone."""
+    if observed.deployment is None:
+        return True
+    wanted = plan.deployment["spec"]["template"]["metadata"]["annotations"][KEY_ANNOTATION]
+    live = observed.deployment["spec"]["template"]["metadata"].get("annotations", {}).get(KEY_ANNOTATION)
+    return wanted != live or any(
+        pod.problem is not None and pod.problem.reason == "CreateContainerConfigError"
+        for pod in observed.pods
+    )

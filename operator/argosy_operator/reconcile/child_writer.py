@@ -1,0 +1,77 @@
+"""Writes a service's children: applies what differs, deletes what is surplus.
+
+Owns the guards of each write. Must not decide what a child looks like. Invariants: an object that is not ours is never
+touched; a write reaches exactly the object that was looked at, or none; an object that another writer changes as soon
+as it is applied (a mutating webhook) is not written over and over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.store import Store
+from argosy_operator.desired.decision import ChildChange
+from argosy_operator.desired.drift import must_apply
+from argosy_operator.errors import ChildNotOwned
+from argosy_operator.kinds import Kind, Name, Object, kind_of, object_name
+from argosy_operator.names import APPLIED_ANNOTATION
+from argosy_operator.observed.observation import is_owned
+from argosy_operator.reconcile.metrics import OperatorMetrics
+from argosy_operator.resource.types import InferenceService
+
+logger = logging.getLogger(__name__)
+
+
+class ChildWriter:
+    """Writes Services, PodDisruptionBudgets and Deployments of all services."""
+
+    def __init__(self, api: Api, store: Store, metrics: OperatorMetrics) -> None:
+        self._api = api
+        self._store = store
+        self._metrics = metrics
+        self._contested: dict[tuple[Kind, Name], tuple[str, int]] = {}
+        """Objects that differed right after being applied: hash of what was sent, and the generation it led to. They
+        are left alone until either changes; otherwise the two writers would never end."""
+
+    async def apply(self, service: InferenceService, change: ChildChange) -> Object | None:
+        """Apply a child. Returns it as stored; None if nothing was written.
+
+        Raises:
+            ChildNotOwned: an object of this name belongs to somebody else.
+            ApiError: the API server refused, or the object was replaced meanwhile; try again.
+        """
+        wanted = change.wanted
+        kind, name = kind_of(wanted), object_name(wanted)
+        live = change.live or await self._api.get(kind, *name)
+        if live is not None and not is_owned(live, service):
+            raise ChildNotOwned(kind.name, name[1])
+        digest = wanted["metadata"]["annotations"][APPLIED_ANNOTATION]
+        if not must_apply(wanted, live) or self._contested.get((kind, name)) == (digest, _generation(live)):
+            return None
+        stored = await self._write(kind, wanted, live)
+        if must_apply(wanted, stored):
+            logger.warning("%s %s/%s is changed by another writer as soon as it is applied", kind.name, *name)
+            self._contested[kind, name] = (digest, _generation(stored))
+        return stored
+
+    async def delete(self, kind: Kind, obj: Mapping[str, Any]) -> None:
+        """Delete exactly this object; one that is gone is no error."""
+        self._metrics.writes.labels(kind.name, "delete").inc()
+        await self._api.delete(kind, *object_name(obj), uid=obj["metadata"]["uid"])
+
+    async def _write(self, kind: Kind, manifest: Object, live: Mapping[str, Any] | None) -> Object:
+        """Apply to exactly the object that was looked at, or to none: the store may lag behind, and the object that
+        has taken its place since may be somebody else's."""
+        self._metrics.writes.labels(kind.name, "apply").inc()
+        if live is not None:
+            manifest = {**manifest, "metadata": {**manifest["metadata"], "uid": live["metadata"]["uid"]}}
+        stored = await self._api.apply(manifest)
+        self._store.put(kind, stored)
+        return stored
+
+
+def _generation(obj: Mapping[str, Any] | None) -> int:
+    return 0 if obj is None else obj["metadata"].get("generation", 0)

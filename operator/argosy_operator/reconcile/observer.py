@@ -1,0 +1,58 @@
+"""Takes an observation of one service from the store and from the routers' reports.
+
+Must not decide anything, nor ask the API server. Invariant: an observation is taken without an await, so that all of
+it is of one moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from argosy_operator.cluster.store import Store
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Kind, Name, Object, object_name
+from argosy_operator.names import child_name
+from argosy_operator.observed.observation import CHILD_KINDS, Observation, Routers, is_owned
+from argosy_operator.observed.pod import read_pod
+from argosy_operator.reconcile.rollout_turn import RolloutTurn
+from argosy_operator.resource.types import InferenceService
+from argosy_protocol.fleet import NameConflict
+
+
+class Observer:
+    """Observes single services."""
+
+    def __init__(self, store: Store, routers: Callable[[], Routers], turn: RolloutTurn) -> None:
+        self._store = store
+        self._routers = routers
+        self._turn = turn
+
+    def observe(self, service: InferenceService, conflicts: tuple[NameConflict, ...]) -> Observation:
+        """What is known of the service now."""
+        key = (service.metadata.namespace, service.metadata.name)
+        children = self._children(service, key)
+        deployment = children.get((DEPLOYMENTS, (service.metadata.namespace, child_name(service))))
+        return Observation(
+            deployment=deployment if deployment is not None and is_owned(deployment, service) else None,
+            children=children,
+            pods=tuple(read_pod(obj) for obj in self._store.children(PODS, key)),
+            routers=self._routers(),
+            conflicts=conflicts,
+            rolling_elsewhere=self._turn.holder(besides=key),
+            lacks_canary=self._lacks_canary(service),
+        )
+
+    def _children(self, service: InferenceService, key: Name) -> dict[tuple[Kind, Name], Object]:
+        """By label, and by name: a child whose label was taken away still has to be found."""
+        found = {}
+        for kind in CHILD_KINDS:
+            named = self._store.get(kind, service.metadata.namespace, child_name(service))
+            for obj in (*self._store.children(kind, key), *([named] if named is not None else ())):
+                found[kind, object_name(obj)] = obj
+        return found
+
+    def _lacks_canary(self, service: InferenceService) -> bool:
+        canary = service.spec.router.canary
+        if canary is None:
+            return False
+        obj = self._store.get(INFERENCE_SERVICES, service.metadata.namespace, canary.service)
+        return obj is None or bool(obj["metadata"].get("deletionTimestamp"))

@@ -1,0 +1,88 @@
+"""Reports on a service: patches its status, posts events, and looks again when time alone changes the report.
+
+Owns the writes; what a status says is decided in `status`. Invariant: a status is written only if it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.store import Store
+from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.plan import Plan
+from argosy_operator.errors import ApiError
+from argosy_operator.kinds import INFERENCE_SERVICES, Name, Object, object_name
+from argosy_operator.observed.observation import Observation
+from argosy_operator.observed.pod import Problem
+from argosy_operator.reconcile.event_recorder import EventRecorder
+from argosy_operator.reconcile.metrics import OperatorMetrics
+from argosy_operator.resource.types import InferenceService
+from argosy_operator.status.events import news
+from argosy_operator.status.replica_problems import seconds_until_degraded
+from argosy_operator.status.report import invalid_status, status
+
+
+class Reporter:
+    """Reports on all services. `look_again(name, seconds)` has one reconciled later."""
+
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        config: OperatorConfig,
+        *,
+        metrics: OperatorMetrics,
+        now: Callable[[], str],
+        look_again: Callable[[Name, float], None],
+    ) -> None:
+        self._api = api
+        self._store = store
+        self._config = config
+        self._metrics = metrics
+        self._now = now
+        self._look_again = look_again
+        self._events = EventRecorder(api, now=now)
+
+    async def report(
+        self, service: InferenceService, observed: Observation, plan: Plan, failure: Problem | None
+    ) -> None:
+        """Report the outcome of a reconcile: `observed` after it, `plan` as it was acted on.
+
+        Raises:
+            ApiError: the API server refused the status.
+        """
+        now, name = self._now(), (service.metadata.namespace, service.metadata.name)
+        report = status(service, observed, plan, config=self._config, now=now, failure=failure)
+        if report != service.status:
+            await self._patch(name, service.metadata.uid, msgspec.to_builtins(report))
+            await self._events.post(service, news(service.status.conditions, report.conditions))
+        waits = [
+            seconds_until_degraded(pod, now) for pod in observed.pods if pod.is_alive and pod.unschedulable
+        ]
+        if waits and min(waits) > 0:
+            self._look_again(name, min(waits))
+        has_missed_its_turn = plan.rollout.phase == "waiting-for-turn" and not observed.rolling_elsewhere
+        if has_missed_its_turn and not service.spec.paused:
+            self._look_again(name, 0.0)
+
+    async def report_invalid(self, obj: Object, message: str) -> None:
+        """Report that a resource cannot be read, and why."""
+        report = invalid_status(obj, message, now=self._now())
+        held = obj.get("status", {})
+        if any(held.get(field) != value for field, value in report.items()):
+            await self._patch(object_name(obj), obj["metadata"]["uid"], report)
+
+    async def _patch(self, name: Name, uid: str, report: dict[str, Any]) -> None:
+        patch = {"metadata": {"uid": uid}, "status": report}
+        self._metrics.writes.labels(INFERENCE_SERVICES.name, "patch-status").inc()
+        try:
+            stored = await self._api.patch_status(INFERENCE_SERVICES, *name, patch, strategic=False)
+        except ApiError as error:
+            if error.status not in (404, 409):  # deleted, or created anew under the same name
+                raise
+        else:
+            self._store.put(INFERENCE_SERVICES, stored)

@@ -1,0 +1,57 @@
+"""The turn: a change of the operator's own is rolled out to one service at a time.
+
+Owns who has the turn. The cluster remembers it, as an annotation of the service's Deployment; this module bridges the
+time from the decision to the write. Invariant: no two services are given the turn, because a claim is made without an
+await after the observation that found nobody else to have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from argosy_operator.cluster.store import Store, service_of
+from argosy_operator.desired.rollout import has_the_turn
+from argosy_operator.kinds import DEPLOYMENTS, Name
+
+
+class RolloutTurn:
+    """Who has the turn. Calls `on_ended` when services that wait should look again."""
+
+    def __init__(self, store: Store, on_ended: Callable[[], None]) -> None:
+        self._store = store
+        self._on_ended = on_ended
+        self._claimed: Name | None = None
+
+    def holder(self, *, besides: Name) -> str:
+        """Another service that has the turn (`namespace/name`), or is about to; empty if there is none."""
+        if self._claimed is not None and self._claimed != besides:
+            return "/".join(self._claimed)
+        for service in self._by_deployment():
+            if service != besides:
+                return "/".join(service)
+        return ""
+
+    @contextmanager
+    def claim(self, service: Name) -> Iterator[None]:
+        """Hold the turn for a service until its Deployment says that it has it, or could not be written."""
+        assert self._claimed is None
+        self._claimed = service
+        try:
+            yield
+        finally:
+            self._claimed = None
+            if service not in self._by_deployment():
+                self._on_ended()
+
+    def note(self, before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> None:
+        """Take in that a child was written: a Deployment that gave the turn back lets another service have it."""
+        if has_the_turn(before) and not has_the_turn(after):
+            self._on_ended()
+
+    def _by_deployment(self) -> Iterator[Name]:
+        for obj in self._store.all(DEPLOYMENTS):
+            service = service_of(obj)
+            if service is not None and has_the_turn(obj):
+                yield service

@@ -1,0 +1,220 @@
+"""The conditions of a service: what each of them means, and when it is true.
+
+Owns every condition's status, reason and message. Must not talk to an API server or look at a clock. Invariants: Ready
+means that the status is of this generation, every replica is updated, enough of them are routable and no old one is;
+a message names the pod and what it waits for; equal inputs give equal conditions.
+
+    Ready          the summary: clients can use this generation of the service now
+    Progressing    a change is under way
+    WorkloadReady  every replica wanted is updated and its containers are ready
+    Routable       routers send requests to enough replicas
+    Degraded       something needs a person
+    Reconciling    as Progressing, in the terms of kstatus
+    Stalled        nothing more happens until a person acts, in the terms of kstatus
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import Struct
+
+from argosy_operator.resource.types import ConditionStatus, ConditionType
+from argosy_operator.status.replica_problems import (
+    container_problem,
+    failed_create,
+    lost_node,
+    unschedulable,
+    unschedulable_too_long,
+)
+from argosy_operator.status.view import ServiceView
+
+NO_ROUTER: Final = "no router answers; routers run in the operator's namespace"
+
+
+class ConditionState(Struct, frozen=True):
+    """A condition without its times."""
+
+    status: ConditionStatus
+    reason: str
+    message: str = ""
+
+
+def condition_states(view: ServiceView) -> dict[ConditionType, ConditionState]:
+    """Every condition of the service, in the order in which they are shown."""
+    return {
+        "Ready": ready(view),
+        "Progressing": progressing(view),
+        "WorkloadReady": workload_ready(view),
+        "Routable": routable(view),
+        "Degraded": degraded(view),
+        "Reconciling": reconciling(view),
+        "Stalled": stalled(view),
+    }
+
+
+def ready(view: ServiceView) -> ConditionState:
+    counts = view.counts
+    if view.failure is not None:
+        return ConditionState("False", view.failure.reason, view.failure.message)
+    if view.service.served_name in view.lost_names:
+        return ConditionState("False", "NameConflict", _conflict_message(view))
+    if view.service.spec.paused and not view.is_current:
+        return ConditionState("False", "Paused", "the spec was changed while paused; unpause to apply it")
+    if not view.is_complete:
+        cause = workload_ready(view)
+        specific = cause.reason not in ("Starting", "Reconciling")
+        return ConditionState("False", cause.reason if specific else "RollingOut", cause.message)
+    if counts.desired == 0:
+        return ConditionState("True", "ScaledToZero", "no replicas are wanted")
+    if counts.old_routable:
+        return ConditionState("False", "RollingOut", f"{counts.old_routable} old replicas still serve")
+    if counts.ready < view.wanted_routable:
+        cause = workload_ready(view)
+        return ConditionState("False", cause.reason, cause.message)
+    if view.has_no_router or counts.routable < view.wanted_routable:
+        cause = routable(view)
+        return ConditionState("False", cause.reason, cause.message)
+    return ConditionState("True", "ReplicasRoutable", f"{counts.routable}/{counts.desired} replicas routable")
+
+
+def progressing(view: ServiceView) -> ConditionState:
+    counts = view.counts
+    if view.service.spec.paused:
+        return ConditionState("False", "Paused", "reconciling is paused; what runs goes on serving")
+    so_far = f"{counts.updated}/{counts.desired} replicas updated, {counts.ready} ready, {counts.routable} routable"
+    phase = view.plan.rollout.phase
+    if phase == "halted":
+        return ConditionState("False", "RolloutHalted", f"{_halt_message(view)}: {so_far}")
+    if phase == "waiting-for-turn":
+        other = view.plan.rollout.waits_for
+        message = (
+            f"the operator's new defaults reach one service at a time; waiting for {other} to be healthy"
+        )
+        return ConditionState("False", "WaitingForTurn", message)
+    deadline = view.deployment_condition("Progressing")
+    if deadline.get("reason") == "ProgressDeadlineExceeded":
+        seconds = view.service.spec.rollout.progress_deadline_seconds
+        return ConditionState("False", "ProgressDeadlineExceeded", f"no progress for {seconds} s: {so_far}")
+    if phase == "waiting-for-capacity":
+        return ConditionState("True", "WaitingForCapacity", f"{_capacity_message(view)}: {so_far}")
+    if phase == "in-place":
+        return ConditionState(
+            "True",
+            "NoGPUForSurge",
+            f"no GPU is free for an additional replica; replacing one at a time without surge: {so_far}",
+        )
+    if not view.is_current:
+        return ConditionState("True", "Reconciling", so_far)
+    if counts.updated < counts.alive:
+        return ConditionState("True", "RollingOut", so_far)
+    if counts.alive != counts.desired:
+        return ConditionState("True", "Scaling", so_far)
+    if counts.routable < counts.desired:
+        return ConditionState("True", "WaitingForReplicas", so_far)
+    return ConditionState("False", "Complete", so_far)
+
+
+def workload_ready(view: ServiceView) -> ConditionState:
+    counts = view.counts
+    if view.is_complete and counts.ready == counts.desired:
+        return ConditionState("True", "ReplicasReady", f"{counts.ready}/{counts.desired} replicas ready")
+    so_far = f"{counts.ready}/{counts.desired} updated replicas ready"
+    cause = failed_create(view) or container_problem(view) or lost_node(view) or unschedulable(view)
+    if cause is not None:
+        return ConditionState("False", cause.reason, f"{so_far}; {cause.message}")
+    if not view.is_current:
+        return ConditionState("False", "Reconciling", so_far)
+    waiting = [pod.name for pod in view.observed.pods if pod.is_alive and not pod.is_up]
+    return ConditionState(
+        "False", "Starting", f"{so_far}; waiting for {_names(waiting)}" if waiting else so_far
+    )
+
+
+def routable(view: ServiceView) -> ConditionState:
+    counts = view.counts
+    so_far = f"{counts.routable}/{counts.desired} replicas routable"
+    if counts.desired == 0:
+        return ConditionState("False", "ScaledToZero", "no replicas are wanted")
+    if view.has_no_router:
+        return ConditionState("Unknown", "NoRouter", NO_ROUTER)
+    if counts.routable >= view.wanted_routable:
+        return ConditionState("True", "ReplicasRoutable", so_far)
+    lost = lost_node(view)
+    if lost is not None:
+        return ConditionState("False", lost.reason, f"{so_far}; {lost.message}")
+    unrouted = [pod.name for pod in view.observed.pods if pod.is_up and not pod.is_routable]
+    if unrouted:
+        return ConditionState(
+            "False", "WaitingForRouter", f"{so_far}; no router is synced with {_names(unrouted)}"
+        )
+    return ConditionState("False", "WaitingForReplicas", so_far)
+
+
+def degraded(view: ServiceView) -> ConditionState:
+    if view.failure is not None:
+        return ConditionState("True", view.failure.reason, view.failure.message)
+    if view.lost_names:
+        return ConditionState("True", "NameConflict", _conflict_message(view))
+    progress = progressing(view)
+    if progress.reason == "ProgressDeadlineExceeded":
+        return ConditionState("True", progress.reason, progress.message)
+    cause = failed_create(view) or container_problem(view) or lost_node(view) or unschedulable_too_long(view)
+    if cause is not None:
+        return ConditionState("True", cause.reason, cause.message)
+    canary = view.service.spec.router.canary
+    if canary is not None and view.observed.lacks_canary:
+        message = f"there is no InferenceService {canary.service!r} in this namespace; all requests stay here"
+        return ConditionState("True", "CanaryNotFound", message)
+    return ConditionState("False", "AsExpected")
+
+
+def reconciling(view: ServiceView) -> ConditionState:
+    progress = progressing(view)
+    under_way = progress.status == "True" and stalled(view).status == "False"
+    return ConditionState(
+        "True" if under_way else "False", progress.reason, progress.message if under_way else ""
+    )
+
+
+def stalled(view: ServiceView) -> ConditionState:
+    if view.failure is not None:
+        return ConditionState("True", view.failure.reason, view.failure.message)
+    if view.service.served_name in view.lost_names:
+        return ConditionState("True", "NameConflict", _conflict_message(view))
+    progress = progressing(view)
+    if progress.reason in ("RolloutHalted", "ProgressDeadlineExceeded"):
+        return ConditionState("True", progress.reason, progress.message)
+    return ConditionState("False", "AsExpected")
+
+
+def _halt_message(view: ServiceView) -> str:
+    pod = view.plan.rollout.halted_by
+    assert pod is not None
+    assert pod.problem is not None
+    cause = pod.problem.message or pod.problem.reason
+    return (
+        f"pod {pod.name} does not come up ({cause}); no further replica is replaced "
+        "until it is ready or the spec changes"
+    )
+
+
+def _capacity_message(view: ServiceView) -> str:
+    if view.service.spec.rollout.max_unavailable == 0:
+        why, remedy = "maxUnavailable is 0", "raise maxUnavailable"
+    else:
+        why, remedy = "it is the only one", "set rollout.maxUnavailable to 1"
+    return (
+        f"no GPU is free for an additional replica, and none is taken from a serving one because {why}; "
+        f"free a GPU, or {remedy}"
+    )
+
+
+def _conflict_message(view: ServiceView) -> str:
+    lost = "; ".join(f"{each.name!r} belongs to the older {each.winner}" for each in view.observed.conflicts)
+    return f"{lost}; clients reach this service as {view.service.key!r}"
+
+
+def _names(names: list[str], limit: int = 3) -> str:
+    shown = ", ".join(sorted(names)[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,77 @@
+"""Why replicas do not run, as the reason and message of a condition.
+
+Owns the causes that Kubernetes reports: a Deployment that cannot create pods, a container that does not run, a lost
+node, a pod that no node takes. Invariant: a message names the pod, and equal inputs name the same one.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Final
+
+from argosy_operator.observed.pod import Pod, Problem
+from argosy_operator.status.view import ServiceView
+
+UNSCHEDULABLE_SECONDS: Final = 300
+"""How long a replica may wait for a node until the service is degraded. An autoscaler takes minutes to add one."""
+
+
+def failed_create(view: ServiceView) -> Problem | None:
+    condition = view.deployment_condition("ReplicaFailure")
+    if condition.get("status") != "True":
+        return None
+    return Problem(condition.get("reason") or "FailedCreate", condition.get("message", ""))
+
+
+def container_problem(view: ServiceView) -> Problem | None:
+    """The problem of the newest revision's pods first: that is the change being made."""
+    alive = [pod for pod in view.observed.pods if pod.is_alive and pod.problem is not None]
+    alive.sort(key=lambda pod: (pod.revision != view.plan.revision, pod.name))
+    for pod in alive:
+        assert pod.problem is not None
+        return Problem(pod.problem.reason, f"pod {pod.name}: {pod.problem.message or pod.problem.reason}")
+    return None
+
+
+def lost_node(view: ServiceView) -> Problem | None:
+    for pod in sorted(view.observed.pods, key=lambda pod: pod.name):
+        if pod.is_alive and pod.is_lost:
+            return Problem("NodeLost", f"pod {pod.name}: node {pod.node} does not answer")
+    return None
+
+
+def unschedulable(view: ServiceView) -> Problem | None:
+    for pod in sorted(view.observed.pods, key=lambda pod: pod.name):
+        if pod.is_alive and pod.unschedulable:
+            reason = "ClaimNotFound" if _lacks_claim(pod) else "Unschedulable"
+            return Problem(reason, f"pod {pod.name}: {pod.unschedulable}")
+    return None
+
+
+def _lacks_claim(pod: Pod) -> bool:
+    """Whether the scheduler misses a PersistentVolumeClaim: that does not heal by itself."""
+    return "persistentvolumeclaim" in pod.unschedulable and "not found" in pod.unschedulable
+
+
+def unschedulable_too_long(view: ServiceView) -> Problem | None:
+    """A replica that no node has taken for long, or ever can. A rollout that waits for a GPU is no defect; it has a
+    deadline of its own."""
+    if view.plan.rollout.phase in ("in-place", "waiting-for-capacity"):
+        return None
+    left = [
+        seconds_until_degraded(pod, view.now)
+        for pod in view.observed.pods
+        if pod.is_alive and pod.unschedulable
+    ]
+    return unschedulable(view) if left and min(left) <= 0 else None
+
+
+def seconds_until_degraded(pod: Pod, now: str) -> float:
+    """How much longer a pod that cannot be scheduled counts as merely waiting."""
+    if _lacks_claim(pod):
+        return 0.0
+    try:
+        waited = datetime.fromisoformat(now) - datetime.fromisoformat(pod.unschedulable_since)
+    except (ValueError, TypeError):  # the condition has no time, or one without a zone
+        return float(UNSCHEDULABLE_SECONDS)
+    return UNSCHEDULABLE_SECONDS - waited.total_seconds()

@@ -1,0 +1,97 @@
+"""What the conditions of a service are computed from: its resource, one observation, the plan, and counts of replicas.
+
+Must not judge anything: what a view means is said in `conditions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.plan import Plan
+from argosy_operator.desired.rollout import serving_revision
+from argosy_operator.observed.observation import Observation
+from argosy_operator.observed.pod import Pod, Problem
+from argosy_operator.resource.types import InferenceService
+
+
+class Counts(Struct, frozen=True, kw_only=True):
+    """Replicas by state."""
+
+    desired: int
+    alive: int
+    updated: int
+    ready: int
+    """Updated, containers ready."""
+    routable: int
+    """Updated or not."""
+    old_routable: int
+    draining: int
+
+    @classmethod
+    def of(cls, pods: Iterable[Pod], *, desired: int, revision: str) -> Counts:
+        pods = tuple(pods)
+        alive = [pod for pod in pods if pod.is_alive]
+        updated = [pod for pod in alive if pod.revision == revision]
+        return cls(
+            desired=desired,
+            alive=len(alive),
+            updated=len(updated),
+            ready=sum(pod.is_up for pod in updated),
+            routable=sum(pod.is_routable for pod in alive),
+            old_routable=sum(pod.is_routable for pod in alive if pod.revision != revision),
+            draining=sum(pod.is_terminating for pod in pods),
+        )
+
+
+class ServiceView(Struct, frozen=True, kw_only=True):
+    """What every condition may depend on."""
+
+    service: InferenceService
+    observed: Observation
+    plan: Plan
+    config: OperatorConfig
+    counts: Counts
+    failure: Problem | None
+    now: str
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the Deployment controller has taken up this plan."""
+        deployment = self.observed.deployment
+        if deployment is None:
+            return False
+        seen = deployment.get("status", {}).get("observedGeneration", 0)
+        return (
+            serving_revision(deployment) == self.plan.revision
+            and deployment["spec"].get("replicas") == self.counts.desired
+            and seen >= deployment["metadata"].get("generation", 0)
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether exactly the wanted pods exist, however far each of them is."""
+        return self.is_current and self.counts.updated == self.counts.alive == self.counts.desired
+
+    @property
+    def wanted_routable(self) -> int:
+        """Routable replicas that Ready asks for: never none, unless none is desired."""
+        desired = self.counts.desired
+        return min(desired, max(1, desired - self.service.spec.rollout.unavailable))
+
+    @property
+    def has_no_router(self) -> bool:
+        routers = self.observed.routers
+        return bool(self.config.router_url) and routers.known and routers.alive == 0
+
+    @property
+    def lost_names(self) -> tuple[str, ...]:
+        return tuple(conflict.name for conflict in self.observed.conflicts)
+
+    def deployment_condition(self, kind: str) -> Mapping[str, Any]:
+        deployment = self.observed.deployment or {}
+        found = deployment.get("status", {}).get("conditions", ())
+        return next((each for each in found if each["type"] == kind), {})

@@ -1,0 +1,91 @@
+"""What one reconcile decides to do about one observation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from builders import CONFIG, isvc, pod
+
+from argosy_operator.desired.decision import decide
+from argosy_operator.desired.drift import stamped
+from argosy_operator.desired.plan import desired
+from argosy_operator.kinds import SERVICES, Kind, Name, kind_of, object_name
+from argosy_operator.observed.observation import Observation, Routers
+from argosy_operator.observed.pod import Problem
+from argosy_operator.resource.types import InferenceService
+
+Children = dict[tuple[Kind, Name], Any]
+
+
+def children_of(service: InferenceService) -> Children:
+    """The children as the operator applied them."""
+    plan = desired(service, Observation(), CONFIG)
+    made = [stamped(manifest) for manifest in (plan.service, plan.budget, plan.deployment)]
+    return {(kind_of(obj), object_name(obj)): obj for obj in made}
+
+
+def observation(service: InferenceService, **more: Any) -> Observation:
+    children = children_of(service)
+    (deployment,) = (obj for (kind, _), obj in children.items() if kind.name == "Deployment")
+    return Observation(**{"children": children, "deployment": deployment, **more})
+
+
+def test_nothing_is_done_at_rest() -> None:
+    service = isvc()
+    decision = decide(service, observation(service), CONFIG)
+    assert (decision.gates, decision.children, decision.surplus) == ((), (), ())
+    assert not decision.creates
+    assert not decision.is_key_suspect
+
+
+def test_a_new_service_has_every_child_created() -> None:
+    decision = decide(isvc(), Observation(), CONFIG)
+    kinds = [kind_of(change.wanted).name for change in decision.children]
+    assert kinds == ["Service", "PodDisruptionBudget", "Deployment"]
+    assert decision.creates
+    assert decision.is_key_suspect
+
+
+def test_a_paused_service_has_its_gates_set_and_nothing_else() -> None:
+    ready = pod("a", "r", gate="")
+    routers = Routers(known=True, alive=1, routable=frozenset({ready.uid}))
+    decision = decide(isvc(paused=True), Observation(pods=(ready,), routers=routers), CONFIG)
+    assert [gate.status for gate in decision.gates] == ["True"]
+    assert decision.secret is None
+    assert decision.children == ()
+
+
+def test_an_object_of_somebody_else_is_reported_and_never_deleted() -> None:
+    service = isvc()
+    children = children_of(service)
+    key = next(key for key in children if key[0] is SERVICES)
+    foreign = {**children[key], "metadata": {**children[key]["metadata"], "ownerReferences": []}}
+    stray: Any = {"metadata": {"name": "stray", "namespace": "team"}}
+    more: Children = {**children, key: foreign, (SERVICES, ("team", "stray")): stray}
+    decision = decide(service, observation(service, children=more), CONFIG)
+    assert [change.live for change in decision.children] == [foreign]
+    assert decision.surplus == ()
+
+
+def test_a_child_that_the_plan_does_not_name_is_surplus() -> None:
+    service = isvc()
+    children = children_of(service)
+    owned = next(obj for key, obj in children.items() if key[0] is SERVICES)
+    old = {**owned, "metadata": {**owned["metadata"], "name": "old"}}
+    more: Children = {**children, (SERVICES, ("team", "old")): old}
+    decision = decide(service, observation(service, children=more), CONFIG)
+    assert decision.surplus == ((SERVICES, old),)
+
+
+def test_the_plan_knows_of_a_gate_that_closes() -> None:
+    """A replica that drains serves no more, so a failed replacement has nothing left to protect."""
+    service = isvc()
+    revision = desired(service, Observation(), CONFIG).revision
+    serving = pod("old", "old")
+    failed = pod("new", revision, ready=False, gate="", problem=Problem("ImagePullBackOff", "not found"))
+    halted = decide(service, observation(service, pods=(serving, failed)), CONFIG)
+    assert halted.plan.rollout.phase == "halted"
+    routers = Routers(known=True, alive=1, draining=frozenset({serving.uid}))
+    drained = decide(service, observation(service, pods=(serving, failed), routers=routers), CONFIG)
+    assert [gate.status for gate in drained.gates] == ["False"]
+    assert drained.plan.rollout.phase == "normal"
