@@ -30,6 +30,26 @@ def test_prefill_and_decode_are_told_apart() -> None:
     assert (timing.prefill_tokens_per_s, timing.decode_step_s) == (2000.0, pytest.approx(0.01))
 
 
+def test_one_pause_is_not_how_long_steps_take() -> None:
+    timing = StepTiming()
+    now = 0.0
+    for seconds in (0.01, 0.02, 12.0, *[0.01] * 5):
+        timing.ended(step(1), now, now + seconds)
+        now += seconds
+    assert timing.longest_step_s == pytest.approx(0.02, rel=0.2)
+
+
+def test_long_steps_are_known_from_the_second_on_and_forgotten_later() -> None:
+    timing = StepTiming()
+    timing.ended(step(2000), 0.0, 3.0)
+    assert timing.longest_step_s == 0.0, "one step tells nothing yet"
+    timing.ended(step(2000), 3.0, 6.0)
+    assert timing.longest_step_s == pytest.approx(3.0, rel=0.05)
+    for number in range(40_000):
+        timing.ended(step(1), 6.0 + 0.01 * number, 6.01 + 0.01 * number)
+    assert timing.longest_step_s < 0.2
+
+
 def test_a_step_waits_for_the_one_before() -> None:
     timing = StepTiming()
     timing.ended(step(1000), 0.0, 1.0)

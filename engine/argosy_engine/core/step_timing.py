@@ -25,7 +25,11 @@ _LONGEST_MEMORY_S = 120.0
 class StepTiming:
     def __init__(self) -> None:
         self.longest_step_s = 0.0
-        """Of the recent ones. Zero until measured."""
+        """Of the recent ones, the very longest left out: that may be a kernel's compilation, or a pause of the process
+        (a suspended machine, a debugger), and a core that once paused for long must not be trusted with another pause
+        of five times that. Zero until measured."""
+        self._outlier_s = 0.0
+        """The very longest."""
         self.decode_step_s = 0.0
         """Zero until measured."""
         self._prefill_tokens = 0.0
@@ -41,9 +45,10 @@ class StepTiming:
         """Both on `time.perf_counter`'s clock; `launched_s` from before anything of the step was computed."""
         seconds = ended_s - max(launched_s, self._last_end_s)
         self._last_end_s = ended_s
-        self.longest_step_s = max(
-            seconds, self.longest_step_s * (1.0 - min(1.0, seconds / _LONGEST_MEMORY_S))
-        )
+        kept = 1.0 - min(1.0, seconds / _LONGEST_MEMORY_S)
+        longest, outlier = kept * self.longest_step_s, kept * self._outlier_s
+        self.longest_step_s = max(longest, min(seconds, outlier))
+        self._outlier_s = max(outlier, seconds)
         tokens, requests = step.total_num_scheduled_tokens, len(step.num_scheduled_tokens)
         if not tokens:
             return
