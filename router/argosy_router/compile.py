@@ -28,6 +28,7 @@ COMPILED = (
     "fleet/replica",
     "fleet/service",
     "fleet/telemetry",
+    "flow_control/*",
     "http/client",
     "http/deadlines",
     "http/limits",
@@ -48,12 +49,12 @@ COMPILED = (
 """Modules of requests, choices and what is known for them; of the others time does not matter."""
 INTERPRETED = {
     "__init__": "nothing to compile",
-    "admission/entry": "open to be derived from",
     "admission/terms": "msgspec reads the annotations, which extension modules do not keep",
+    "flow_control/queued_request": "open to be derived from",
     "prefixes/table": "a compiled router has the one in C",
     "proxy/inner_client": "an asynchronous generator, which mypyc does not know",
+    "proxy/queued_call": "its base class is not compiled",
     "proxy/stream_event": "as `terms`",
-    "proxy/waiting": "its base class is not compiled",
 }
 """Modules of those rooms that stay as they are, and why."""
 IN_C = ("native/_hashing", "native/_table")

@@ -9,13 +9,13 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from argosy_router.flow_control.controller import FlowControlLimits
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits
 from argosy_router.http.tls import ClientTls, ServerTls
 from argosy_router.prefixes.index_memory import DEFAULT_BYTES as INDEX_MEMORY
 from argosy_router.prefixes.index_memory import MIN_BYTES as MIN_INDEX_MEMORY
 from argosy_router.proxy.dispatcher import FIRST_BYTE_TIMEOUT_S, REQUEST_TIMEOUT_S
-from argosy_router.proxy.gate import AdmissionLimits
 from argosy_router.proxy.hedging import MAX_FACTOR, MIN_FACTOR
 from argosy_router.records.access_log import AccessFormat
 from argosy_router.records.recorder import DEFAULT_MAX_BYTES as RECORD_MAX_BYTES
@@ -95,7 +95,7 @@ class RouterConfig:
     record_max_bytes: int = RECORD_MAX_BYTES
     otlp_traces_endpoint: str = ""
     """URL of an OTLP collector (HTTP); empty traces nothing."""
-    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    admission: FlowControlLimits = field(default_factory=FlowControlLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
     client: ClientLimits = field(default_factory=ClientLimits)
 

@@ -20,10 +20,10 @@ from argosy_protocol.fleet import RoutingPolicy
 from argosy_protocol.log_format import configure_logging
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.diagnostics import describe_on_signal, signal_held
+from argosy_router.flow_control.controller import FlowControlLimits
 from argosy_router.http.client import ClientLimits
 from argosy_router.http.limits import ServerLimits
 from argosy_router.http.seats import SPARE_DESCRIPTORS, Network, default_connections, open_files_limit
-from argosy_router.proxy.gate import AdmissionLimits
 from argosy_router.records.access_log import AccessFormat
 from argosy_router.records.line_writer import LineHandler, LineWriter
 
@@ -322,7 +322,7 @@ def config_of(arguments: argparse.Namespace, environment: dict[str, str]) -> Rou
         first_byte_timeout_s=arguments.first_byte_timeout,
         request_timeout_s=arguments.request_timeout,
         hedge_after=arguments.hedge_after,
-        admission=AdmissionLimits(
+        admission=FlowControlLimits(
             max_queued_requests=arguments.max_queued_requests,
             max_queued_bytes=arguments.max_queued_bytes,
             queue_timeout_s=arguments.queue_timeout,

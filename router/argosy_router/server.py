@@ -25,20 +25,24 @@ from argosy_router.discovery.dns import DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
+from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server import ServerConnection, ServerState
 from argosy_router.http.tls import watch as watch_tls
 from argosy_router.http.tls_listener import TlsListener
 from argosy_router.metrics.registry import Metrics
 from argosy_router.metrics.series import Reading
+from argosy_router.proxy.accounting import RequestAccounting
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.begun_stream import KeepAlive
-from argosy_router.proxy.books import Books
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.exchange import Exchange
-from argosy_router.proxy.gate import Gate
 from argosy_router.proxy.hedging import Hedging
-from argosy_router.proxy.waiting import Waiting
+from argosy_router.proxy.outlier_detection import OutlierDetector
+from argosy_router.proxy.queued_call import QueuedCall
+from argosy_router.proxy.request_handler import RequestHandler
+from argosy_router.proxy.reservations import Reservations
+from argosy_router.proxy.retry_budget import RetryBudgets
 from argosy_router.records.access_log import AccessLog
 from argosy_router.records.line_writer import LineWriter
 from argosy_router.records.recorder import Recorder
@@ -68,12 +72,12 @@ class Router:
         config.check()
         self.config = config
         self._loop = asyncio.get_running_loop()
-        self._wheel = TimerWheel(self._loop, tick_s)
+        self.wheel = TimerWheel(self._loop, tick_s)
         self._tls = config.server_tls()
         self._admin_tls = config.admin_tls()
         self._replica_tls = config.replica_tls()
         self.fleet = Fleet(
-            self._wheel,
+            self.wheel,
             config.client,
             tls=self._replica_tls,
             fleet_key=config.fleet_key,
@@ -86,36 +90,49 @@ class Router:
             self._stderr, is_enabled=config.access_log, line_format=config.access_log_format
         )
         self._ledger = UsageLedger(config.usage_log, socket.gethostname())
-        self._gate = Gate(self.fleet, self._wheel, config.admission)
-        self.metrics.add(self._access_log.series(), *self._ledger.series(), *self._gate.series())
+        self.flow_control = FlowController(self.fleet, self.wheel, config.admission)
+        reservations = Reservations()
+        self.metrics.add(
+            self._access_log.series(),
+            *self._ledger.series(),
+            *self.flow_control.series(),
+            *reservations.series(),
+        )
         self._recorder = _recorder(config)
         self._tracer = _tracer(config)
-        self._books = Books(
+        self.accounting = RequestAccounting(
             self.metrics, self._access_log, self._ledger, recorder=self._recorder, policy=config.policy
         )
         self.dispatcher = Dispatcher(
             self.fleet,
             self.metrics,
-            self._books,
-            self._gate,
-            Hedging(self.fleet, self._wheel, config.hedge_after),
-            wheel=self._wheel,
-            keep_alive=KeepAlive(config.admission.keep_alive_s, config.admission.keep_alive_after_s),
+            self.flow_control,
+            Hedging(self.fleet, self.wheel, config.hedge_after),
             first_byte_timeout_s=config.first_byte_timeout_s,
             request_timeout_s=config.request_timeout_s,
+        )
+        self.requests = RequestHandler(
+            self.flow_control,
+            reservations,
+            self.dispatcher,
+            OutlierDetector(self.fleet, self.metrics),
+            RetryBudgets(self.fleet),
+            self.accounting,
+            wheel=self.wheel,
+            keep_alive=KeepAlive(config.admission.keep_alive_s, config.admission.keep_alive_after_s),
         )
         self._keys = ApiKeys(config.api_keys, config.api_keys_file, routers=max(1, config.routers))
         self.application = RouterApplication(
             self.fleet,
-            self.dispatcher,
-            self._books,
+            self.requests,
+            self.accounting,
             self._keys.table,
             tracer=self._tracer,
             # The documented default is no secret; another number may have been chosen to be one.
             admin_port=config.admin_port if config.admin_port == DEFAULT_ADMIN_PORT else None,
         )
         self._discovery = discovery or self._configured_discovery()
-        self.server = ServerState(self.application, config.server, self._wheel)
+        self.server = ServerState(self.application, config.server, self.wheel)
         self.metrics.add(
             _gauge("client_connections", "Open client connections.", lambda: len(self.server.connections)),
             Reading(
@@ -154,8 +171,8 @@ class Router:
 
             return KubernetesDiscovery(config.fleet_namespace, config.fleet_configmap)
         if config.replica_dns:
-            return DnsDiscovery(config.replica_dns, config.replica_key, self._wheel, self._replica_tls)
-        return StaticDiscovery(config.replicas, config.replica_key, self._wheel, self._replica_tls)
+            return DnsDiscovery(config.replica_dns, config.replica_key, self.wheel, self._replica_tls)
+        return StaticDiscovery(config.replicas, config.replica_key, self.wheel, self._replica_tls)
 
     # addresses
 
@@ -175,14 +192,14 @@ class Router:
         return "{}://{}:{}".format("https" if self._admin_tls else "http", *self._admin.address)
 
     def describe(self) -> str:
-        """What it is doing, for people: the requests of its clients, oldest first."""
-        now = self.dispatcher.now()
+        """Describe for people what the router is doing: the requests of its clients, oldest first."""
+        now = self.requests.now()
         attached = [connection.exchange for connection in self.server.connections]
-        exchanges = [each.exchange if isinstance(each, Waiting) else each for each in attached]
+        exchanges = [each.exchange if isinstance(each, QueuedCall) else each for each in attached]
         requests = [each for each in exchanges if isinstance(each, Exchange)]
-        requests.sort(key=lambda request: request.started)
+        requests.sort(key=lambda request: request.outcome.started)
         lines = [
-            f"state of the router: connections={len(attached)} requests={self.dispatcher.inflight} "
+            f"state of the router: connections={len(attached)} requests={self.requests.inflight} "
             f"replicas={sum(1 for _ in self.fleet.replicas())} draining={self.application.is_draining}"
         ]
         lines += [f"    {request.describe(now)}" for request in requests[:MAX_DESCRIBED]]
@@ -245,7 +262,7 @@ class Router:
 
     def _apply(self, snapshot: FleetSnapshot) -> None:
         if snapshot.routers and not self.config.routers:
-            self._keys.table.divide(snapshot.routers, self.dispatcher.now())
+            self._keys.table.divide(snapshot.routers, self.requests.now())
         self.fleet.apply(snapshot)
 
     async def _start_admin(self, sockets: list[socket.socket]) -> None:
@@ -254,7 +271,7 @@ class Router:
         app = build_admin(
             self.fleet,
             self.metrics,
-            self._books.decisions,
+            self.accounting.decisions,
             admin_keys(config.fleet_key),
             frozenset((config.host, config.admin_host, socket.gethostname(), *config.admin_names)),
             self.application,
@@ -320,7 +337,7 @@ class Router:
     async def _ended(self) -> None:
         """Returns when nobody waits for an answer, be it on the main port or on the page's playground."""
         await self.server.emptied()
-        await self.dispatcher.idle.wait()
+        await self.requests.idle.wait()
 
     async def _stop(self) -> None:
         if self._listener is not None:
@@ -339,7 +356,7 @@ class Router:
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.fleet.close()
-        self._wheel.close()
+        self.wheel.close()
         self._access_log.flush()
         await asyncio.to_thread(self._stderr.close)
         if self._tracer is not None:

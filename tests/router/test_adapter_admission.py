@@ -14,14 +14,14 @@ import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits, encode_fleet
 from argosy_router.admission.accounts import Account
-from argosy_router.admission.entry import Entry
-from argosy_router.admission.queue import FairQueue
 from argosy_router.admission.terms import KeyTerms
 from argosy_router.discovery.base import snapshot_of
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.fleet.service import Service
-from argosy_router.proxy.gate import AdmissionLimits
+from argosy_router.flow_control.controller import FlowControlLimits
+from argosy_router.flow_control.fair_queue import FairQueue
+from argosy_router.flow_control.queued_request import Entry
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, rig, service
@@ -69,13 +69,13 @@ def snapshot(
 
 @contextlib.asynccontextmanager
 async def partly(
-    *names: dict[str, tuple[str, ...]], limits: AdmissionLimits | None = None, **fields: Any
+    *names: dict[str, tuple[str, ...]], limits: FlowControlLimits | None = None, **fields: Any
 ) -> AsyncIterator[tuple[Rig, list[Held]]]:
     """A router over one engine for each of `names`, with one seat each unless `fields` says otherwise."""
     scripts = [Held() for _ in names]
     engines = [FakeEngine(script=script) for script in scripts]
     given = {"limits": ONE_EACH, **fields}
-    async with rig(engines, fields=given, admission=limits or AdmissionLimits()) as r:
+    async with rig(engines, fields=given, admission=limits or FlowControlLimits()) as r:
         r.router.fleet.apply(snapshot(engines, list(names), **given))
         yield r, scripts
         for script in scripts:
@@ -118,7 +118,7 @@ async def test_a_request_waits_for_the_replica_that_has_its_name(
 
 @pytest.mark.parametrize(("have", "name"), [(ADAPTER, "tiny:sql"), (ALIAS, "small")])
 async def test_waiting_for_a_name_ends_like_any_waiting(have: dict[str, tuple[str, ...]], name: str) -> None:
-    limits = AdmissionLimits(queue_timeout_s=0.2)
+    limits = FlowControlLimits(queue_timeout_s=0.2)
     async with partly(NOTHING, have, limits=limits) as (r, (_, special)):
         first = asyncio.create_task(r.chat("first", model=name))
         await r.until(lambda: special.asked == ["first"])
@@ -189,7 +189,7 @@ async def test_the_candidates_are_kept_while_a_replica_is_ejected() -> None:
     """Nothing about them changes before the ejection is over."""
     async with partly(NOTHING, ADAPTER, NOTHING, limits=None) as (r, _):
         served = r.router.fleet.services["default/svc"]
-        now = r.router.dispatcher.now()
+        now = r.router.requests.now()
         health = r.replica(0).health
         assert health.failed(now, refused=True, may_eject=True)
         r.router.fleet.changed()

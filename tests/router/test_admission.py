@@ -1,4 +1,4 @@
-"""The rules of admission, without sockets: keys, limits, the fair queue, the lane in front of a service."""
+"""The rules of admission, without sockets: keys, limits, the fair queue, the queue in front of a service."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
 from argosy_router.admission.accounts import Account, Anyone, RateLimited, Reservation
-from argosy_router.admission.entry import Entry, Waiter
 from argosy_router.admission.keys import KeyFileError, KeyTable, parse_line
-from argosy_router.admission.lane import MAX_RETRY_AFTER_S, Bounds, Lane
 from argosy_router.admission.limits import PERIOD_S, TokenBucket, duration
-from argosy_router.admission.queue import FairQueue, QueueFull
 from argosy_router.admission.terms import KeyTerms
+from argosy_router.flow_control.fair_queue import FairQueue, QueueFull
+from argosy_router.flow_control.queued_request import Entry, QueuedRequest
+from argosy_router.flow_control.service_queue import MAX_RETRY_AFTER_S, Bounds, ServiceQueue
 
 UNBOUNDED = (1 << 30, 1 << 30)
 
@@ -388,10 +388,10 @@ TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
-# the lane
+# the queue of a service
 
 
-class Told(Waiter):
+class Told(QueuedRequest):
     """Remembers what it was told."""
 
     def __init__(self, owner: Account, priority: int = 0, size: int = 1, sequences: int = 1) -> None:
@@ -422,158 +422,158 @@ class FakeReplicas:
         return self.seats - self.requests
 
 
-def lane_of(
+def service_queue_of(
     replicas: FakeReplicas, *, queue_s: float = 60.0, hold_s: float = 0.0, entries: int = 100
-) -> Lane:
-    return Lane("tiny", replicas.room, lambda: Bounds(entries, 1000, queue_s, hold_s), 0.0)
+) -> ServiceQueue:
+    return ServiceQueue("tiny", replicas.room, lambda: Bounds(entries, 1000, queue_s, hold_s), 0.0)
 
 
-def enter(lane: Lane, replicas: FakeReplicas, now: float) -> bool:
-    is_admitted = lane.enter(now)
+def enter(queue: ServiceQueue, replicas: FakeReplicas, now: float) -> bool:
+    is_admitted = queue.try_admit(now)
     replicas.requests += is_admitted
     return is_admitted
 
 
-def end(lane: Lane, replicas: FakeReplicas, now: float) -> None:
+def end(queue: ServiceQueue, replicas: FakeReplicas, now: float) -> None:
     replicas.requests -= 1
-    lane.ended(now)
-    lane.tick(now)
+    queue.ended(now)
+    queue.tick(now)
 
 
 def test_a_request_waits_for_the_first_end() -> None:
     replicas = FakeReplicas(2)
-    lane = lane_of(replicas)
-    assert [enter(lane, replicas, 0.0) for _ in range(3)] == [True, True, False]
+    queue = service_queue_of(replicas)
+    assert [enter(queue, replicas, 0.0) for _ in range(3)] == [True, True, False]
     waiter = Told(account())
-    lane.wait(waiter, 0.0)
-    lane.tick(0.1)
+    queue.enqueue(waiter, 0.0)
+    queue.tick(0.1)
     assert waiter.told == []
-    end(lane, replicas, 0.2)
+    end(queue, replicas, 0.2)
     assert waiter.told == ["admit"]
-    assert (lane.active, lane.waiting) == (2, 0)
+    assert (queue.active, queue.num_queued) == (2, 0)
 
 
 def test_nobody_overtakes_those_who_wait() -> None:
     replicas = FakeReplicas(1)
-    lane = lane_of(replicas)
-    assert enter(lane, replicas, 0.0)
-    lane.wait(Told(account()), 0.0)
+    queue = service_queue_of(replicas)
+    assert enter(queue, replicas, 0.0)
+    queue.enqueue(Told(account()), 0.0)
     replicas.requests = 0
-    assert not enter(lane, replicas, 9.0)
+    assert not enter(queue, replicas, 9.0)
 
 
 def test_waiting_ends_with_a_hint_when_to_come_back() -> None:
     replicas = FakeReplicas(1)
-    lane = lane_of(replicas, queue_s=10.0)
-    assert enter(lane, replicas, 0.0)
+    queue = service_queue_of(replicas, queue_s=10.0)
+    assert enter(queue, replicas, 0.0)
     for second in range(20):  # one request ends every half second
-        end(lane, replicas, second / 2)
-        assert enter(lane, replicas, second / 2)
+        end(queue, replicas, second / 2)
+        assert enter(queue, replicas, second / 2)
     waiters = [Told(account()) for _ in range(8)]
     for waiter in waiters:
-        lane.wait(waiter, 10.0)
-    lane.tick(19.9)
+        queue.enqueue(waiter, 10.0)
+    queue.tick(19.9)
     assert not any(waiter.told for waiter in waiters)
-    lane.tick(20.0)
+    queue.tick(20.0)
     errors = [waiter.told[0] for waiter in waiters]
     assert all(isinstance(error, TooManyRequests) and error.headers()["retry-after"] for error in errors)
-    assert lane.waiting == 0
+    assert queue.num_queued == 0
 
 
 def test_the_hint_is_the_queue_over_its_drain() -> None:
     replicas = FakeReplicas(1)
-    lane = lane_of(replicas, entries=9)
-    assert enter(lane, replicas, 0.0)
+    queue = service_queue_of(replicas, entries=9)
+    assert enter(queue, replicas, 0.0)
     for half in range(1, 101):
-        end(lane, replicas, half / 2)
-        assert enter(lane, replicas, half / 2)
+        end(queue, replicas, half / 2)
+        assert enter(queue, replicas, half / 2)
     for _ in range(9):
-        lane.wait(Told(account()), 50.0)
+        queue.enqueue(Told(account()), 50.0)
     with pytest.raises(TooManyRequests) as refused:
-        lane.wait(Told(account()), 50.0)
+        queue.enqueue(Told(account()), 50.0)
     assert refused.value.retry_after_s == pytest.approx(10 / 2, rel=0.1)
     with pytest.raises(TooManyRequests) as refused:
-        lane.wait(Told(account()), 500.0)
+        queue.enqueue(Told(account()), 500.0)
     assert refused.value.retry_after_s == MAX_RETRY_AFTER_S, "nothing has ended for a long time"
 
 
 def test_without_replicas_requests_are_refused_or_held() -> None:
     with pytest.raises(Unavailable):
-        lane_of(FakeReplicas(None)).wait(Told(account()), 0.0)
+        service_queue_of(FakeReplicas(None)).enqueue(Told(account()), 0.0)
     replicas = FakeReplicas(None)
-    lane = lane_of(replicas, hold_s=300.0)
-    assert not lane.enter(0.0)
+    queue = service_queue_of(replicas, hold_s=300.0)
+    assert not queue.try_admit(0.0)
     held, late = Told(account()), Told(account())
-    lane.wait(held, 0.0)
-    lane.wait(late, 200.0)
-    lane.tick(299.0)
+    queue.enqueue(held, 0.0)
+    queue.enqueue(late, 200.0)
+    queue.tick(299.0)
     assert held.told == []
-    lane.tick(300.0)
+    queue.tick(300.0)
     assert isinstance(held.told[0], Unavailable)
     replicas.seats = 1
-    lane.tick(301.0)
+    queue.tick(301.0)
     assert late.told == ["admit"]
 
 
 def test_those_held_get_the_queue_s_time_once_there_is_a_replica() -> None:
     replicas = FakeReplicas(None)
-    lane = lane_of(replicas, queue_s=60.0, hold_s=300.0)
+    queue = service_queue_of(replicas, queue_s=60.0, hold_s=300.0)
     held = Told(account())
-    lane.wait(held, 0.0)
+    queue.enqueue(held, 0.0)
     replicas.seats = 0  # it came, and is full
-    lane.tick(250.0)
-    lane.tick(309.0)
+    queue.tick(250.0)
+    queue.tick(309.0)
     assert held.told == []
-    lane.tick(311.0)
+    queue.tick(311.0)
     assert isinstance(held.told[0], TooManyRequests)
 
 
 def test_a_replica_that_comes_and_goes_does_not_put_the_end_off_for_ever() -> None:
     replicas = FakeReplicas(None)
-    lane = lane_of(replicas, queue_s=5.0, hold_s=8.0)
+    queue = service_queue_of(replicas, queue_s=5.0, hold_s=8.0)
     held = Told(account())
-    lane.wait(held, 0.0)
+    queue.enqueue(held, 0.0)
     for second in range(1, 14):
         assert held.told == []
         replicas.seats = None if second % 2 else 0
-        lane.tick(float(second))
+        queue.tick(float(second))
     assert held.told
 
 
 def test_losing_all_replicas_ends_the_waiting_where_nothing_is_held() -> None:
     replicas = FakeReplicas(0)
-    lane = lane_of(replicas)
+    queue = service_queue_of(replicas)
     waiter = Told(account())
-    lane.wait(waiter, 0.0)
+    queue.enqueue(waiter, 0.0)
     replicas.seats = None
-    lane.tick(1.0)
+    queue.tick(1.0)
     assert isinstance(waiter.told[0], Unavailable)
 
 
-class LaneMachine(RuleBasedStateMachine):
+class ServiceQueueMachine(RuleBasedStateMachine):
     """Whatever happens, each request is told one thing or has left, and what is admitted ends once."""
 
     @initialize(seats=st.one_of(st.none(), st.integers(0, 4)))
     def begin(self, seats: int | None) -> None:
         self.now = 0.0
         self.replicas = FakeReplicas(seats)
-        self.lane = lane_of(self.replicas, queue_s=5.0, hold_s=8.0, entries=6)
+        self.queue = service_queue_of(self.replicas, queue_s=5.0, hold_s=8.0, entries=6)
         self.accounts = [account("a"), account("b", weight=3.0)]
         self.waiting: list[Told] = []
         self.admitted: list[int] = []
 
     @rule(number=st.integers(0, 1), priority=st.integers(0, 1), sequences=st.sampled_from([1, 1, 2, 5]))
     def arrive(self, number: int, priority: int, sequences: int) -> None:
-        if self.lane.enter(self.now, "", sequences):
+        if self.queue.try_admit(self.now, "", sequences):
             if self.replicas.seats is None:  # the last look is a moment old
-                self.lane.retract(self.now, sequences)
+                self.queue.retract(self.now, sequences)
                 return
             self.replicas.requests += sequences
             self.admitted.append(sequences)
             return
         waiter = Told(self.accounts[number], priority, sequences=sequences)
         try:
-            self.lane.wait(waiter, self.now)
+            self.queue.enqueue(waiter, self.now)
         except ApiError:
             assert not waiter.told
         else:
@@ -585,21 +585,21 @@ class LaneMachine(RuleBasedStateMachine):
         if self.admitted:
             sequences = self.admitted.pop()
             self.replicas.requests -= sequences
-            self.lane.ended(self.now, sequences)
-            self.lane.tick(self.now)
+            self.queue.ended(self.now, sequences)
+            self.queue.tick(self.now)
             self.sort_out()
 
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         if self.waiting:
             waiter = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-            self.lane.leave(waiter)
+            self.queue.remove(waiter)
             assert not waiter.told
 
     @rule(seconds=st.floats(0, 3))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.lane.tick(self.now)
+        self.queue.tick(self.now)
         self.sort_out()
 
     @rule(seats=st.one_of(st.none(), st.integers(0, 4)))
@@ -615,12 +615,12 @@ class LaneMachine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        if hasattr(self, "lane"):
-            assert self.lane.waiting == len(self.waiting)
-            assert self.lane.active == len(self.admitted)
-            assert self.lane.sequences == sum(self.admitted) == self.replicas.requests
+        if hasattr(self, "queue"):
+            assert self.queue.num_queued == len(self.waiting)
+            assert self.queue.active == len(self.admitted)
+            assert self.queue.sequences == sum(self.admitted) == self.replicas.requests
             assert all(self.now - waiter.since < 5.0 + 8.0 for waiter in self.waiting)
 
 
-TestLane = LaneMachine.TestCase
-TestLane.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestServiceQueue = ServiceQueueMachine.TestCase
+TestServiceQueue.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

@@ -14,7 +14,7 @@ from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
-from argosy_router.proxy import retry
+from argosy_router.proxy import retry_budget
 from argosy_router.proxy.exchange import MAX_ATTEMPTS
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
@@ -145,9 +145,9 @@ async def die_on_request(connection: Connection, request: Received) -> None:
 
 
 async def test_a_stale_connection_is_retried_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FLOOR_PER_S", 0.0)
-    monkeypatch.setattr(retry, "RATIO", 0.0)
-    monkeypatch.setattr(retry, "MAX_CREDIT", 5.0)
+    monkeypatch.setattr(retry_budget, "FLOOR_PER_S", 0.0)
+    monkeypatch.setattr(retry_budget, "RATIO", 0.0)
+    monkeypatch.setattr(retry_budget, "MAX_CREDIT", 5.0)
     engine = FakeEngine(script=die_on_request)
     async with rig([engine]) as r:
         for _ in range(20):
@@ -251,7 +251,7 @@ async def test_a_stream_of_a_leaving_replica_moves_on_when_it_dies(how: str) -> 
     engines = [FakeEngine(script=begin), FakeEngine(script=teller)]
     async with rig(engines, policy="round-robin") as r:
         asking = asyncio.create_task(ask(r, STREAM))
-        await r.until(lambda: r.router.dispatcher.inflight == 1 and bool(engines[0].requests))
+        await r.until(lambda: r.router.requests.inflight == 1 and bool(engines[0].requests))
         leaving = r.replica(0)
         if how == "announced":
             engines[0].announce(Draining())

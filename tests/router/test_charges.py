@@ -74,7 +74,7 @@ SCRIPTS = [
 
 def is_settled(r: Rig) -> bool:
     loads = [replica.load for replica in r.router.fleet.replicas()]
-    return r.router.dispatcher.inflight == 0 and all(
+    return r.router.requests.inflight == 0 and all(
         (load.inflight, load.inflight_tokens, load.queued_tokens, load.requests, load.wait_s)
         == (0, 0, 0, 0, 0)
         for load in loads
@@ -144,7 +144,7 @@ async def test_a_prompt_counts_until_the_first_token_and_its_request_until_the_l
         load = r.replica(0).load
         writer.write(request_bytes(content=LONG + "which of them is it?" * 60, stream=True))
         await r.until(lambda: bool(r.engines[0].requests))
-        record = next(r.router._books.decisions.latest(1))
+        record = next(r.router.accounting.decisions.latest(1))
         uncached = record.prompt_tokens - record.predicted_cached_tokens
         assert 0 < uncached < record.prompt_tokens
         assert (load.inflight, load.requests) == (1, 1)

@@ -10,9 +10,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from argosy_router.flow_control.controller import FlowControlLimits
 from argosy_router.http.limits import ServerLimits
 from argosy_router.proxy.decisions import DecisionLog
-from argosy_router.proxy.gate import AdmissionLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import raw, read_all, rig, until
@@ -98,9 +98,9 @@ async def test_memory_does_not_grow_with_requests_served() -> None:
     engine = FakeEngine(script=play)
     limits = ServerLimits(header_timeout_s=0.2, body_timeout_s=0.2)
     # A deadline that was ended stays in the timer wheel until its time: make that short.
-    soon = AdmissionLimits(keep_alive_s=0.1, keep_alive_after_s=0.1)
+    soon = FlowControlLimits(keep_alive_s=0.1, keep_alive_after_s=0.1)
     async with rig([engine], server=limits, admission=soon) as r:
-        r.router._books.decisions = DecisionLog(100)
+        r.router.accounting.decisions = DecisionLog(100)
 
         async def serve(requests: int) -> int:
             for number in range(requests // 5):
@@ -110,7 +110,7 @@ async def test_memory_does_not_grow_with_requests_served() -> None:
                 await r.http.get("/nowhere")
                 async with raw(r.router) as (_, writer):
                     writer.write(HEAD + b"content-length: 100\r\n\r\n{")
-            await until(lambda: not r.router.dispatcher.inflight and r.router.server.room.held == 0)
+            await until(lambda: not r.router.requests.inflight and r.router.server.room.held == 0)
             engine.requests.clear()
             gc.collect()
             return len(gc.get_objects())

@@ -90,7 +90,7 @@ async def test_a_black_hole_costs_the_connect_deadline(black_hole: int) -> None:
 
 async def test_every_condition_is_a_state_of_reports_and_metrics() -> None:
     async with rig([FakeEngine(), FakeEngine()]) as r:
-        replica, now = r.replica(0), r.router.dispatcher.now()
+        replica, now = r.replica(0), r.router.requests.now()
 
         def is_shown(state: str) -> bool:
             shown = r.metric(f'replica_state{{model="tiny",replica="r0",state="{state}"}}')
@@ -124,7 +124,7 @@ def test_panic_begins_beyond_half(replicas: int, ejected: int, in_panic: bool) -
 
 async def test_in_panic_ejections_are_ignored() -> None:
     async with rig([FakeEngine() for _ in range(4)], policy="round-robin") as r:
-        now = r.router.dispatcher.now() + 3600.0
+        now = r.router.requests.now() + 3600.0
         for number in (0, 1):
             r.replica(number).health.failed(now, may_eject=True, refused=True)
         r.router.fleet.changed()
@@ -146,7 +146,7 @@ async def test_a_retry_does_not_mistake_what_it_tried_for_a_panic() -> None:
     async with rig(engines, policy="round-robin") as r:
         for number in (1, 2):
             health = r.replica(number).health
-            health.failed(r.router.dispatcher.now() + 3600.0, may_eject=True, refused=True)
+            health.failed(r.router.requests.now() + 3600.0, may_eject=True, refused=True)
         r.router.fleet.changed()
         assert {(await r.chat(str(n))).headers["x-argosy-replica"] for n in range(4)} == {"r3"}
         assert engines[0].requests

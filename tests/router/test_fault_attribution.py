@@ -9,7 +9,7 @@ import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument
 from argosy_protocol.telemetry import Load
-from argosy_router.proxy import retry
+from argosy_router.proxy import retry_budget
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, rig, service
@@ -108,7 +108,7 @@ async def test_a_probe_that_fails_renews_the_ejection_unless_the_request_is_at_f
     engines = [FakeEngine(script=failing_on_bad(500)), FakeEngine(script=failing_on_bad(500))]
     async with rig(engines, policy="round-robin") as r:
         health = r.replica(0).health
-        assert health.failed(r.router.dispatcher.now() - 100.0, may_eject=True, refused=True)
+        assert health.failed(r.router.requests.now() - 100.0, may_eject=True, refused=True)
         r.router.fleet.changed()
         assert r.replica(0).state == "half-open"
         for number in range(4):
@@ -152,7 +152,7 @@ async def test_a_service_s_retries_are_its_own(monkeypatch: pytest.MonkeyPatch) 
 def budget_of(monkeypatch: pytest.MonkeyPatch, retries: float) -> None:
     """Services have so many retries, and earn none."""
     for name, value in (("MAX_CREDIT", retries), ("FLOOR_PER_S", 0.0), ("RATIO", 0.0)):
-        monkeypatch.setattr(retry, name, value)
+        monkeypatch.setattr(retry_budget, name, value)
 
 
 async def test_bad_requests_leave_retries_for_replicas_that_die(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ async def test_bad_requests_leave_retries_for_replicas_that_die(monkeypatch: pyt
     engines = [FakeEngine(script=die), *(FakeEngine(script=failing_on_bad(500)) for _ in range(3))]
     async with rig(engines, policy="round-robin") as r:
         budget_of(monkeypatch, 20.0)
-        monkeypatch.setattr(retry, "KEPT_CREDIT", 10.0)
+        monkeypatch.setattr(retry_budget, "KEPT_CREDIT", 10.0)
         for number in range(30):
             assert (await r.chat(f"{BAD} {number}")).status_code == 500
         assert r.metric('retries_total{model="tiny",reason="status"}') == 10

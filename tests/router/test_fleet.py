@@ -14,8 +14,8 @@ from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import PAGE
 from argosy_router.fleet import fleet
 from argosy_router.fleet.load import MIN_LESSON_TOKENS, LoadAccount
+from argosy_router.flow_control.controller import FlowControlLimits
 from argosy_router.policy.rates import PRIOR
-from argosy_router.proxy.gate import AdmissionLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import Rig, rig, service
@@ -52,7 +52,7 @@ async def test_streams_survive_the_departure_of_their_replica_from_the_document(
         assert (await r.chat()).status_code == 404
         go_on.set()
         assert (await task).content == event("a") + event("b") + DONE
-        assert r.router.dispatcher.inflight == 0
+        assert r.router.requests.inflight == 0
 
 
 async def test_a_replica_with_a_new_address_starts_afresh() -> None:
@@ -79,7 +79,7 @@ async def test_inflight_limits_are_kept() -> None:
 
     limits = ServiceLimits(max_inflight_per_replica=1)
     engines = [FakeEngine(script=hold), FakeEngine(script=hold)]
-    no_queue = AdmissionLimits(max_queued_requests=0)
+    no_queue = FlowControlLimits(max_queued_requests=0)
     async with rig(engines, fields={"limits": limits}, admission=no_queue) as r:
         tasks = [asyncio.create_task(r.chat()) for _ in range(2)]
         await r.until(lambda: all(engine.requests for engine in r.engines))

@@ -207,14 +207,14 @@ async def test_a_slow_reader_is_timed_like_others_afterwards() -> None:
         assert answer.endswith(b"x" * 1000), "then it is closed as idle, instead of never"
 
 
-async def test_refusals_of_the_wire_are_in_the_books() -> None:
+async def test_refusals_of_the_wire_are_accounted_for() -> None:
     reader, writer = os.pipe()
     cases = {name: REFUSED[name] for name in ("two hosts", "TLS hello")}
     cases["413"] = HEAD + HOST + TYPE + b"X-Request-Id: mine\r\nContent-Length: 999999999\r\n\r\n"
     cases["408"] = HEAD + HOST + TYPE + LENGTH + b"\r\n" + BODY[:5]
     written_by = LineWriter(writer)
     async with rig([FakeEngine()], server=ServerLimits(body_timeout_s=0.05)) as r:
-        log = r.router._books._access_log = AccessLog(written_by)
+        log = r.router.accounting._access_log = AccessLog(written_by)
         ids = []
         for data in cases.values():
             answer = await exchange(r, data)

@@ -16,7 +16,7 @@ import pytest
 from argosy_protocol.fleet import FleetDocument, ServiceLimits, encode_fleet
 from argosy_router.discovery.base import snapshot_of
 from argosy_router.fleet.replica import Member
-from argosy_router.proxy.gate import AdmissionLimits
+from argosy_router.flow_control.controller import FlowControlLimits
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally, event
 from .harness import Rig, raw, rig, service
@@ -74,7 +74,7 @@ async def limited(tmp_path: Path, *scripts: Callable[..., Any], **config: Any) -
     keys.write_text(f"sk-key name=key {terms}\n")
     engines = [FakeEngine(script=script) for script in scripts]
     fields = {"limits": ServiceLimits(max_inflight_per_replica=2)}
-    queue = AdmissionLimits(queue_timeout_s=0.5)
+    queue = FlowControlLimits(queue_timeout_s=0.5)
     async with rig(engines, api_keys_file=keys, fields=fields, **{"admission": queue, **config}) as r:
         spec = service(engines, adapters=("sql",), aliases=("small",), **fields)
         document = FleetDocument(services=(spec,))
@@ -94,7 +94,7 @@ def gauges(r: Rig) -> dict[str, float]:
         name: r.metric(f'{name}{{model="{MODEL}"}}') for name in ("admitted_requests", "queued_requests")
     }
     figures["inflight_body_bytes"] = r.metric("inflight_body_bytes")
-    figures["requests"] = r.router.dispatcher.inflight
+    figures["requests"] = r.router.requests.inflight
     for replica in r.router.fleet.replicas():
         load = replica.load
         figures |= {
@@ -148,13 +148,13 @@ async def test_after_clients_that_left(tmp_path: Path, script: Callable[..., Any
     head = f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-key\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     async with (
-        limited(tmp_path, script, script, admission=AdmissionLimits()) as r,
+        limited(tmp_path, script, script, admission=FlowControlLimits()) as r,
         contextlib.AsyncExitStack() as stack,
     ):
         for _ in range(SEATS):
             _, writer = await stack.enter_async_context(raw(r.router))
             writer.write(head.encode() + body)
-        await r.until(lambda: r.router.dispatcher.inflight == SEATS)
+        await r.until(lambda: r.router.requests.inflight == SEATS)
         await r.until(lambda: sum(len(engine.requests) for engine in r.engines) >= 2)
 
 
@@ -191,6 +191,6 @@ async def test_after_a_removal_of_the_service(tmp_path: Path) -> None:
         await r.until(lambda: sum(len(engine.requests) for engine in r.engines) == 2)
         r.discovery.set(FleetDocument())
         await asyncio.gather(*asked)
-        await r.until(lambda: r.router.dispatcher.inflight == 0)
+        await r.until(lambda: r.router.requests.inflight == 0)
         r.discovery.set(FleetDocument(services=(service(r.engines, aliases=("small",)),)))
         await r.until(lambda: all(each.is_routable for each in r.router.fleet.replicas()))

@@ -91,7 +91,7 @@ def sent(r: Rig) -> int:
 async def overdue(r: Rig) -> None:
     """Returns when every stream sent so far is, by the clock that hedging goes by."""
     passed = asyncio.Event()
-    Deadline(r.router._wheel, passed.set).set(2 * hedging.FLOOR_S)
+    Deadline(r.router.wheel, passed.set).set(2 * hedging.FLOOR_S)
     await passed.wait()
 
 
@@ -105,7 +105,7 @@ def failures(r: Rig) -> dict[str, float]:
 
 def decisions(r: Rig) -> list[DecisionRecord]:
     """Newest first."""
-    return list(r.router._books.decisions.latest(1000))
+    return list(r.router.accounting.decisions.latest(1000))
 
 
 def is_whole(answer: httpx.Response) -> bool:
@@ -382,7 +382,7 @@ async def test_whatever_two_attempts_do_each_client_gets_one_answer(monkeypatch:
 async def test_a_replica_that_was_on_trial_gets_another_one() -> None:
     slow = Slow()
     async with hedged(slow, answer_normally) as r:
-        health, now = r.replica(0).health, r.router.dispatcher.now()
+        health, now = r.replica(0).health, r.router.requests.now()
         health.failed(now - 3600.0, may_eject=True, refused=True)
         r.router.fleet.changed()
         assert is_whole(await r.chat(stream=True))
@@ -521,11 +521,11 @@ async def test_who_waits_goes_before_a_hedge() -> None:
         (served,) = r.router.fleet.services.values()
         more = service(r.engines, limits=ServiceLimits(max_inflight_per_replica=4))
         r.discovery.set(FleetDocument(services=(more,)))
-        now = r.router.dispatcher.now()
+        now = r.router.requests.now()
         assert served.room(now) > 0
-        assert not r.router._gate.has_room(served, now)
+        assert not r.router.flow_control.has_capacity(served, now)
         await r.until(lambda: sent(r) == 3)
-        assert r.router._gate.has_room(served, now)
+        assert r.router.flow_control.has_capacity(served, now)
         slow.go_on.set()
         assert all(answer.status_code == 200 for answer in await asyncio.gather(*tasks))
 
@@ -550,9 +550,9 @@ async def test_who_is_not_well_gets_no_hedge(state: str) -> None:
         if state == "suspect":
             health.is_suspect = True
         elif state == "resting":
-            health.rest(r.router.dispatcher.now(), 60.0, until_room=False)
+            health.rest(r.router.requests.now(), 60.0, until_room=False)
         else:
-            health.failed(r.router.dispatcher.now() + 3600.0, may_eject=True, refused=True)
+            health.failed(r.router.requests.now() + 3600.0, may_eject=True, refused=True)
         r.router.fleet.changed()
         await overdue(r)
         assert sent(r) == 1

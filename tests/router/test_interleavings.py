@@ -166,7 +166,7 @@ class Play:
                 self.happened[check(client.result(), choices)] += 1
         await self.r.until(lambda: not self.stage.attempts)  # without another word: they were reset
         assert not self.stage.faults
-        await self.r.until(lambda: self.r.router.dispatcher.inflight == 0)
+        await self.r.until(lambda: self.r.router.requests.inflight == 0)
         for replica in self.replicas:
             load = replica.load
             assert (load.inflight, load.inflight_sequences, load.inflight_tokens) == (0, 0, 0), replica.name
@@ -284,7 +284,7 @@ async def test_any_interleaving_ends_well(
     for seed in range(RUNS * batch, RUNS * (batch + 1)):
         stage = Stage()
         async with limited(tmp_path, *[stage] * ENGINES, hedge_after=1.0, policy="round-robin") as r:
-            play = Play(r, stage, r.router.dispatcher.wheel, seed)
+            play = Play(r, stage, r.router.wheel, seed)
             await play.perform()
             await play.end()
             happened += play.happened

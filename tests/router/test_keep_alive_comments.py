@@ -8,8 +8,8 @@ import json
 import pytest
 
 from argosy_router.config import ConfigError
+from argosy_router.flow_control.controller import FlowControlLimits
 from argosy_router.main import build_parser, config_of
-from argosy_router.proxy.gate import AdmissionLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
 from .harness import Rig, chat, rig
@@ -42,8 +42,8 @@ class Silent:
             await answer_normally(connection, request)
 
 
-def times(after_s: float, interval_s: float = 0.02) -> AdmissionLimits:
-    return AdmissionLimits(keep_alive_s=interval_s, keep_alive_after_s=after_s)
+def times(after_s: float, interval_s: float = 0.02) -> FlowControlLimits:
+    return FlowControlLimits(keep_alive_s=interval_s, keep_alive_after_s=after_s)
 
 
 class Listener:

@@ -163,7 +163,7 @@ async def test_drain_finishes_what_is_under_way_and_takes_nothing_new() -> None:
         rest = await reader.read()
         assert rest.endswith(b"0\r\n\r\n"), "the connection closes after the answer"
         await drain
-        assert r.router.dispatcher.inflight == 0
+        assert r.router.requests.inflight == 0
 
 
 async def test_a_request_on_its_way_in_is_answered_before_the_end() -> None:
@@ -212,7 +212,7 @@ async def test_drain_has_an_end() -> None:
         await r.router._stop()
         assert await reader.read() == b""
         await asyncio.wait_for(aborted.wait(), 5)
-        assert r.router.dispatcher.inflight == 0
+        assert r.router.requests.inflight == 0
 
 
 async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ async def test_every_request_has_one_line(line_format: str) -> None:
         async with rig([FakeEngine(script=answer)]) as r:
             written_by = LineWriter(writer)
             log = AccessLog(written_by, line_format=line_format)  # type: ignore[arg-type]
-            r.router._books._access_log = log
+            r.router.accounting._access_log = log
             await r.http.post(
                 "/v1/chat/completions",
                 json=chat(stream=True, stream_options={"include_usage": True}),

@@ -42,9 +42,7 @@ async def ask(r: Rig, path: str, body: dict[str, Any]) -> bytes:
 
 def is_settled(r: Rig) -> bool:
     loads = [replica.load for replica in r.router.fleet.replicas()]
-    return not r.router.dispatcher.inflight and not any(
-        load.inflight or load.inflight_tokens for load in loads
-    )
+    return not r.router.requests.inflight and not any(load.inflight or load.inflight_tokens for load in loads)
 
 
 CALLS = [

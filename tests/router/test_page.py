@@ -184,7 +184,7 @@ async def test_who_leaves_the_playground_aborts_the_engine(has_begun: bool) -> N
         await asyncio.wait_for(working.wait(), 10)
         asking.cancel()
         await asyncio.wait_for(aborted.wait(), 10)
-        await r.until(lambda: r.router.dispatcher.inflight == 0)
+        await r.until(lambda: r.router.requests.inflight == 0)
 
 
 async def test_an_unread_playground_answer_pauses_the_engine() -> None:

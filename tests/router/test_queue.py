@@ -18,7 +18,7 @@ import pytest
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
 from argosy_protocol.telemetry import Load
 from argosy_router.fleet.service import SEATS_PER_SEQ
-from argosy_router.proxy.gate import AdmissionLimits
+from argosy_router.flow_control.controller import FlowControlLimits
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, answer_normally, completion, event
 from .harness import Rig, chat, raw, read_all, rig, service
@@ -52,21 +52,21 @@ def queued(r: Rig) -> float:
 def is_settled(r: Rig) -> bool:
     loads = [replica.load for replica in r.router.fleet.replicas()]
     return (
-        r.router.dispatcher.inflight == 0
+        r.router.requests.inflight == 0
         and queued(r) == 0
         and all((load.inflight, load.queued_tokens) == (0, 0) for load in loads)
-        and not any(lane.active for lane in r.router._gate._lanes.values())
+        and r.router.flow_control.num_admitted == 0
     )
 
 
 @contextlib.asynccontextmanager
 async def full(
-    *, limits: AdmissionLimits | None = None, **config: Any
+    *, limits: FlowControlLimits | None = None, **config: Any
 ) -> AsyncIterator[tuple[Rig, Turnstile, asyncio.Task[httpx.Response]]]:
     """A service whose only seat is taken by a request called "first"."""
     turnstile = Turnstile()
     engines = [FakeEngine(script=turnstile)]
-    async with rig(engines, fields=ONE_AT_A_TIME, admission=limits or AdmissionLimits(), **config) as r:
+    async with rig(engines, fields=ONE_AT_A_TIME, admission=limits or FlowControlLimits(), **config) as r:
         first = asyncio.create_task(r.chat("first"))
         await r.until(lambda: turnstile.order == ["first"])
         yield r, turnstile, first
@@ -196,7 +196,7 @@ def check_hint(answer: httpx.Response) -> None:
 
 
 async def test_a_full_queue_answers_429_with_a_hint() -> None:
-    async with full(limits=AdmissionLimits(max_queued_requests=1)) as (r, turnstile, _):
+    async with full(limits=FlowControlLimits(max_queued_requests=1)) as (r, turnstile, _):
         waiting = await send(r, "second", 1)
         refused = await r.chat("third")
         assert refused.status_code == 429
@@ -211,7 +211,7 @@ async def test_a_full_queue_answers_429_with_a_hint() -> None:
 
 async def test_openai_s_sdk_comes_back_when_told_to() -> None:
     async with (
-        full(limits=AdmissionLimits(max_queued_requests=0)) as (r, turnstile, first),
+        full(limits=FlowControlLimits(max_queued_requests=0)) as (r, turnstile, first),
         openai.AsyncOpenAI(base_url=f"{r.router.url}/v1", api_key="any", max_retries=1) as sdk,
     ):
         asked = asyncio.create_task(sdk.chat.completions.create(**chat("second")))
@@ -222,13 +222,13 @@ async def test_openai_s_sdk_comes_back_when_told_to() -> None:
 
 
 async def test_a_full_queue_is_full_by_bytes_too() -> None:
-    async with full(limits=AdmissionLimits(max_queued_bytes=1000)) as (r, _, _first):
+    async with full(limits=FlowControlLimits(max_queued_bytes=1000)) as (r, _, _first):
         assert (await r.chat("x" * 1000)).status_code == 429
         await send(r, "small", 1)
 
 
 async def test_nobody_waits_longer_than_allowed() -> None:
-    async with full(limits=AdmissionLimits(queue_timeout_s=0.05)) as (r, turnstile, _):
+    async with full(limits=FlowControlLimits(queue_timeout_s=0.05)) as (r, turnstile, _):
         expired = await r.chat("second")
         assert expired.status_code == 429
         check_hint(expired)
@@ -258,7 +258,7 @@ async def test_without_a_replica_requests_are_refused_at_once() -> None:
 
 
 async def test_requests_are_held_until_the_first_replica_comes() -> None:
-    async with rig([], admission=AdmissionLimits(hold_timeout_s=60.0)) as r:
+    async with rig([], admission=FlowControlLimits(hold_timeout_s=60.0)) as r:
         held = await send(r, "held", 1)
         async with FakeEngine() as engine:
             r.discovery.set(FleetDocument(services=(service([engine]),)))
@@ -267,7 +267,7 @@ async def test_requests_are_held_until_the_first_replica_comes() -> None:
 
 
 async def test_a_steady_flow_of_newcomers_does_not_put_off_the_held() -> None:
-    async with rig([], admission=AdmissionLimits(hold_timeout_s=60.0)) as r:
+    async with rig([], admission=FlowControlLimits(hold_timeout_s=60.0)) as r:
         held = await send(r, "held", 1)
 
         async def flow() -> None:
@@ -284,14 +284,14 @@ async def test_a_steady_flow_of_newcomers_does_not_put_off_the_held() -> None:
 
 
 async def test_holding_ends() -> None:
-    async with rig([], admission=AdmissionLimits(hold_timeout_s=0.05)) as r:
+    async with rig([], admission=FlowControlLimits(hold_timeout_s=0.05)) as r:
         assert (await r.chat()).status_code == 503
 
 
 # streams that wait
 
 
-QUICK = AdmissionLimits(keep_alive_s=0.01, hold_timeout_s=60.0)
+QUICK = FlowControlLimits(keep_alive_s=0.01, hold_timeout_s=60.0)
 
 
 async def test_a_waiting_stream_gets_comments_and_then_its_events() -> None:
@@ -318,7 +318,7 @@ async def test_a_waiting_stream_gets_comments_and_then_its_events() -> None:
 
 
 async def test_a_begun_stream_is_told_of_a_refusal_by_an_event() -> None:
-    limits = AdmissionLimits(keep_alive_s=0.01, hold_timeout_s=0.5)
+    limits = FlowControlLimits(keep_alive_s=0.01, hold_timeout_s=0.5)
     async with rig([], admission=limits) as r:
         answer = await r.chat(stream=True)
         assert answer.status_code == 200
@@ -436,7 +436,7 @@ async def test_streams_count_though_their_client_wants_no_usage(tmp_path: Path) 
 def first_prompt(r: Rig) -> int:
     """Tokens the router takes the prompt of `chat()` for."""
     from argosy_protocol.openai import decode_request
-    from argosy_router.proxy.call import prompt_of
+    from argosy_router.proxy.call_decoding import prompt_of
 
     tiny = r.router.fleet.service_of(MODEL)
     assert tiny is not None
@@ -447,7 +447,7 @@ def first_prompt(r: Rig) -> int:
 
 
 async def test_a_request_that_was_never_sent_counts_for_nothing(tmp_path: Path) -> None:
-    no_queue = AdmissionLimits(max_queued_requests=0)
+    no_queue = FlowControlLimits(max_queued_requests=0)
     async with keyed(tmp_path, "requests_per_minute=2", fields=ONE_AT_A_TIME, admission=no_queue) as r:
         replica = r.replica(0)
         charge = replica.load.charge(1)
@@ -561,7 +561,7 @@ async def test_resume_is_refused_at_the_edge() -> None:
 @pytest.mark.parametrize("count", [40])
 async def test_whatever_the_ends_nothing_is_left(count: int) -> None:
     """Requests that are served, refused, expired and abandoned at once: every account is empty afterwards."""
-    limits = AdmissionLimits(max_queued_requests=10, queue_timeout_s=0.2)
+    limits = FlowControlLimits(max_queued_requests=10, queue_timeout_s=0.2)
     engines = [FakeEngine(), FakeEngine()]
     async with rig(engines, fields=ONE_AT_A_TIME, admission=limits) as r:
 

@@ -49,7 +49,7 @@ async def metered(
     keys.write_text(f"sk-key name=key tokens_per_minute={limit}\n")
     clock = Clock()
     async with rig(engines, api_keys_file=keys, **config) as r:
-        r.router.dispatcher.now = clock
+        r.router.requests.now = clock
         r.http.headers["authorization"] = "Bearer sk-key"
         for engine in engines:
             engine.announce(Load(core_step_age_s=0.0, prefill_tokens_per_s=1e6, decode_step_s=STEP_S))
@@ -167,7 +167,7 @@ async def test_who_leaves_before_the_first_byte_pays_for_the_prompt(tmp_path: Pa
         await ask_and_leave(
             r, {"model": MODEL, "prompt": [prompt, prompt], "max_tokens": 4000, "stream": stream}
         )
-        await r.until(lambda: r.router.dispatcher.inflight == 0)
+        await r.until(lambda: r.router.requests.inflight == 0)
         r.engines[0].script = answer_usage
         assert LIMIT - await left(r) == pytest.approx(2 * len(prompt) / 4.0, abs=20)
 
@@ -193,7 +193,7 @@ async def test_who_leaves_late_pays_for_what_was_computed(
         await r.until(lambda: bool(r.engines[0].requests))
         clock.time += 2.0
         asked.cancel()
-        await r.until(lambda: r.router.dispatcher.inflight == 0)
+        await r.until(lambda: r.router.requests.inflight == 0)
         r.engines[0].script = answer_usage
         # Two seconds refill 400 tokens.
         assert 12_000 - await left(r) == pytest.approx(max(0.0, tokens - 400), abs=60)
@@ -221,7 +221,7 @@ async def test_a_unary_answer_that_is_cut_counts_for_what_was_computed(tmp_path:
         die.set()
         with pytest.raises(httpx.HTTPError):
             await asked
-        await r.until(lambda: r.router.dispatcher.inflight == 0)
+        await r.until(lambda: r.router.requests.inflight == 0)
         r.engines[0].script = answer_usage
         assert 12_000 - await left(r) == pytest.approx(2 / STEP_S - 400, abs=60)
 
@@ -258,7 +258,7 @@ async def test_no_end_leaves_a_request_under_way(tmp_path: Path, script: Any, st
                 answer = await r.chat(f"question {number}", stream=stream, n=2)
                 told = answer.json() if answer.status_code == 429 else {}
                 assert told.get("error", {}).get("code") != "rate_limit_exceeded"
-            await r.until(lambda: r.router.dispatcher.inflight == 0)
+            await r.until(lambda: r.router.requests.inflight == 0)
 
 
 async def test_a_stream_that_moves_on_is_settled_once(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ def busy(status: int = 429, headers: str = f"retry-after: {RETRY_AFTER_S:.0f}\r\
 
 
 def let_pass(r: Rig, seconds: float) -> None:
-    """The dispatcher's clock, by which replicas are chosen, goes ahead."""
-    r.router.dispatcher.now = lambda: time.monotonic() + seconds
+    """Move the clock ahead by which replicas are chosen."""
+    r.router.requests.now = lambda: time.monotonic() + seconds
 
 
 async def ask(r: Rig, count: int) -> list[tuple[str, str]]:

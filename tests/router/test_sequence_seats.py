@@ -13,9 +13,9 @@ from argosy_protocol.errors import ApiError
 from argosy_protocol.fleet import ServiceLimits
 from argosy_protocol.telemetry import Load
 from argosy_router.admission.accounts import Account
-from argosy_router.admission.entry import Waiter
-from argosy_router.admission.lane import HOLD_BACK_S, Bounds, Lane
 from argosy_router.admission.terms import KeyTerms
+from argosy_router.flow_control.queued_request import QueuedRequest
+from argosy_router.flow_control.service_queue import HOLD_BACK_S, Bounds, ServiceQueue
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, raw, rig
@@ -77,7 +77,7 @@ def asking(r: Rig, n: int = 1) -> asyncio.Task[int]:
 
 def room(r: Rig) -> int:
     (service,) = r.router.fleet.services.values()
-    return service.room(r.router.dispatcher.now())
+    return service.room(r.router.requests.now())
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -164,7 +164,7 @@ async def test_a_client_that_leaves_gives_all_its_seats_back() -> None:
         await r.until(lambda: room(r) == SEATS)
 
 
-# the lane alone
+# the queue of a service alone
 
 
 class Replicas:
@@ -181,7 +181,7 @@ class Replicas:
         return self.taken + min(sequences, self.seats) <= self.seats
 
 
-class Asked(Waiter):
+class Asked(QueuedRequest):
     """Takes its seats when it is admitted."""
 
     def __init__(self, replicas: Replicas, sequences: int) -> None:
@@ -197,73 +197,73 @@ class Asked(Waiter):
         self.told.append(error)
 
 
-def lane_with(
+def service_queue_with(
     replicas: Replicas, taken: int, *waiting: int, queue_s: float = 60.0
-) -> tuple[Lane, list[Asked]]:
-    """A lane where so many requests of one sequence are under way, and one waits for each of `waiting`."""
-    lane = Lane("tiny", replicas.room, lambda: Bounds(100, 1000, queue_s, 0.0), 0.0, replicas.takes)
+) -> tuple[ServiceQueue, list[Asked]]:
+    """A queue where so many requests of one sequence are under way, and one waits for each of `waiting`."""
+    queue = ServiceQueue("tiny", replicas.room, lambda: Bounds(100, 1000, queue_s, 0.0), 0.0, replicas.takes)
     for _ in range(taken):
-        assert lane.enter(0.0)
+        assert queue.try_admit(0.0)
         replicas.taken += 1
     waiters = [Asked(replicas, sequences) for sequences in waiting]
     for waiter in waiters:
-        assert not lane.enter(0.0, "", waiter.sequences)
-        lane.wait(waiter, 0.0)
-    lane.tick(0.0)
-    return lane, waiters
+        assert not queue.try_admit(0.0, "", waiter.sequences)
+        queue.enqueue(waiter, 0.0)
+    queue.tick(0.0)
+    return queue, waiters
 
 
-def one_ends(lane: Lane, replicas: Replicas, now: float) -> None:
+def one_ends(queue: ServiceQueue, replicas: Replicas, now: float) -> None:
     replicas.taken -= 1
-    lane.ended(now)
-    lane.tick(now)
+    queue.ended(now)
+    queue.tick(now)
 
 
 def test_a_large_call_holds_back_those_behind_it_until_it_fits() -> None:
     replicas = Replicas(4)
-    lane, (large, small) = lane_with(replicas, 3, 3, 1)
-    one_ends(lane, replicas, 1.0)
+    queue, (large, small) = service_queue_with(replicas, 3, 3, 1)
+    one_ends(queue, replicas, 1.0)
     assert (large.told, small.told) == ([], []), "room for the small one, whose turn it is not"
-    assert not lane.enter(1.0), "nor may a newcomer take it"
-    one_ends(lane, replicas, 2.0)
+    assert not queue.try_admit(1.0), "nor may a newcomer take it"
+    one_ends(queue, replicas, 2.0)
     assert (large.told, small.told) == (["admit"], [])
     replicas.taken -= 3
-    lane.ended(3.0, 3)
-    lane.tick(3.0)
+    queue.ended(3.0, 3)
+    queue.tick(3.0)
     assert small.told == ["admit"]
-    assert (lane.active, lane.sequences) == (2, 2)
+    assert (queue.active, queue.sequences) == (2, 2)
 
 
 @pytest.mark.parametrize(("queue_s", "patience_s"), [(60.0, HOLD_BACK_S), (4.0, 2.0)])
 def test_a_large_call_does_not_hold_back_others_for_ever(queue_s: float, patience_s: float) -> None:
     """What is under way may be other routers', who put another in each one's place."""
     replicas = Replicas(4)
-    lane, (large, small) = lane_with(replicas, 3, 4, 1, queue_s=queue_s)
-    lane.tick(patience_s - 0.1)
+    queue, (large, small) = service_queue_with(replicas, 3, 4, 1, queue_s=queue_s)
+    queue.tick(patience_s - 0.1)
     assert (large.told, small.told) == ([], [])
-    lane.tick(patience_s)
+    queue.tick(patience_s)
     assert (large.told, small.told) == (["admit"], []), "and now it is full"
 
 
 def test_a_large_call_that_leaves_holds_nobody_back() -> None:
     replicas = Replicas(4)
-    lane, (large, small) = lane_with(replicas, 3, 4, 1)
-    lane.leave(large)
-    lane.tick(0.1)
+    queue, (large, small) = service_queue_with(replicas, 3, 4, 1)
+    queue.remove(large)
+    queue.tick(0.1)
     assert (large.told, small.told) == ([], ["admit"])
 
 
 def test_without_room_a_large_call_waits_however_long() -> None:
     replicas = Replicas(4)
-    lane, (large,) = lane_with(replicas, 4, 2)
-    lane.tick(59.0)
+    queue, (large,) = service_queue_with(replicas, 4, 2)
+    queue.tick(59.0)
     assert large.told == []
 
 
 def test_what_was_retracted_is_free_again() -> None:
     replicas = Replicas(4)
-    lane, _ = lane_with(replicas, 0)
-    assert lane.enter(0.0, "", 4)
-    lane.retract(0.0, 4)
-    assert (lane.active, lane.sequences) == (0, 0)
-    assert lane.enter(0.0, "", 4)
+    queue, _ = service_queue_with(replicas, 0)
+    assert queue.try_admit(0.0, "", 4)
+    queue.retract(0.0, 4)
+    assert (queue.active, queue.sequences) == (0, 0)
+    assert queue.try_admit(0.0, "", 4)

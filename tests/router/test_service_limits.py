@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from argosy_protocol.fleet import FleetDocument, FleetService, ServiceLimits
-from argosy_router.proxy.gate import AdmissionLimits
+from argosy_router.flow_control.controller import FlowControlLimits
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, rig, service
@@ -58,7 +58,7 @@ class Fleet:
         if self.limit == "request_timeout_s":
             return {**config, "request_timeout_s": seconds}
         limits: dict[str, Any] = {"queue_timeout_s": float(LONG_S), self.limit: seconds}
-        return {**config, "admission": AdmissionLimits(**limits)}
+        return {**config, "admission": FlowControlLimits(**limits)}
 
     async def occupy(self, r: Rig, name: str) -> list[asyncio.Task[Any]]:
         """Takes the service's only seat, if it is the queue that requests have to wait in."""
@@ -77,7 +77,7 @@ async def test_a_service_may_allow_more_than_the_router(limit: str) -> None:
         async with rig(**fleet.config(SHORT_S)) as r:
             first = await fleet.occupy(r, "patient") + await fleet.occupy(r, "plain")
             asking = asyncio.create_task(r.chat(model="patient"))
-            await r.until(lambda: r.router.dispatcher.inflight == len(first) + 1)
+            await r.until(lambda: r.router.requests.inflight == len(first) + 1)
             for _ in range(3):  # each of these ran out of the router's time, which shows that it passes
                 assert (await r.chat(model="plain")).status_code == REFUSALS[limit]
             assert not asking.done()

@@ -63,7 +63,7 @@ async def stopping(
     fields = {"policy": "round-robin", **config}
     stream = fields.pop("stream", True)
     async with rig([FakeEngine(script=core), *others], **fields) as r:
-        r.router.dispatcher.now = lambda: time.monotonic() + passed[0]
+        r.router.requests.now = lambda: time.monotonic() + passed[0]
         while True:
             asked = asyncio.create_task(r.chat("tell", stream=stream))
             stopped = asyncio.create_task(core.stopped.wait())
@@ -215,7 +215,7 @@ async def test_a_probe_is_judged_by_its_first_event() -> None:
     core = Core(400)
     async with rig([FakeEngine(script=core), FakeEngine()], policy="round-robin") as r:
         health = r.replica(0).health
-        assert health.failed(r.router.dispatcher.now() - 100.0, may_eject=True, refused=True)
+        assert health.failed(r.router.requests.now() - 100.0, may_eject=True, refused=True)
         r.router.fleet.changed()
         assert r.replica(0).state == "half-open"
         async with contextlib.AsyncExitStack() as stack:
@@ -235,7 +235,7 @@ async def test_a_probe_that_dies_after_its_first_event_renews_the_ejection() -> 
     engines = [FakeEngine(script=Storyteller(deaths=[400])), healthy()]
     async with rig(engines, policy="round-robin") as r:
         health = r.replica(0).health
-        assert health.failed(r.router.dispatcher.now() - 100.0, may_eject=True, refused=True)
+        assert health.failed(r.router.requests.now() - 100.0, may_eject=True, refused=True)
         r.router.fleet.changed()
         for number in range(2):
             fold((await r.chat(str(number), stream=True)).content)

@@ -24,7 +24,7 @@ from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.sse import MAX_EVENT_BYTES, EventCutter, EventTooLarge
 from argosy_router.http.tls import ClientTls
-from argosy_router.proxy.retry import MAX_CREDIT, RetryBudget
+from argosy_router.proxy.retry_budget import MAX_CREDIT, RetryBudget
 from argosy_router.proxy.usage import find_usage
 
 # load
@@ -260,7 +260,7 @@ async def test_a_failing_callback_costs_no_other_deadline(caplog: pytest.LogCapt
 async def test_a_host_that_cannot_be_one_fails_its_waiter(host: str) -> None:
     failed: asyncio.Future[ConnectFailed] = asyncio.get_running_loop().create_future()
 
-    class Waiter:
+    class QueuedRequest:
         def on_connected(self, connection: ClientConnection) -> None:
             raise AssertionError
 
@@ -269,6 +269,6 @@ async def test_a_host_that_cannot_be_one_fails_its_waiter(host: str) -> None:
 
     wheel = TimerWheel(asyncio.get_running_loop())
     pool = ConnectionPool(f"http://{host}:80", ClientLimits(), wheel, ClientTls())
-    pool.acquire(Waiter())
+    pool.acquire(QueuedRequest())
     assert "connect failed" in str(await asyncio.wait_for(failed, 5))
     pool.close()

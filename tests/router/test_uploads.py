@@ -115,7 +115,11 @@ async def test_a_begun_stream_keeps_one_copy_of_its_body() -> None:
         (connection,) = r.router.server.connections
         exchange = connection.exchange
         assert isinstance(exchange, Exchange)
-        parts = [part for part in gc.get_referents(exchange.call) if not isinstance(part, Service | Account)]
+        parts = [
+            part
+            for part in gc.get_referents(exchange.outcome.call)
+            if not isinstance(part, Service | Account)
+        ]
         assert size < memory_of(parts, connection.request, connection.reader) < 1.5 * size, (
             "retries and migration need the body once"
         )

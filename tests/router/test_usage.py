@@ -254,7 +254,7 @@ async def test_who_leaves_before_the_end_has_used_what_it_was_sent(tmp_path: Pat
                             seen += piece.count(b"data: ")
                             if seen == len(ids):
                                 break
-                await r.until(lambda: r.router.dispatcher.inflight == 0)
+                await r.until(lambda: r.router.requests.inflight == 0)
                 return answer.status_code
 
             statuses = [await ask_and_leave() for _ in range(5)]

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from argosy_router.proxy.verdict import CONSECUTIVE_ERRORS, Refused, is_fault, refusal
+from argosy_router.proxy.response_status import CONSECUTIVE_ERRORS, Refused, is_fault, refusal
 
 from .fake_engine import Connection, FakeEngine, Received, Script, completion
 from .harness import rig
@@ -109,7 +109,7 @@ async def test_one_requests_error_is_the_clients_and_ejects_nobody() -> None:
 async def test_errors_do_not_end_an_ejection() -> None:
     async with rig([FakeEngine(script=answering(500)), FakeEngine()]) as r:
         health = r.replica(0).health
-        assert health.failed(r.router.dispatcher.now() - 100.0, may_eject=True, refused=True)
+        assert health.failed(r.router.requests.now() - 100.0, may_eject=True, refused=True)
         assert (await r.chat(model="tiny")).status_code in (200, 500)
         for number in range(4):
             await r.chat(str(number))

@@ -1,9 +1,10 @@
 """The routes of the main port.
 
 Owns: which path answers what, and who may ask.
-Must not know: connections' bytes, attempts.
-Invariant: deny by default: where there are keys, only `/health`, `/ready` and `/version` answer without one, no body is
-taken, and an unknown path answers 401 before it answers 404. Paths are compared as received, never normalised.
+Must not know: connections' bytes, how a generation request is handled.
+Invariant: deny by default: if there are keys, only `/health`, `/ready` and `/version` answer without one; of other
+requests without a key no body is read, and an unknown path answers 401 before it answers 404. Paths are compared as
+received, never normalised.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from argosy_router.http.messages import Request
 from argosy_router.http.roles import Client
 from argosy_router.metrics.registry import CONTENT_TYPE
 from argosy_router.proxy import headers
-from argosy_router.proxy.books import Books
-from argosy_router.proxy.call import RoutedEndpoint, decode_call, may_use, unknown_model
-from argosy_router.proxy.dispatcher import Dispatcher
-from argosy_router.proxy.exchange import Exchange
+from argosy_router.proxy.accounting import RequestAccounting
+from argosy_router.proxy.call_decoding import RoutedEndpoint, decode_call
+from argosy_router.proxy.model_names import may_use, unknown_model
 from argosy_router.proxy.renaming import RenamingClient
+from argosy_router.proxy.request_handler import RequestHandler
 
 if TYPE_CHECKING:
     from argosy_router.records.tracing import Tracer
@@ -54,7 +55,7 @@ _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
 }
 
 Answer = Callable[[], tuple[int, bytes, bytes]]
-"""Gives status, header lines and body."""
+"""Returns status, header lines and body."""
 
 
 class RouterApplication:
@@ -63,8 +64,8 @@ class RouterApplication:
     def __init__(
         self,
         fleet: Fleet,
-        dispatcher: Dispatcher,
-        books: Books,
+        requests: RequestHandler,
+        accounting: RequestAccounting,
         keys: KeyTable,
         *,
         tracer: Tracer | None = None,
@@ -73,8 +74,8 @@ class RouterApplication:
         """`admin_port` is told to clients; None where it is not theirs to know."""
         self._fleet = fleet
         self._admin_port = admin_port
-        self._dispatcher = dispatcher
-        self._books = books
+        self._requests = requests
+        self._accounting = accounting
         self._keys = keys
         self._tracer = tracer
         self._created = int(time.time())
@@ -87,11 +88,12 @@ class RouterApplication:
 
     @property
     def is_ready(self) -> bool:
-        """Discovery has spoken and we are not leaving. Replicas are not needed: readiness of pods waits for us."""
+        """Whether the fleet has been discovered and the router is not draining. Replicas are not needed, because the
+        readiness of their pods waits for the router."""
         return self._fleet.is_loaded and not self.is_draining
 
     def on_head(self, request: Request) -> bool:
-        """Nobody's body is taken whom no key lets in."""
+        """Reject unauthenticated requests before reading the body."""
         if request.path in self._public:
             return False
         request.grant = self._authorise(request)
@@ -110,7 +112,7 @@ class RouterApplication:
             self._refuse(client, request_id, error)
 
     def chat(self, client: Client, request: Request) -> None:
-        """Answers a chat of somebody whose right to ask was checked elsewhere."""
+        """Answer a chat of a client that was authorised elsewhere."""
         request_id = headers.request_id(None)
         try:
             self._generate(client, request, "chat/completions", request_id, ANYONE)
@@ -126,16 +128,16 @@ class RouterApplication:
         client.respond(error.http_status, self._refusal(request_id, error), error.body())
 
     def _refusal(self, request_id: bytes, error: ApiError) -> bytes:
-        """Header lines of a refusal, which is thereby in the books."""
-        self._books.refuse(request_id, error.http_status)
-        return self._dispatcher.error_headers(error) + b"x-request-id: %b\r\n" % request_id
+        """Count a refusal and return its header lines."""
+        self._accounting.count_rejection(request_id, error.http_status)
+        return headers.error_headers(error) + b"x-request-id: %b\r\n" % request_id
 
     def _route(self, client: Client, request: Request, request_id: bytes) -> None:
         path = request.path
         answer = self._public.get(path)
         if answer is None:
             account = request.grant
-            assert isinstance(account, Account), "`on_head` lets nobody else in"
+            assert isinstance(account, Account), "`on_head` lets only accounts in"
             endpoint = _ENDPOINTS.get(path)
             if endpoint is not None:
                 _require(request, b"POST")
@@ -171,7 +173,7 @@ class RouterApplication:
         request_id: bytes,
         account: Account,
     ) -> None:
-        started = self._dispatcher.now()
+        started = self._requests.now()
         trace = None
         if self._tracer is not None:
             trace, request.headers = self._tracer.begin(request.headers, endpoint)
@@ -181,10 +183,10 @@ class RouterApplication:
             raise BadRequest("the request is nested too deeply") from None
         if trace is not None:
             call.trace = trace
-        request.body = b""  # the call has it, rewritten or not: one copy is enough
+        request.body = b""  # the call has it, perhaps rewritten: one copy is enough
         if call.renaming is not None:
             client = RenamingClient(client, call.renaming)
-        self._dispatcher.begin(Exchange(self._dispatcher, client, call, started), client)
+        self._requests.handle(client, call, started)
 
     def _ready(self) -> tuple[int, bytes, bytes]:
         if self.is_ready:
@@ -192,10 +194,10 @@ class RouterApplication:
         return 503, _JSON, b'{"ready":false}'
 
     def _own_metrics(self, account: Account) -> tuple[int, bytes, bytes]:
-        """What the account's key has used. All else concerns others, and is on the admin port."""
+        """Render what the account's key has used. All other metrics concern others, and are on the admin port."""
         where = b"" if self._admin_port is None else b" (%d)" % self._admin_port
         note = b"# Usage of this API key only. The router's metrics are on its admin port%b.\n" % where
-        return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", note + self._books.usage_of(account.name)
+        return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", note + self._accounting.usage_of(account.name)
 
     def _models(self, account: Account) -> tuple[int, bytes, bytes]:
         cards = []

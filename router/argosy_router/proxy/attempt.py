@@ -1,66 +1,102 @@
 """One attempt: a request at one replica.
 
-Owns: the attempt's charge, its connection, and what has come of the replica's answer.
-Must not know: the client, other attempts at the same request, what follows a failure.
-Invariants: the charge is released exactly once, when the attempt is over; after that nothing is heard of it.
+Owns: the attempt's load charge, its connection, and the state of the replica's response.
+Must not know: the exchange that made it, the client, other attempts at the same request, what follows a failure.
+Invariants: the charge is released exactly once, when the attempt is over; after that the listener hears nothing of it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from argosy_router.fleet.service import Choice
 from argosy_router.http.client import ClientConnection
-from argosy_router.http.deadlines import Deadline
+from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.errors import ConnectFailed, CoreStalled, UpstreamError
 from argosy_router.http.messages import Headers, first_value
 from argosy_router.proxy import headers as header_rules
+from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord
 from argosy_router.proxy.migration import Transcript
 from argosy_router.proxy.relay import StreamRelay, UnaryRelay
-from argosy_router.proxy.verdict import Refused
+from argosy_router.proxy.response_status import Refused
+from argosy_router.proxy.upstream_ids import UpstreamIds
+from argosy_router.proxy.upstream_request import request_head
 
-if TYPE_CHECKING:
-    from argosy_router.proxy.dispatcher import Dispatcher
-    from argosy_router.proxy.exchange import Exchange
+
+class AttemptListener:
+    """What an attempt reports to. A base class and no `Protocol`: compiled calls to it are direct."""
+
+    def on_stream_accepted(self) -> None:
+        """The replica has responded with the head of a stream."""
+        raise NotImplementedError
+
+    def on_attempt_data(self, attempt: Attempt, data: bytes) -> None:
+        """The client's answer begins or goes on with `data`."""
+        raise NotImplementedError
+
+    def on_attempt_ended(self, attempt: Attempt, rest: bytes) -> None:
+        """The replica's response is complete; the client lacks `rest` of it."""
+        raise NotImplementedError
+
+    def on_attempt_failed(self, attempt: Attempt, error: UpstreamError) -> None:
+        """The replica gave no response, or not all of it."""
+        raise NotImplementedError
+
+    def on_attempt_stalled(self, attempt: Attempt, error: CoreStalled) -> None:
+        """The replica's core has stopped; its response may still come."""
+        raise NotImplementedError
 
 
 class Attempt:
-    """Sends the request and reports to its exchange."""
+    """Sends a request to the chosen replica, and reports to its listener."""
 
     def __init__(
         self,
-        exchange: Exchange,
-        dispatcher: Dispatcher,
+        listener: AttemptListener,
+        call: Call,
         choice: Choice,
         record: DecisionRecord,
         transcript: Transcript | None,
+        *,
+        wheel: TimerWheel,
+        upstream_ids: UpstreamIds,
+        first_byte_timeout_s: float,
+        now: Callable[[], float],
     ) -> None:
-        """`transcript` is what the client has of a stream that the attempt goes on with; None where it has nothing."""
-        call = exchange.call
-        self._exchange = exchange
-        self._dispatcher = dispatcher
+        """
+        Args:
+            transcript: what the client has of a stream that the attempt continues; None if it has nothing.
+            now: a monotonic clock.
+        """
+        self._listener = listener
         self._call = call
+        self._wheel = wheel
+        self._upstream_ids = upstream_ids
+        self._first_byte_timeout_s = first_byte_timeout_s
+        self._now = now
         self.choice = choice
         self.replica = choice.replica
         self.record = record
         self.transcript = transcript
         self._is_resuming = transcript is not None
         self.fingerprint = choice.replica.fingerprint if call.shape is not None else ""
-        """Of the replica's model, where it can resume the stream of another and be resumed; else empty."""
+        """Of the replica's model, if its stream can be continued by another replica; else empty."""
         self.relay: UnaryRelay | StreamRelay = UnaryRelay()
-        said = 0
+        resumed_tokens = 0
         if transcript is not None:
             self.relay = StreamRelay(transcript, hides_usage=call.hides_usage)
-            said = record.resumed_tokens = transcript.num_tokens
-        self._charge = choice.replica.load.charge(choice.uncached_tokens + said, call.estimate.sequences)
-        self.started = dispatcher.now()
+            resumed_tokens = record.resumed_tokens = transcript.num_tokens
+        tokens = choice.uncached_tokens + resumed_tokens
+        self._charge = choice.replica.load.charge(tokens, call.estimate.sequences)
+        self.started = now()
         self.status = 0
         self.headers = b""
-        """Lines of the replica's answer as the client gets them."""
+        """Header lines of the response as the client gets them."""
         self.is_answering = False
-        """Whether its answer has reached the client."""
+        """Whether the client has got something of its response."""
         self.is_over = False
+        self._is_paused = False
         self._connection: ClientConnection | None = None
         self._overdue: Deadline | None = None
         self._prefill_end: Deadline | None = None
@@ -68,22 +104,21 @@ class Attempt:
     # what the exchange calls
 
     def start(self, *, fresh: bool = False) -> None:
-        """Sends the request as soon as there is a connection (a new one if `fresh`)."""
+        """Send the request as soon as there is a connection (a new one if `fresh`)."""
         if not self._call.is_stream and self._prefill_end is None:
-            # It begins when it is complete, so its first token shows nowhere: the prompt is taken off the account when
-            # its prediction says that it is computed. A replica that is slower says so, if it reports its queue.
-            self._prefill_end = Deadline(self._dispatcher.wheel, self._charge.first_token)
+            # A unary response begins when it is complete, so nothing shows its first token: the prompt leaves the load
+            # account when it is predicted to be computed. A slower replica corrects that by the queue it reports.
+            self._prefill_end = Deadline(self._wheel, self._charge.first_token)
             self._prefill_end.set(self.choice.predicted_ttft_s)
         self.replica.under_way.add(self)
         self.replica.pool.acquire(self, fresh=fresh)
 
-    def watch(self) -> None:
-        """Tells the exchange when the answer is overdue, where the service's requests are hedged."""
-        service, expected_s = self._call.service, self.choice.predicted_ttft_s
-        self._overdue = self._dispatcher.hedging.watch(service, expected_s, self._exchange.on_overdue)
+    def end_when_answering(self, overdue: Deadline | None) -> None:
+        """End this deadline when the response begins or the attempt is over."""
+        self._overdue = overdue
 
-    def answers(self) -> None:
-        """The client is about to get the first bytes of its answer."""
+    def begin_answer(self) -> None:
+        """Note that the client is about to get the first bytes of the response."""
         self.is_answering = True
         self._charge.first_token()
         if self._connection is not None:
@@ -92,7 +127,7 @@ class Attempt:
             self._overdue.end()
 
     def end(self) -> None:
-        """It is over, however it ended. A replica that still works on it sees a reset, and aborts the work."""
+        """End the attempt, however it went. A replica that still works on it sees a reset and aborts the work."""
         assert not self.is_over, "an attempt ends once"
         self.is_over = True
         self.replica.under_way.discard(self)
@@ -104,29 +139,24 @@ class Attempt:
         if connection is not None:
             connection.abort()
 
-    def abandon(self) -> None:
-        """Nobody wants its answer any more, which says nothing about the replica."""
-        self.end()
-        self._dispatcher.abandoned(self._call, self.replica)
-
     def pause(self) -> None:
-        """The client cannot keep up."""
+        """Stop reading the response: the client cannot keep up."""
+        self._is_paused = True
         if self._connection is not None:
             self._connection.pause_reading()
 
     def resume(self) -> None:
-        """The client can again."""
+        """Read on: the client can keep up again."""
+        self._is_paused = False
         if self._connection is not None:
             self._connection.resume_reading()
 
     # the replica
 
     def core_stalled(self, age_s: float, bound_s: float) -> None:
-        if (
-            self._dispatcher.now() - self.started > bound_s
-        ):  # else it came later than the core's last sign of life
+        if self._now() - self.started > bound_s:  # else it was sent after the core's last sign of life
             error = CoreStalled(f"its core has been silent for {age_s:.1f} s")
-            self._exchange.on_stalled(self, error)
+            self._listener.on_attempt_stalled(self, error)
 
     # the connection
 
@@ -136,30 +166,24 @@ class Attempt:
             return
         self._connection = connection
         call, transcript = self._call, self.transcript
-        self.record.upstream_id = upstream_id = self._dispatcher.upstream_ids.next()
+        self.record.upstream_id = upstream_id = self._upstream_ids.next()
         if not self.replica.is_ours:
             call.reduce_body()
         if not self.replica.takes_model_names:
             call.rename_body(self.replica)
         body = call.body if transcript is None else transcript.continuing(call.body)
-        connection.send(
-            self,
-            self._dispatcher.request_head(
-                call, self.replica, upstream_id, len(body), is_resumable=bool(self.fingerprint)
-            ),
-            self._dispatcher.first_byte_timeout_s(call, self.choice),
-            body=body,
-        )
-        if self._exchange.is_client_paused:
+        head = request_head(call, self.replica, upstream_id, len(body), is_resumable=bool(self.fingerprint))
+        connection.send(self, head, self._first_byte_timeout_s, body=body)
+        if self._is_paused:
             connection.pause_reading()
 
     def on_connect_failed(self, error: ConnectFailed) -> None:
         if not self.is_over:
-            self._exchange.on_attempt_failed(self, error)
+            self._listener.on_attempt_failed(self, error)
 
     def on_failed(self, error: UpstreamError) -> None:
         self._connection = None
-        self._exchange.on_attempt_failed(self, error)
+        self._listener.on_attempt_failed(self, error)
 
     # the replica's answer
 
@@ -169,10 +193,10 @@ class Attempt:
         self.status = status
         self.headers = header_rules.returned(headers)
         if is_stream:
-            self._exchange.on_accepted()
+            self._listener.on_stream_accepted()
         if self._is_resuming:
             if not is_stream:
-                self._exchange.on_attempt_failed(self, Refused(status, self.headers))
+                self._listener.on_attempt_failed(self, Refused(status, self.headers))
         elif is_stream:
             shape = self._call.shape
             if self.fingerprint and shape is not None:
@@ -183,14 +207,14 @@ class Attempt:
         relay = self.relay
         ready = relay.feed(data)
         if ready:
-            self._exchange.forward(self, ready)
+            self._listener.on_attempt_data(self, ready)
         if relay.failure is not None:
-            self._exchange.on_attempt_failed(self, relay.failure)
+            self._listener.on_attempt_failed(self, relay.failure)
 
     def on_end(self) -> None:
         self._connection = None
         rest = self.relay.end()
         if self.relay.failure is not None:
-            self._exchange.on_attempt_failed(self, self.relay.failure)
+            self._listener.on_attempt_failed(self, self.relay.failure)
         else:
-            self._exchange.on_attempt_ended(self, rest)
+            self._listener.on_attempt_ended(self, rest)

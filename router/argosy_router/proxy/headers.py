@@ -1,8 +1,8 @@
-"""Which headers cross the router, and request ids.
+"""Which headers cross the router, the headers of its own errors, and request ids.
 
 Owns: header rules of both directions. Must not know: routing.
-Invariant: only the headers listed here cross the router. So nothing a client sends can look like the word of a router
-to an engine, ours or another make's (`x-data-parallel-rank`), and nothing an engine sends like ours to a client.
+Invariant: only the headers listed here cross the router. So no header of a client can pass for one of a router at an
+engine, ours or another make's (`x-data-parallel-rank`), and no header of an engine for one of ours at a client.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import secrets
 from itertools import count
 from typing import Final
 
+from argosy_protocol.errors import ApiError
 from argosy_router.http.messages import Headers, connection_options, render_headers
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _FORWARDED: Final = frozenset((b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"))
-"""Towards engines: what describes the body and the answer, trace context, and who asks, for the engine's log. Not
+"""Towards engines: what describes the body and the answer, trace context, and the user agent, for the engine's log. Not
 `accept-encoding`: answers are read for usage and event boundaries."""
 _RETURNED: Final = frozenset(
     (
@@ -41,20 +42,31 @@ _numbers: Final = count(1)
 
 
 def request_id(sent: bytes | None) -> bytes:
-    """The client's id if it is one we can pass on safely, else a new one."""
+    """Return the client's id if it is safe to pass on, else a new one."""
     if sent is not None and _REQUEST_ID.fullmatch(sent):
         return sent
     return b"%b-%d" % (_process, next(_numbers))
 
 
 def forwarded(headers: Headers) -> bytes:
-    """A client's headers as an engine gets them."""
+    """Render a client's headers as an engine gets them."""
     return _only(headers, _FORWARDED)
 
 
 def returned(headers: Headers) -> bytes:
-    """An engine's headers as the client gets them."""
+    """Render an engine's headers as the client gets them."""
     return _only(headers, _RETURNED)
+
+
+def error_headers(error: ApiError) -> bytes:
+    """Render the headers of an error of our own; `x-should-retry` is what OpenAI's SDKs obey first."""
+    lines = b"content-type: application/json\r\n"
+    extra = error.headers()
+    if extra:
+        lines += render_headers([(name.encode(), value.encode()) for name, value in extra.items()])
+    if error.http_status >= 500 or error.retryable:
+        lines += b"x-should-retry: true\r\n" if error.retryable else b"x-should-retry: false\r\n"
+    return lines
 
 
 def _only(headers: Headers, names: frozenset[bytes]) -> bytes:

@@ -1,6 +1,6 @@
-"""A request that waits.
+"""A request in a queue.
 
-Owns: what the queue and the lane see of it. Must not know: why it waits, who answers it.
+Owns: what flow control needs to know of a request. Must not know: why it is queued, who answers it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from argosy_router.admission.accounts import Account
 
 
 class Entry:
-    """As far as its turn goes."""
+    """A queued request, as far as its position depends on it."""
 
     __slots__ = ("account", "cost", "name", "priority", "sequences", "size")
 
@@ -20,17 +20,17 @@ class Entry:
         self.account = account
         self.priority = priority
         self.cost = cost
-        """What it takes of the service, in tokens."""
+        """Tokens that the request is expected to take of the service."""
         self.size = size
-        """Bytes it holds."""
+        """Bytes that it holds."""
         self.name = name
-        """Adapter or alias that only some replicas have; empty where any replica can answer."""
+        """Adapter or alias that only some replicas have; empty if any replica can answer."""
         self.sequences = sequences
-        """Seats that it takes: one for each sequence it generates."""
+        """Sequences that it generates side by side."""
 
 
-class Waiter(Entry):
-    """An entry that hears what becomes of it."""
+class QueuedRequest(Entry):
+    """An entry that is told its outcome: exactly one of `admit` and `refuse`."""
 
     __slots__ = ("next_since", "since")
 
@@ -39,15 +39,14 @@ class Waiter(Entry):
     ) -> None:
         super().__init__(account, priority, cost, size, name, sequences)
         self.since = 0.0
-        """When it began to wait."""
+        """When it was queued."""
         self.next_since = -1.0
-        """When it was first found to be the next one, with too little room for all of its sequences; negative before
-        that."""
+        """When its turn came for the first time without capacity for all of its sequences; negative before that."""
 
     def admit(self) -> None:
-        """It is sent, within this call."""
+        """Send the request, within this call."""
         raise NotImplementedError
 
     def refuse(self, error: ApiError) -> None:
-        """It is answered with `error`."""
+        """Answer the request with `error`."""
         raise NotImplementedError

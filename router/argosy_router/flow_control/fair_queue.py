@@ -1,20 +1,20 @@
-"""The order in which waiting requests go: by priority, and fairly among accounts of one priority.
+"""A fair queue: the order of queued requests, by priority, and fairly among accounts of one priority.
 
-Owns: the entries of one service's queue. Must not know: why they wait, who answers them, time.
-Invariants: an entry is in the queue from `push` until exactly one of `pop`, `remove` and being pushed out; entries and
-their bytes stay within bounds; of two accounts that wait all the time, neither gets ahead of the other by more than
+Owns: the entries of one service's queue. Must not know: why they are queued, who answers them, time.
+Invariants: an entry is in the queue from `push` until exactly one of `take`, `remove` and its eviction; entries and
+their bytes stay within bounds; of two accounts that always have entries, neither gets ahead of the other by more than
 its largest request and the other's, each over its weight.
 
 Priorities are strict: a lower one goes first. Within one priority, start-time fair queueing (Goyal, Vin, Cheng 1996)
 over accounts: each has a virtual start; the one that started first goes next and pays cost / weight of virtual time.
-One that comes back starts at the virtual time of the one that went last, so idling earns nothing. What leaves without
-having been sent costs its account nothing.
+One that comes back starts at the virtual time of the one that went last, so idling earns nothing. An entry that is
+removed without being sent costs its account nothing.
 
-Some entries need a replica that has a certain adapter or alias: their `name`. `pop` is told which names have room, and
-passes over entries of other names. An account whose entries are passed over earns no claim by that.
+Some entries need a replica that has a certain adapter or alias: their `name`. `pop_named` is told for which names there
+is capacity, and passes over entries of other names. An account whose entries are passed over earns no claim by that.
 
 A full queue does not let one account keep the others out: a newcomer takes the place of the newest entry of the account
-that has most entries for its weight, unless that is its own, or of anybody less urgent.
+that has most entries for its weight, unless that is its own, or of an entry with a less urgent priority.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 from argosy_router.admission.accounts import Account
-from argosy_router.admission.entry import Entry
+from argosy_router.flow_control.queued_request import Entry
 
 E = TypeVar("E", bound=Entry)
 
 
 class QueueFull(Exception):
-    """No room, and nobody who would have to make some."""
+    """The queue is full, and no entry has to make room for the newcomer."""
 
 
 class _Flow(Generic[E]):
@@ -48,11 +48,11 @@ class _Flow(Generic[E]):
         self.is_listed = False
 
     def share(self, more: int = 0) -> float:
-        """Entries for its weight, with so many more."""
+        """Return the number of entries over the account's weight, with so many more."""
         return (len(self.entries) + more) / self.account.weight
 
     def first(self, names: Collection[str] | None) -> E | None:
-        """The oldest entry with one of these names; None for `names` is any name."""
+        """Return the oldest entry with one of these names; None for `names` is any name."""
         if names is None:
             return next(iter(self.entries), None)
         return next((entry for entry in self.entries if entry.name in names), None)
@@ -82,7 +82,7 @@ class _Band(Generic[E]):
         self.count += 1
 
     def next(self, names: Collection[str] | None) -> E | None:
-        """The entry whose turn it is among those with these names, or None if there is none. It stays."""
+        """Return the entry whose turn it is among those with these names, without taking it; None if there is none."""
         passed_over: list[_Flow[E]] = []
         entry: E | None = None
         while entry is None and self._order:
@@ -100,7 +100,7 @@ class _Band(Generic[E]):
         return entry
 
     def take(self, entry: E) -> None:
-        """Removes an entry because its turn has come: its account pays for it."""
+        """Remove an entry because its turn has come: its account pays for it."""
         flow = self.flows[entry.account]
         del flow.entries[entry]
         self.count -= 1
@@ -123,10 +123,10 @@ class FairQueue(Generic[E]):
     def __init__(self) -> None:
         self._bands: dict[int, _Band[E]] = {}
         self._priorities: list[int] = []
-        """Those with entries, most urgent first."""
+        """Priorities with entries, most urgent first."""
         self._arrivals: OrderedDict[E, None] = OrderedDict()
         self._by_name: dict[str, OrderedDict[E, None]] = {}
-        """The entries of each name that some entry has, in the order of arrival."""
+        """Entries by name, in the order of arrival."""
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -134,59 +134,59 @@ class FairQueue(Generic[E]):
 
     @property
     def names(self) -> list[str]:
-        """Those that entries have."""
+        """The names of all entries."""
         return list(self._by_name)
 
     @property
     def oldest(self) -> E | None:
-        """By arrival, or None when empty."""
+        """The entry that arrived first; None when empty."""
         return next(iter(self._arrivals), None)
 
     def oldest_of(self, name: str) -> E | None:
-        """The entry of this name that arrived first, or None when there is none."""
+        """Return the entry of this name that arrived first; None if there is none."""
         return next(iter(self._by_name.get(name, ())), None)
 
     def push(self, entry: E, max_entries: int, max_bytes: int) -> E | None:
-        """Adds an entry. Returns the one that had to make room for it, which is out.
+        """Add an entry. Returns the one that was evicted for it, if any.
 
         Raises:
-            QueueFull: there is no room, and everybody in the queue has more right to it.
+            QueueFull: there is no room, and no entry may be evicted.
         """
-        out = None
+        evicted = None
         if len(self) >= max_entries or self.bytes + entry.size > max_bytes:
-            out = self._victim(entry)
-            if out is None or self.bytes - out.size + entry.size > max_bytes:
+            evicted = self._victim(entry)
+            if evicted is None or self.bytes - evicted.size + entry.size > max_bytes:
                 raise QueueFull
-            self.remove(out)
+            self.remove(evicted)
         self._add(entry)
-        return out
+        return evicted
 
     def pop(self) -> E:
-        """Takes the entry whose turn it is. The queue must not be empty."""
+        """Take the entry whose turn it is. The queue must not be empty."""
         entry = self._next(None)
         assert entry is not None
         self.take(entry)
         return entry
 
     def pop_named(self, names: Collection[str]) -> E | None:
-        """Takes the entry whose turn it is among those with one of `names`; None if there is none."""
+        """Take the entry whose turn it is among those with one of `names`; None if there is none."""
         entry = self.next_named(names)
         if entry is not None:
             self.take(entry)
         return entry
 
     def next_named(self, names: Collection[str]) -> E | None:
-        """The entry that `pop_named` would take."""
+        """Return the entry that `pop_named` would take."""
         return self._next(None if len(names) == len(self._by_name) else names)
 
     def take(self, entry: E) -> None:
-        """Takes the entry whose turn it is."""
+        """Take the entry whose turn it is."""
         band = self._bands[entry.priority]
         band.take(entry)
         self._forget(entry, band)
 
     def _next(self, names: Collection[str] | None) -> E | None:
-        """`names` are some of those that entries have; None for all of them."""
+        """Return the entry whose turn it is; None for `names` is any name."""
         for priority in self._priorities:
             entry = self._bands[priority].next(names)
             if entry is not None:
@@ -194,7 +194,7 @@ class FairQueue(Generic[E]):
         return None
 
     def remove(self, entry: E) -> None:
-        """Takes out an entry that waits."""
+        """Take an entry out whose turn has not come."""
         band = self._bands[entry.priority]
         band.remove(entry)
         self._forget(entry, band)
@@ -224,7 +224,7 @@ class FairQueue(Generic[E]):
             self._priorities.remove(entry.priority)
 
     def _victim(self, newcomer: E) -> E | None:
-        """Who makes room for `newcomer`."""
+        """Choose the entry to evict for `newcomer`; None if none may be."""
         if not self._priorities or self._priorities[-1] < newcomer.priority:
             return None
         band = self._bands[self._priorities[-1]]

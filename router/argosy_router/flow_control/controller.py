@@ -1,0 +1,166 @@
+"""Flow control of all services: admits a request at once, queues it, or refuses it.
+
+Owns: one queue per service, when queues are looked at, and the queues' metrics.
+Must not know: the bytes of requests and answers, rate limits, how a replica is chosen.
+Invariant: queues are ticked as long as a request is queued, so no request is queued longer than allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from argosy_protocol.errors import Unavailable
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.service import Service
+from argosy_router.flow_control.queued_request import QueuedRequest
+from argosy_router.flow_control.service_queue import Bounds, ServiceQueue
+from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.metrics.series import Histogram, Labels, Reading, Series
+
+TICK_S = 0.1
+"""How soon a new replica, or capacity that other routers freed, is noticed."""
+WAIT_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+
+
+@dataclass(frozen=True, slots=True)
+class FlowControlLimits:
+    """Bounds of each service's queue, unless the service has its own."""
+
+    max_queued_requests: int = 4096
+    max_queued_bytes: int = 256 * 1024 * 1024
+    """Of request bodies."""
+    queue_timeout_s: float = 60.0
+    """As long as OpenAI's SDKs wait before they try again."""
+    hold_timeout_s: float = 0.0
+    """Zero: while a service has no replica its requests are refused at once."""
+    keep_alive_s: float = 10.0
+    """Time between the comments that a stream without an event gets (`begun_stream.KeepAlive`). In the queue a refusal
+    before the first still has its own status."""
+    keep_alive_after_s: float = 15.0
+    """When they begin for a request that was sent, and that no replica has accepted."""
+
+
+class FlowController:
+    """Flow control of one router, shared by all requests."""
+
+    def __init__(self, fleet: Fleet, wheel: TimerWheel, limits: FlowControlLimits) -> None:
+        self._fleet = fleet
+        self._limits = limits
+        self._queues: dict[Service, ServiceQueue] = {}
+        self._deadline = Deadline(wheel, self._tick)
+        self._is_tick_near = False
+        self._now = time.monotonic
+        self._waits = Histogram(
+            "queue_seconds", "Time in the queue, however it ended.", ("model", "outcome"), WAIT_SECONDS
+        )
+
+    # metrics
+
+    def series(self) -> tuple[Series, ...]:
+        """Return the metrics of the queues."""
+        queued = Reading("gauge", "queued_requests", "Requests in the queue.", ("model",), self._queued)
+        admitted = Reading(
+            "gauge",
+            "admitted_requests",
+            "Requests past the queue and without an end.",
+            ("model",),
+            self._admitted,
+        )
+        return queued, admitted, self._waits
+
+    @property
+    def num_admitted(self) -> int:
+        """Requests of all services that were admitted and have not ended."""
+        return sum(queue.active for queue in self._queues.values())
+
+    def _queued(self) -> Iterator[tuple[Labels, float]]:
+        for service in list(self._fleet.services.values()):
+            queue = self._queues.get(service)
+            yield (service.spec.model,), queue.num_queued if queue is not None else 0
+
+    def _admitted(self) -> Iterator[tuple[Labels, float]]:
+        for service in list(self._fleet.services.values()):
+            queue = self._queues.get(service)
+            yield (service.spec.model,), queue.active if queue is not None else 0
+
+    # a request's way
+
+    def try_admit(self, service: Service, now: float, name: str = "", sequences: int = 1) -> bool:
+        """Admit a request at once if there is capacity and its turn has come; otherwise `enqueue` it.
+
+        Args:
+            name: adapter or alias that only some replicas have; empty for any replica.
+        """
+        queue = self._queues.get(service) or self._add_queue(service, now)
+        return queue.try_admit(now, name, sequences)
+
+    def retract(self, service: Service, now: float, sequences: int = 1) -> None:
+        """Take back the admission of a request that could not be sent."""
+        self._queues[service].retract(now, sequences)
+
+    def enqueue(self, service: Service, request: QueuedRequest, now: float) -> None:
+        """Queue a request that was not admitted.
+
+        Raises:
+            Unavailable: the service has no replica, and requests are not held until there is one.
+            TooManyRequests: the queue is full.
+        """
+        self._queues[service].enqueue(request, now)
+        if not self._deadline.is_set:
+            self._deadline.set(TICK_S)
+
+    def remove(self, service: Service, request: QueuedRequest) -> None:
+        """Take a queued request out because its client left."""
+        self._queues[service].remove(request)
+
+    def observe_wait(self, service: Service, outcome: str, seconds: float) -> None:
+        """Count a request that has left the queue after so many seconds."""
+        self._waits.observe((service.spec.model, outcome), seconds)
+
+    def ended(self, service: Service, now: float, sequences: int = 1) -> None:
+        """Note the end of an admitted request."""
+        queue = self._queues[service]
+        queue.ended(now, sequences)
+        if queue.num_queued and not self._is_tick_near:
+            # In a turn of its own: the caller may be in the middle of something.
+            self._is_tick_near = True
+            asyncio.get_running_loop().call_soon(self._tick)
+
+    def has_capacity(self, service: Service, now: float, name: str = "", sequences: int = 1) -> bool:
+        """Whether a service with requests under way could take one more at once, and no request is queued for it."""
+        try:
+            return not self._queues[service].num_queued and service.takes(now, name, sequences)
+        except Unavailable:
+            return False
+
+    # queues
+
+    def _add_queue(self, service: Service, now: float) -> ServiceQueue:
+        for gone in set(self._queues).difference(self._fleet.services.values()):
+            if not self._queues[gone].active and not self._queues[gone].num_queued:
+                del self._queues[gone]
+        queue = self._queues[service] = ServiceQueue(
+            service.spec.model, service.room, lambda: self._bounds(service), now, service.takes
+        )
+        return queue
+
+    def _bounds(self, service: Service) -> Bounds:
+        own, limits = service.spec.limits, self._limits
+        return Bounds(
+            own.max_queued_requests or limits.max_queued_requests,
+            limits.max_queued_bytes,
+            own.queue_timeout_s or limits.queue_timeout_s,
+            own.hold_timeout_s or limits.hold_timeout_s,
+        )
+
+    def _tick(self) -> None:
+        self._is_tick_near = False
+        now = self._now()
+        busy = [queue for queue in self._queues.values() if queue.num_queued]
+        if busy and not self._deadline.is_set:
+            self._deadline.set(TICK_S)
+        for queue in busy:
+            queue.tick(now)

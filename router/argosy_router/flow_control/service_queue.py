@@ -1,0 +1,266 @@
+"""The queue of one service: admit a request now, queue it, or refuse it.
+
+Owns: how many sequences of admitted requests the service has under way, which requests are queued, and when queueing
+ends without success.
+Must not know: replicas (it asks for their capacity), sockets, timers.
+Invariants: a queued request is told exactly one thing, `admit` or `refuse`, unless it is removed first, and then
+nothing; no request is admitted past those in the queue; a request that was queued longer than allowed is refused at the
+next `tick`.
+
+A service takes as many requests as its replicas have capacity for together; to which of them a request goes is the
+policy's choice, made when the request is admitted, not when it arrives. The capacity is looked up anew when the last
+figure is old or used up, so that admission costs a request of a service at ease two comparisons.
+
+Capacity is counted in sequences, because that is what fills an engine: a call with 128 choices takes 128 times the
+capacity of one. A call whose turn has come, and for which there is some capacity but not enough, holds back those
+behind it while requests end, so that small calls cannot keep it out for ever; after `HOLD_BACK_S` it goes with the
+capacity there is.
+
+Requests for an adapter, or for an alias that not all replicas have, count the capacity of the replicas that can answer
+them. They wait in the same queue; those for which there is capacity overtake those for which there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
+from argosy_router.flow_control.fair_queue import FairQueue, QueueFull
+from argosy_router.flow_control.queued_request import QueuedRequest
+
+CAPACITY_MAX_AGE_S: Final = 0.25
+"""Within this time replicas may report that other routers fill them."""
+HOLD_BACK_S: Final = 10.0
+"""The time in which most answers end. Other routers fill the same replicas, which may therefore never have so much
+capacity at once, and nobody should wait longer for a call that cannot have it."""
+DRAIN_WINDOW_S: Final = 10.0
+MAX_RETRY_AFTER_S: Final = 60.0
+"""OpenAI's SDKs ignore a longer hint."""
+
+
+class Bounds(NamedTuple):
+    """How many requests may be queued for one service, and how long."""
+
+    max_entries: int
+    max_bytes: int
+    queue_timeout_s: float
+    """While the service has replicas."""
+    hold_timeout_s: float
+    """While it has none."""
+
+
+class DrainRate:
+    """Requests that end per second, averaged over about `DRAIN_WINDOW_S`."""
+
+    __slots__ = ("_born", "_sum", "_time")
+
+    def __init__(self, now: float) -> None:
+        self._born = self._time = now
+        self._sum = 0.0
+
+    def ended(self, now: float) -> None:
+        """Count a request that has ended."""
+        self._sum = self._decayed(now) + 1.0
+        self._time = now
+
+    def retry_after_s(self, ahead: int, now: float) -> float:
+        """Predict when `ahead` requests will have ended at this rate, within what clients heed."""
+        seen_s = DRAIN_WINDOW_S * -math.expm1((self._born - now) / DRAIN_WINDOW_S)
+        ended = self._decayed(now)
+        predicted = ahead * seen_s / ended if ended > 0.0 else 1.0
+        return min(MAX_RETRY_AFTER_S, max(1.0, predicted))
+
+    def _decayed(self, now: float) -> float:
+        return self._sum * math.exp((self._time - now) / DRAIN_WINDOW_S)
+
+
+class _Availability:
+    """Whether some replica can answer requests for a name."""
+
+    __slots__ = ("changed", "is_unavailable", "reason")
+
+    def __init__(self, now: float) -> None:
+        self.is_unavailable = False
+        self.reason = ""
+        """The message of the last lookup that found no replica."""
+        self.changed = now
+        """When the name last got its first replica or lost its last one."""
+
+
+class ServiceQueue:
+    """Flow control of one service. Times are a monotonic clock's, passed in."""
+
+    def __init__(
+        self,
+        model: str,
+        capacity: Callable[[float, str], int],
+        bounds: Callable[[], Bounds],
+        now: float,
+        fits: Callable[[float, str, int], bool] | None = None,
+    ) -> None:
+        """
+        Args:
+            capacity: `capacity(now, name)` returns how many more sequences for a name the replicas take now (the empty
+                name is the model itself), or raises Unavailable if none of them can answer it.
+            fits: `fits(now, name, sequences)` returns whether the replicas take one request with several sequences
+                now, or raises likewise; by default the sequences are compared with the capacity.
+        """
+        self._model = model
+        self._capacity = capacity
+        self._fits = fits or (lambda now, name, sequences: capacity(now, name) >= sequences)
+        self._bounds = bounds
+        self._queue: FairQueue[QueuedRequest] = FairQueue()
+        self._drain = DrainRate(now)
+        self.active = 0
+        """Requests admitted and without an end yet."""
+        self.sequences = 0
+        """Sequences that these generate side by side."""
+        self._allowed = 0
+        """`sequences` may grow to this ..."""
+        self._fresh_until = now
+        """... until then ..."""
+        self._allowed_name = ""
+        """... by requests for this name."""
+        self._is_holding_back = False
+        """Whether the next request waits for more capacity than there is."""
+        self._availability = {"": _Availability(now)}
+        """Of the model itself, and of each name that a request is queued for."""
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def try_admit(self, now: float, name: str = "", sequences: int = 1) -> bool:
+        """Admit a request at once, and count it, if its turn has come and there is capacity; otherwise `enqueue` it."""
+        if self._queue:
+            if self._is_holding_back or self._queue.oldest_of(name) is not None:
+                return False
+            self._fresh_until = now  # requests queued for other names may be about to take what was free
+        if sequences > 1:
+            try:
+                if not self._fits(now, name, sequences):
+                    return False
+            except Unavailable:
+                return False
+        elif self.sequences >= self._allowed or now >= self._fresh_until or name != self._allowed_name:
+            try:
+                self._allowed = self.sequences + self._capacity(now, name)
+            except Unavailable:
+                return False
+            self._fresh_until = now + CAPACITY_MAX_AGE_S
+            self._allowed_name = name
+            if self.sequences >= self._allowed:
+                return False
+        self._count(sequences)
+        return True
+
+    def _count(self, sequences: int) -> None:
+        self.active += 1
+        self.sequences += sequences
+
+    def retract(self, now: float, sequences: int = 1) -> None:
+        """Take back the admission of a request that could not be sent."""
+        self.active -= 1
+        self.sequences -= sequences
+        self._fresh_until = now
+
+    def enqueue(self, request: QueuedRequest, now: float) -> None:
+        """Queue a request that was not admitted.
+
+        Raises:
+            Unavailable: the service has no replica, and requests are not held until there is one.
+            TooManyRequests: the queue is full.
+        """
+        bounds, name = self._bounds(), request.name
+        self._look_up(now, name)
+        try:
+            if self._availability[name].is_unavailable and not bounds.hold_timeout_s:
+                raise self._refusal(now, name)
+            evicted = self._queue.push(request, bounds.max_entries, bounds.max_bytes)
+        except QueueFull:
+            raise self._refusal(now, name) from None
+        finally:
+            self._forget_names()
+        request.since = now
+        if evicted is not None:
+            evicted.refuse(self._refusal(now, evicted.name))
+
+    def remove(self, request: QueuedRequest) -> None:
+        """Take a queued request out because its client left."""
+        self._queue.remove(request)
+
+    def ended(self, now: float, sequences: int = 1) -> None:
+        """Note the end of an admitted request."""
+        self.active -= 1
+        self.sequences -= sequences
+        self._drain.ended(now)
+
+    def tick(self, now: float) -> None:
+        """Admit as many requests as there is capacity for, and refuse those that were queued too long. Call it when a
+        request has ended, and now and then while a request is queued."""
+        self._look_up(now, "")
+        self._is_holding_back = False
+        while names := [name for name in self._queue.names if self._look_up(now, name) > 0]:
+            request = self._queue.next_named(names)
+            assert request is not None
+            if not self._may_go(request, now):
+                self._is_holding_back = True
+                break
+            self._queue.take(request)
+            self._count(request.sequences)
+            request.admit()
+        for name in self._queue.names:
+            self._expire(name, now)
+        self._forget_names()
+
+    def _may_go(self, request: QueuedRequest, now: float) -> bool:
+        """Whether there is capacity for all sequences of the next request, or it has waited for that long enough."""
+        if request.sequences == 1 or self._fits(now, request.name, request.sequences):
+            return True
+        if request.next_since < 0.0:
+            request.next_since = now
+        return now - request.next_since >= min(HOLD_BACK_S, self._bounds().queue_timeout_s / 2)
+
+    def _expire(self, name: str, now: float) -> None:
+        """Refuse the requests that were queued for `name` too long."""
+        bounds, availability = self._bounds(), self._availability[name]
+        timeout_s = bounds.hold_timeout_s if availability.is_unavailable else bounds.queue_timeout_s
+        while (oldest := self._queue.oldest_of(name)) is not None:
+            # A replica that comes and goes starts the time anew, but not for ever.
+            last = oldest.since + bounds.hold_timeout_s + bounds.queue_timeout_s
+            if min(last, max(oldest.since, availability.changed) + timeout_s) > now:
+                return
+            self._queue.remove(oldest)
+            oldest.refuse(self._refusal(now, name))
+
+    def _look_up(self, now: float, name: str) -> int:
+        """Return the capacity for `name`, and note whether there are replicas at all."""
+        availability = self._availability.get(name)
+        if availability is None:
+            availability = self._availability[name] = _Availability(now)
+        try:
+            capacity, is_unavailable = self._capacity(now, name), False
+        except Unavailable as error:
+            capacity, is_unavailable = 0, True
+            availability.reason = error.message
+        if is_unavailable is not availability.is_unavailable:
+            availability.is_unavailable = is_unavailable
+            availability.changed = now
+        return capacity
+
+    def _forget_names(self) -> None:
+        """Forget names that no request is queued for any more."""
+        if len(self._availability) > 1:
+            queued = {"", *self._queue.names}
+            self._availability = {name: kept for name, kept in self._availability.items() if name in queued}
+
+    def _refusal(self, now: float, name: str) -> ApiError:
+        availability = self._availability.get(name)
+        if availability is not None and availability.is_unavailable:
+            return Unavailable(availability.reason, retry_after_s=1.0)
+        return TooManyRequests(
+            f"model {self._model!r} has more requests than it can take",
+            retry_after_s=self._drain.retry_after_s(len(self._queue) + 1, now),
+        )

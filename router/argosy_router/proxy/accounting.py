@@ -1,0 +1,205 @@
+"""Request accounting: which outcome of a request changes which metric, log line and usage figure.
+
+Owns: the request metrics, the ring of decision records, and what the access log, the usage ledger, the recorder and
+traces are told.
+Must not know: exchanges, connections, retries, how a replica is chosen.
+Invariant: `close` is called once per request, when nothing can change its outcome any more; so a request that was
+retried or migrated is counted, logged and billed once.
+"""
+
+from __future__ import annotations
+
+import time
+
+from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.service import Choice
+from argosy_router.metrics.registry import Metrics
+from argosy_router.proxy.call import Call
+from argosy_router.proxy.decisions import DecisionLog, DecisionRecord, HedgeOutcome
+from argosy_router.proxy.outcome import CLIENT_GONE, RequestOutcome
+from argosy_router.records.access_log import AccessEntry, AccessLog
+from argosy_router.records.recorder import Recorded, Recorder
+from argosy_router.records.usage_ledger import UsageLedger
+
+
+class RequestAccounting:
+    """Accounts for all requests of one router."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        access_log: AccessLog,
+        ledger: UsageLedger,
+        *,
+        recorder: Recorder | None = None,
+        policy: str = "",
+    ) -> None:
+        """`policy` is the router's own, which overrides the services'; empty for none."""
+        self._metrics = metrics
+        self._access_log = access_log
+        self._ledger = ledger
+        self._recorder = recorder
+        self._policy = policy
+        self.decisions = DecisionLog()
+
+    def usage_of(self, key: str) -> bytes:
+        """Render what the key of this name has used in Prometheus' text format."""
+        return self._ledger.render(key)
+
+    # while a request is under way
+
+    def record_attempt(self, call: Call, choice: Choice, attempt: int) -> DecisionRecord:
+        """Count an attempt that is being sent, and add its decision record to the ring."""
+        model, replica, decision = call.service.model, choice.replica, choice.decision
+        self._metrics.routes.add((model, replica.name, decision.reason, replica.link))
+        record = DecisionRecord(
+            time.time(),
+            call.request_id.decode(),
+            model,
+            replica.name,
+            decision.reason,
+            attempt,
+            choice.uncached_tokens + decision.predicted_tokens,
+            decision.predicted_tokens,
+            choice.predicted_ttft_s,
+            decision.cost_s,
+            replica.link,
+        )
+        self.decisions.add(record)
+        return record
+
+    def count_retry(self, call: Call, reason: str) -> None:
+        """Count an attempt that is repeated before the answer began."""
+        self._metrics.retries.add((call.service.spec.model, reason))
+
+    def count_hedge(self, call: Call, record: DecisionRecord, outcome: HedgeOutcome) -> None:
+        """Count how the hedge that `record` describes ended."""
+        record.hedge = outcome
+        self._metrics.hedges.add((call.service.spec.model, outcome))
+
+    def count_migration(self, call: Call, outcome: str) -> None:
+        """Count how a stream went on whose replica failed."""
+        self._metrics.migrations.add((call.service.spec.model, outcome))
+
+    def count_interruption(self, call: Call, replica: Replica) -> None:
+        """Count an answer that ends incomplete because `replica` failed."""
+        self._metrics.interrupted.add((call.service.spec.model, replica.name))
+
+    def count_disconnect(self, call: Call) -> None:
+        """Count a client that left before the end of its answer."""
+        self._metrics.disconnects.add((call.service.spec.model,))
+
+    def count_rejection(self, request_id: bytes, status: int) -> None:
+        """Count and log a request that got an error before it was decoded into a call."""
+        self._metrics.requests.add(("", str(status)))
+        if self._access_log.is_enabled:
+            self._access_log.write(AccessEntry(time.time(), request_id.decode(), status))
+
+    # at its end
+
+    def close(self, outcome: RequestOutcome, duration_s: float) -> None:
+        """Account for a request that has ended, in whatever way it did."""
+        call, record = outcome.call, outcome.record
+        self._count_tokens(outcome)
+        model, metrics = call.service.model, self._metrics
+        metrics.requests.add((model, str(outcome.status)))
+        metrics.duration.observe((model,), duration_s)
+        if call.canary_of is not None:
+            metrics.canaried.add((call.canary_of.model, call.service.name))
+        if outcome.first_event_s is not None:
+            metrics.ttft.observe((model,), outcome.first_event_s)
+            is_first = record is not None and record.attempt == 1
+            if call.is_stream and is_first and outcome.status == 200:
+                self._learn_ttft(outcome, outcome.first_event_s - outcome.queued_s)
+        if record is not None:
+            record.status = outcome.status
+            self._bill(outcome, record, duration_s)
+            if self._recorder is not None:
+                self._recorder.add(_recorded(call, record, time.time() - duration_s))
+        if self._access_log.is_enabled or call.trace is not None:
+            entry = _access_entry(outcome, duration_s)
+            if self._access_log.is_enabled:
+                self._access_log.write(entry)
+            if call.trace is not None:
+                expected_s = None if record is None else record.predicted_ttft_s
+                call.trace.end(entry, self._policy or call.service.spec.policy, expected_s)
+
+    def _count_tokens(self, outcome: RequestOutcome) -> None:
+        """Count the tokens that the answer reports, and have the service and the account learn from them."""
+        call, choice, record, usage = outcome.call, outcome.choice, outcome.record, outcome.usage
+        if choice is None or record is None:
+            return
+        if usage is None:
+            if outcome.sent_tokens is not None:
+                record.completion_tokens = outcome.sent_tokens
+            return
+        record.prompt_tokens = usage.prompt_tokens
+        record.cached_tokens = usage.cached_tokens
+        record.completion_tokens = usage.completion_tokens
+        labels = (call.service.model, choice.replica.name)
+        self._metrics.prompt_tokens.add(labels, usage.prompt_tokens)
+        self._metrics.completion_tokens.add(labels, usage.completion_tokens)
+        self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
+        self._metrics.actual.add(labels, usage.cached_tokens)
+        call.service.learn(call.prompt, usage.prompt_tokens)
+        if not call.estimate.has_limit:
+            call.account.learn_output(usage.completion_tokens / call.estimate.sequences)
+
+    def _learn_ttft(self, outcome: RequestOutcome, ttft_s: float) -> None:
+        """Compare the predicted time to first token with the measured one."""
+        choice, record = outcome.choice, outcome.record
+        assert choice is not None
+        assert record is not None
+        record.ttft_s = ttft_s
+        labels = (outcome.call.service.model, choice.replica.name)
+        self._metrics.predicted_ttft.add(labels, choice.predicted_ttft_s)
+        self._metrics.actual_ttft.add(labels, ttft_s)
+        self._metrics.ttft_error.observe(labels, abs(ttft_s - choice.predicted_ttft_s))
+        choice.replica.load.learn(choice.tokens_ahead, ttft_s)
+
+    def _bill(self, outcome: RequestOutcome, record: DecisionRecord, duration_s: float) -> None:
+        """Enter what the request used into the ledger, or that nobody knows."""
+        call = outcome.call
+        model = call.service.model
+        generated = record.completion_tokens
+        if generated is None:
+            if outcome.status in (200, CLIENT_GONE):
+                self._ledger.enter_unmetered(call.key_name, model)
+            return
+        if record.cached_tokens is None:
+            self._ledger.enter_estimate(call.key_name, model, record.prompt_tokens, generated)
+            return
+        self._ledger.enter(call.key_name, model, record.prompt_tokens, record.cached_tokens, generated)
+        if call.is_stream and outcome.first_event_s is not None and generated > 1:
+            self._metrics.itl.observe((model,), (duration_s - outcome.first_event_s) / (generated - 1))
+
+
+def _recorded(call: Call, record: DecisionRecord, arrival_s: float) -> Recorded:
+    """Make the recorder's entry; the chunks' ends are estimates, scaled to the prompt's true length."""
+    estimated = call.service.estimate_tokens(call.prompt)
+    scale = record.prompt_tokens / estimated
+    ends = [min(record.prompt_tokens, int(end * scale)) for end in call.service.estimate_chunks(call.prompt)]
+    return Recorded(arrival_s, record.prompt_tokens, record.completion_tokens or 0, call.prompt.hashes, ends)
+
+
+def _access_entry(outcome: RequestOutcome, duration_s: float) -> AccessEntry:
+    call, choice, record = outcome.call, outcome.choice, outcome.record
+    entry = AccessEntry(
+        time.time(), call.request_id.decode(), outcome.status, call.key_name, call.service.model
+    )
+    entry.attempts = outcome.attempts
+    entry.migrations = outcome.migrations
+    entry.duration_ms = duration_s * 1000.0
+    if outcome.queued_s:
+        entry.queue_ms = outcome.queued_s * 1000.0
+    if outcome.first_event_s is not None:
+        entry.ttft_ms = outcome.first_event_s * 1000.0
+    if choice is not None and record is not None:
+        entry.replica = choice.replica.name
+        entry.route = choice.decision.reason
+        entry.predicted_tokens = choice.decision.predicted_tokens
+        entry.cached_tokens = record.cached_tokens
+        entry.completion_tokens = record.completion_tokens
+        if record.cached_tokens is not None:
+            entry.prompt_tokens = record.prompt_tokens
+    return entry

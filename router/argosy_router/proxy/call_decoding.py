@@ -1,0 +1,155 @@
+"""Decoding of a client's request into a call.
+
+Owns: which requests are refused for their content, and which fields of the body the router rewrites.
+Must not know: connections, attempts, how a replica is chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+from urllib.parse import quote
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from argosy_protocol.embeddings import decode_embedding_request
+from argosy_protocol.errors import BadRequest
+from argosy_protocol.headers import MODEL_NAME
+from argosy_protocol.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Endpoint,
+    InternalFields,
+    StreamOptions,
+    decode_request,
+)
+from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.tokenization import only_model
+from argosy_router.admission.accounts import Account
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.service import Prompt, Service
+from argosy_router.http.messages import Request
+from argosy_router.proxy import headers
+from argosy_router.proxy.body import with_another, with_fields
+from argosy_router.proxy.call import Call
+from argosy_router.proxy.estimate import estimate_of
+from argosy_router.proxy.migration import resumable_shape
+from argosy_router.proxy.model_names import engine_name, find_service, may_use, unknown_model
+from argosy_router.proxy.renaming import Renaming
+from argosy_router.proxy.usage import asking_usage
+
+SESSION_HEADER = b"x-session-id"
+"""The header llm-d's and Dynamo's clients use too."""
+
+RoutedEndpoint = Endpoint | Literal["embeddings", "tokenize", "detokenize"]
+
+_MODEL_NAME: Final = MODEL_NAME.encode()
+_INTERNAL: Final = frozenset(InternalFields.__struct_fields__)
+_JSON: Final = b"application/json"
+
+
+class UnsupportedMediaType(BadRequest):
+    """The body is not plain JSON. Requiring the content type also keeps out web pages of other origins, because it
+    makes their requests subject to CORS."""
+
+    http_status = 415
+
+
+def decode_call(
+    fleet: Fleet, endpoint: RoutedEndpoint, request: Request, request_id: bytes, account: Account
+) -> Call:
+    """Decode a request of `account` and find its service.
+
+    Raises:
+        BadRequest: not JSON, wrong types, out of bounds.
+        NotFound: no service has this model name, or the account may not use it.
+    """
+    content_type = request.header(b"content-type") or b""
+    if content_type != _JSON and content_type.partition(b";")[0].strip().lower() != _JSON:
+        raise UnsupportedMediaType("content-type must be application/json")
+    if request.header(b"content-encoding") is not None:
+        raise UnsupportedMediaType("content-encoding is not supported")
+    body = request.body
+    decoded = _decode(endpoint, body)
+    if decoded.resume is not None:
+        raise BadRequest("resume is an internal field", param="resume")
+    if decoded.vllm_xargs and not _INTERNAL.isdisjoint(decoded.vllm_xargs):
+        raise BadRequest("vllm_xargs has a field that is internal to engines", param="vllm_xargs")
+    service, adapter = find_service(fleet, decoded)
+    if not may_use(account, decoded.model, service, adapter):
+        raise unknown_model(decoded.model)
+    session = session_of(decoded, request.header(SESSION_HEADER))
+    named = service
+    if not adapter:
+        service = fleet.answering(named, session or request_id)
+    priority = account.priority(decoded.priority)
+    changes: dict[str, str | int | StreamOptions] = {}
+    model = engine_name(service, decoded.model, adapter)
+    if model != decoded.model:
+        changes["model"] = model
+    forwarded = priority if priority and service.schedules_by_priority else 0
+    if forwarded != decoded.priority:
+        changes["priority"] = forwarded
+    salt = account.cache_salt(decoded.cache_salt)
+    asked = decoded.cache_salt
+    decoded.cache_salt = salt  # the router's hashes must equal the engine's
+    if asked is not None and salt is not None and salt != asked:
+        changes["cache_salt"] = salt
+    options = decoded.stream_options
+    hides_usage = decoded.stream and not (options is not None and options.include_usage)
+    if hides_usage and options is not None:
+        changes["stream_options"] = msgspec.structs.replace(options, include_usage=True)
+    if changes:
+        body = with_fields(body, changes)
+    if asked is None and salt is not None:
+        body = with_another(body, b'"cache_salt":"%b"' % salt.encode())  # hexadecimal
+    if hides_usage and options is None:
+        body = asking_usage(body)
+    prompt = prompt_of(service, decoded, session, adapter)
+    call = Call(
+        service,
+        prompt,
+        request_id,
+        headers.forwarded(request.headers),
+        body,
+        request.path,
+        account,
+        estimate_of(decoded, service.estimate_tokens(prompt), account.usual_output_tokens),
+    )
+    call.priority = priority
+    call.is_stream = decoded.stream
+    call.shape = resumable_shape(decoded)
+    call.hides_usage = hides_usage
+    if model != decoded.model:
+        call.renaming = Renaming(model, decoded.model)
+    if not adapter and (model != service.spec.engine_name or decoded.model != model):
+        call.asked_model = decoded.model if service.takes_model_names else ""
+        call.internal_headers += b"%b: %b\r\n" % (_MODEL_NAME, quote(decoded.model, safe="/:").encode())
+    if named.spec.canary is not None:
+        call.canary_of = named
+    return call
+
+
+def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
+    if endpoint == "embeddings":
+        return decode_embedding_request(body).as_completion()
+    if endpoint in ("chat/completions", "completions"):
+        return decode_request(endpoint, body)
+    return only_model(body)
+
+
+def session_of(decoded: ChatCompletionRequest | CompletionRequest, header: bytes | None) -> bytes:
+    """Return the session that a client declares, empty for none; `header` is the value of `SESSION_HEADER`."""
+    return header or (decoded.prompt_cache_key or decoded.session_id or "").encode("utf-8", "surrogatepass")
+
+
+def prompt_of(
+    service: Service,
+    decoded: ChatCompletionRequest | CompletionRequest,
+    session: bytes,
+    adapter: str = "",
+) -> Prompt:
+    """Return what routing needs to know of a request's prompt."""
+    number = xxh3_64_intdigest(session) if session else 0
+    alias = decoded.model if decoded.model in service.partial_aliases else ""
+    return service.prompt(decoded, prompt_view(decoded), number, adapter, alias)

@@ -1,0 +1,51 @@
+"""Model names: which service a request names, who may use it, and what its engine calls the model.
+
+Owns: the rules of names in requests. Must not know: bodies, connections, how a replica is chosen.
+"""
+
+from __future__ import annotations
+
+from argosy_protocol.errors import BadRequest, NotFound
+from argosy_protocol.openai import GenerationRequest
+from argosy_router.admission.accounts import Account
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.service import Service
+
+
+def find_service(fleet: Fleet, decoded: GenerationRequest) -> tuple[Service, str]:
+    """Return the service a request names, and its adapter if it names one, else the empty string.
+
+    Raises:
+        BadRequest: the request names no model.
+        NotFound: no service has this model name.
+    """
+    if not decoded.model:
+        raise BadRequest("you must provide a model parameter", param="model")
+    service = fleet.service_of(decoded.model)
+    if service is None:
+        raise unknown_model(decoded.model)
+    return service, fleet.adapter_of(decoded.model)
+
+
+def engine_name(service: Service, asked: str, adapter: str) -> str:
+    """Return the name under which the engine gets the model that the client calls `asked`: the same if a header tells
+    the engines that name, else the engines' own."""
+    if adapter:
+        return adapter
+    if service.takes_model_names:
+        return asked
+    spec = service.spec
+    if spec.engine_model and (announced := service.announced_name):
+        return announced  # an older engine, which has the names it was started with
+    return asked if asked == spec.model or asked in spec.aliases else spec.model
+
+
+def may_use(account: Account, name: str, service: Service, adapter: str = "") -> bool:
+    """Whether the account may call the service by this name: a key that lists one of its main names means all of it,
+    and one that lists `MODEL:ADAPTER` means the adapter by all its names."""
+    model = service.model
+    return account.may_use(name, model, service.name, f"{model}:{adapter}" if adapter else name)
+
+
+def unknown_model(name: str) -> NotFound:
+    return NotFound(f"the model `{name[:256]}` does not exist", param="model", code="model_not_found")

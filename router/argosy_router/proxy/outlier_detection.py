@@ -1,0 +1,129 @@
+"""Outlier detection: what attempts tell about the health of their replicas (Envoy's term).
+
+Owns: which failure counts against a replica, which one puts it in cooldown, and whose fault an ambiguous error is.
+Must not know: the bytes of requests and answers, retries; the state of a replica's health is `fleet.health`.
+Invariant: every attempt ends in exactly one of `attempt_failed`, `abandoned` and `answered`, and an ambiguous failure
+in one more of `found_at_fault` and `abandoned`; so a half-open replica's probe is always released.
+
+An error may be the request's fault or the replica's: `Suspects` remembers which replicas failed the request until that
+is known. If another replica fails it with the same status, the request is at fault: it is retried no more and counts
+against no replica. If another replica can answer it, the replicas that failed it are at fault. If no other replica can
+be asked, nobody is blamed.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.health import CONSECUTIVE_FAILURES
+from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.service import Service
+from argosy_router.http.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    CoreStalled,
+    IdleTimeout,
+    UpstreamError,
+)
+from argosy_router.metrics.registry import Metrics
+from argosy_router.proxy.response_status import CONSECUTIVE_ERRORS, Refused, is_error, is_fault
+
+log = logging.getLogger(__name__)
+
+
+class OutlierDetector:
+    """Judges the replicas of one router by the attempts sent to them. Times are a monotonic clock's, passed in."""
+
+    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+
+    def attempt_failed(self, service: Service, replica: Replica, error: UpstreamError, now: float) -> None:
+        """Count an attempt that gave no answer, and blame its replica unless the error is ambiguous; then
+        `found_at_fault` or `abandoned` follows."""
+        self._metrics.failures.add((service.spec.model, replica.name, error.reason))
+        log.info("replica %s failed a request: %s (%s)", replica.name, error.reason, error)
+        if isinstance(error, Refused):
+            if error.is_ambiguous:
+                return
+            if error.is_busy:
+                self._cool_down(service, replica, error.retry_after_s, now)
+        if _is_no_fault(error, replica):
+            self.abandoned(service, replica)
+            return
+        refused = isinstance(error, ConnectFailed) and error.refused
+        self._blame(service, replica, now, refused=refused)
+
+    def abandoned(self, service: Service, replica: Replica) -> None:
+        """Note an attempt that ended without telling anything about its replica."""
+        if replica.health.abandoned():
+            service.invalidate()
+
+    def found_at_fault(self, service: Service, replica: Replica, status: int, now: float) -> None:
+        """Blame a replica that answered with this error, because another one could answer the same request."""
+        after = CONSECUTIVE_ERRORS if is_error(status) else CONSECUTIVE_FAILURES
+        self._blame(service, replica, now, after=after)
+
+    def began(self, replica: Replica) -> None:
+        """Note that the client gets the beginning of the replica's own answer, which is no error."""
+        if replica.health.began():
+            self._fleet.changed()
+
+    def answered(self, replica: Replica) -> None:
+        """Note that the client gets the replica's own answer, which is whole and no error."""
+        if replica.health.succeeded():
+            self._fleet.changed()
+
+    def _blame(
+        self,
+        service: Service,
+        replica: Replica,
+        now: float,
+        *,
+        refused: bool = False,
+        after: int = CONSECUTIVE_FAILURES,
+    ) -> None:
+        may_eject = service.may_eject()
+        if replica.health.failed(now, refused=refused, after=after, may_eject=may_eject):
+            self._metrics.ejections.add((service.spec.model, replica.name))
+            self._fleet.changed()
+
+    def _cool_down(self, service: Service, replica: Replica, seconds: float, now: float) -> None:
+        if replica.health.rest(now, seconds, until_room=not replica.load.has_seat):
+            self._metrics.rests.add((service.spec.model, replica.name))
+            service.invalidate()
+
+
+class Suspects:
+    """Replicas that answered one request with an error, until it is known whose fault that is."""
+
+    __slots__ = ("_failed", "is_request_at_fault")
+
+    def __init__(self) -> None:
+        self._failed: list[tuple[Replica, int]] = []
+        self.is_request_at_fault = False
+        """Whether two replicas failed the request with the same status."""
+
+    def add(self, replica: Replica, status: int) -> None:
+        self.is_request_at_fault |= any(
+            before == status and other is not replica for other, before in self._failed
+        )
+        self._failed.append((replica, status))
+
+    def take(self) -> list[tuple[Replica, int]]:
+        """Return all suspects with the status each answered, and forget them."""
+        failed, self._failed = self._failed, []
+        return failed
+
+
+def _is_no_fault(error: UpstreamError, replica: Replica) -> bool:
+    """Whether a failed attempt says nothing about its replica. A pause in a stream says nothing while the replica
+    reports that it computes, and a stalled core has made the replica suspect already."""
+    if isinstance(error, Refused):
+        return not is_fault(error.status)
+    if isinstance(error, IdleTimeout):
+        return replica.is_computing
+    if isinstance(error, CoreStalled):
+        return True
+    return isinstance(error, ConnectionLost) and error.stale

@@ -1,0 +1,75 @@
+"""A call in a service's queue, which also listens to its client meanwhile.
+
+Must not know: why it is queued, when its turn comes.
+Invariant: a client that leaves takes its call out of the queue at once, and the call is never sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from argosy_protocol.errors import ApiError
+from argosy_router.flow_control.controller import FlowController
+from argosy_router.flow_control.queued_request import QueuedRequest
+from argosy_router.http.roles import Client
+from argosy_router.proxy.exchange import Exchange
+
+
+class QueuedCall(QueuedRequest):
+    """One queued call and its exchange, which takes over when the call leaves the queue."""
+
+    __slots__ = ("_client", "_flow_control", "_now", "exchange")
+
+    def __init__(
+        self, flow_control: FlowController, exchange: Exchange, client: Client, now: Callable[[], float]
+    ) -> None:
+        """`now` is a monotonic clock."""
+        call = exchange.outcome.call
+        super().__init__(
+            call.account,
+            call.priority,
+            call.estimate.total,
+            len(call.body),
+            call.prompt.name,
+            call.estimate.sequences,
+        )
+        self.since = exchange.outcome.started
+        self._flow_control = flow_control
+        self.exchange = exchange
+        self._client = client
+        self._now = now
+
+    def admit(self) -> None:
+        self._leave("sent")
+        try:
+            self.exchange.start()
+        except ApiError as error:
+            service = self.exchange.outcome.call.service
+            self._flow_control.retract(service, self._now(), self.sequences)
+            self.exchange.refuse(error)
+
+    def refuse(self, error: ApiError) -> None:
+        self._leave("refused")
+        self.exchange.refuse(error)
+
+    def _leave(self, how: str) -> None:
+        self._count_wait(how)
+        self._client.attach(self.exchange)
+
+    def _count_wait(self, how: str) -> None:
+        outcome = self.exchange.outcome
+        outcome.queued_s = seconds = self._now() - self.since
+        self._flow_control.observe_wait(outcome.call.service, how, seconds)
+
+    # the client
+
+    def on_client_lost(self) -> None:
+        self._flow_control.remove(self.exchange.outcome.call.service, self)
+        self._count_wait("abandoned")
+        self.exchange.on_client_lost()
+
+    def on_client_paused(self) -> None:
+        self.exchange.on_client_paused()
+
+    def on_client_resumed(self) -> None:
+        self.exchange.on_client_resumed()

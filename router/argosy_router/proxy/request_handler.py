@@ -1,0 +1,122 @@
+"""The request handler: takes each call through rate limits and flow control to an exchange, and accounts for its end.
+
+Owns: the order of these steps, and how many requests have no end yet.
+Must not know: HTTP framing, routes, attempts, how a replica is chosen.
+Invariant: each request that `handle` takes ends once: its outcome is accounted for, its reservation settled, and its
+admission given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
+from argosy_router.admission.accounts import RateLimited
+from argosy_router.flow_control.controller import FlowController
+from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.roles import Client
+from argosy_router.proxy.accounting import RequestAccounting
+from argosy_router.proxy.begun_stream import KeepAlive
+from argosy_router.proxy.call import Call
+from argosy_router.proxy.dispatcher import Dispatcher
+from argosy_router.proxy.exchange import Exchange
+from argosy_router.proxy.outcome import RequestOutcome
+from argosy_router.proxy.outlier_detection import OutlierDetector
+from argosy_router.proxy.queued_call import QueuedCall
+from argosy_router.proxy.reservations import Reservations
+from argosy_router.proxy.retry_budget import RetryBudgets
+from argosy_router.proxy.upstream_ids import UpstreamIds
+
+
+class RequestHandler:
+    """Handles all generation requests of one router."""
+
+    def __init__(
+        self,
+        flow_control: FlowController,
+        reservations: Reservations,
+        dispatcher: Dispatcher,
+        outliers: OutlierDetector,
+        retry_budgets: RetryBudgets,
+        accounting: RequestAccounting,
+        *,
+        wheel: TimerWheel,
+        keep_alive: KeepAlive,
+    ) -> None:
+        self._flow_control = flow_control
+        self._reservations = reservations
+        self._dispatcher = dispatcher
+        self._outliers = outliers
+        self._retry_budgets = retry_budgets
+        self._accounting = accounting
+        self._wheel = wheel
+        self._keep_alive = keep_alive
+        self._upstream_ids = UpstreamIds()
+        self.now = time.monotonic
+        """Not the loop's clock, which stands still between turns and counts milliseconds."""
+        self.inflight = 0
+        """Requests without an end yet, queued ones included."""
+        self.idle = asyncio.Event()
+        """Set while there is none."""
+        self.idle.set()
+
+    def handle(self, client: Client, call: Call, started: float) -> None:
+        """Send a call, queue it, or answer why not. `started` is when the whole request had arrived."""
+        retry_budget = self._retry_budgets.of(call.service, self.now())
+        retry_budget.earn()
+        outcome = RequestOutcome(call, started)
+        exchange = Exchange(
+            client,
+            outcome,
+            self._on_end,
+            dispatcher=self._dispatcher,
+            outliers=self._outliers,
+            retry_budget=retry_budget,
+            accounting=self._accounting,
+            upstream_ids=self._upstream_ids,
+            wheel=self._wheel,
+            keep_alive=self._keep_alive,
+            now=self.now,
+        )
+        if not self.inflight:
+            self.idle.clear()
+        self.inflight += 1
+        client.attach(exchange)
+        if call.is_stream:
+            exchange.begin_keep_alive()
+        try:
+            self._reservations.reserve(outcome)
+        except RateLimited as limited:
+            exchange.refuse(limited)
+            return
+        self._admit(exchange, client)
+
+    def _admit(self, exchange: Exchange, client: Client) -> None:
+        """Send a call at once if flow control admits it, else queue it."""
+        outcome, flow_control = exchange.outcome, self._flow_control
+        call, now = outcome.call, outcome.started
+        sequences = call.estimate.sequences
+        if flow_control.try_admit(call.service, now, call.prompt.name, sequences):
+            try:
+                exchange.start()
+            except (Unavailable, TooManyRequests):  # the replicas' capacity was last looked up a moment ago
+                flow_control.retract(call.service, now, sequences)
+            else:
+                return
+        queued = QueuedCall(flow_control, exchange, client, self.now)
+        client.attach(queued)
+        try:
+            flow_control.enqueue(call.service, queued, now)
+        except ApiError as error:
+            queued.refuse(error)
+
+    def _on_end(self, outcome: RequestOutcome) -> None:
+        now = self.now()
+        self._accounting.close(outcome, now - outcome.started)
+        self._reservations.settle(outcome, now)
+        if outcome.attempts:
+            self._flow_control.ended(outcome.call.service, now, outcome.call.estimate.sequences)
+        self.inflight -= 1
+        if not self.inflight:
+            self.idle.set()

@@ -1,0 +1,63 @@
+"""Reservations: what each request takes of its key's rate limits, and what it gives back at its end.
+
+Owns: when limits are charged, and how many tokens an outcome counts for. Must not know: exchanges, token buckets.
+Invariant: a reservation is closed once, when its request ends.
+"""
+
+from __future__ import annotations
+
+from argosy_protocol.openai import MAX_TOKENS
+from argosy_router.admission.accounts import RateLimited
+from argosy_router.metrics.series import Counter, Series
+from argosy_router.proxy.outcome import CLIENT_GONE, RequestOutcome
+
+
+class Reservations:
+    """Charges the keys of one router."""
+
+    def __init__(self) -> None:
+        self._limited = Counter("rate_limited", "Requests refused by the limits of their key.", ("key",))
+
+    def series(self) -> tuple[Series, ...]:
+        """Return the metrics of refusals."""
+        return (self._limited,)
+
+    def reserve(self, outcome: RequestOutcome) -> None:
+        """Take a request's estimated tokens off its key's limits, if the key has limits.
+
+        Raises:
+            RateLimited: one of the limits is reached; nothing was taken.
+        """
+        call = outcome.call
+        account = call.account
+        if not account.is_limited:
+            return
+        try:
+            outcome.reservation = account.reserve(call.estimate.total, outcome.started)
+        except RateLimited:
+            self._limited.add((account.name,))
+            raise
+
+    def settle(self, outcome: RequestOutcome, now: float) -> None:
+        """Charge what a request that has ended really used; nothing if it was never sent."""
+        reservation = outcome.reservation
+        if reservation is None:
+            return
+        if outcome.attempts:
+            reservation.settle(_tokens_used(outcome, now))
+        else:
+            reservation.cancel()
+
+
+def _tokens_used(outcome: RequestOutcome, now: float) -> int:
+    """How many tokens a request that was sent counts for: its usage; for an answer that reported none, an estimate of
+    what was computed; nothing for an error."""
+    record, choice, estimate = outcome.record, outcome.choice, outcome.call.estimate
+    if record is not None and record.completion_tokens is not None:
+        return estimate.used(record.prompt_tokens, record.completion_tokens)
+    if choice is None or outcome.status not in (200, CLIENT_GONE):
+        return 0
+    replica = choice.replica
+    max_tokens = replica.hello.max_model_len if replica.hello is not None else MAX_TOKENS
+    generating_s = now - outcome.sent_at - choice.predicted_ttft_s
+    return estimate.generated_in(generating_s, replica.load.decode_step_s, max_tokens)

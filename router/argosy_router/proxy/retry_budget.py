@@ -1,0 +1,63 @@
+"""The retry budget: retries must not turn a brown-out into an outage.
+
+Owns: how many attempts of each service may be repeated. Must not know: which.
+
+Each request earns `RATIO` of a retry, and `FLOOR_PER_S` come free so that a quiet router can still retry (Finagle's
+and Linkerd's budget; GEP-3388 has the same fields). Unused credit is capped at ten seconds' worth of the floor.
+"""
+
+from __future__ import annotations
+
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.service import Service
+
+RATIO = 0.2
+FLOOR_PER_S = 10.0
+MAX_CREDIT = 100.0
+KEPT_CREDIT = 50.0
+"""Credit that retries of errors may not use up, so that a flood of requests that are themselves at fault leaves other
+requests their retries."""
+
+
+class RetryBudget:
+    """Credit for retries of one service. Times are a monotonic clock's, passed in."""
+
+    __slots__ = ("_credit", "_time")
+
+    def __init__(self, now: float) -> None:
+        self._credit = MAX_CREDIT
+        self._time = now
+
+    def earn(self) -> None:
+        """Add what a new request earns."""
+        self._credit = min(MAX_CREDIT, self._credit + RATIO)
+
+    def spend(self, now: float, *, is_error: bool = False) -> bool:
+        """Take one retry; False when the budget is exhausted.
+
+        Args:
+            is_error: an engine answered the request with an error; `KEPT_CREDIT` is left for other requests.
+        """
+        self._credit = min(MAX_CREDIT, self._credit + FLOOR_PER_S * (now - self._time))
+        self._time = now
+        if self._credit < (1.0 + KEPT_CREDIT if is_error else 1.0):
+            return False
+        self._credit -= 1.0
+        return True
+
+
+class RetryBudgets:
+    """The budgets of all services."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._budgets: dict[Service, RetryBudget] = {}
+
+    def of(self, service: Service, now: float) -> RetryBudget:
+        """Return the service's budget, and forget those of services that are gone when it is a new one."""
+        budget = self._budgets.get(service)
+        if budget is None:
+            for gone in set(self._budgets).difference(self._fleet.services.values()):
+                del self._budgets[gone]
+            budget = self._budgets[service] = RetryBudget(now)
+        return budget

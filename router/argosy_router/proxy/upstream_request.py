@@ -1,0 +1,38 @@
+"""The head of a request as a replica gets it.
+
+Owns: the request line and the headers of every attempt. Must not know: how the replica was chosen, connections.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from argosy_protocol import headers
+from argosy_router.fleet.replica import Replica
+from argosy_router.proxy.call import Call
+
+_RESUME: Final = f"{headers.RESUME}: 1\r\n".encode()
+
+
+def request_head(
+    call: Call, replica: Replica, upstream_id: bytes, body_bytes: int, *, is_resumable: bool
+) -> bytes:
+    """Render everything before the body.
+
+    Args:
+        upstream_id: the attempt's own request id.
+        is_resumable: ask the engine for what another one needs to continue its stream.
+    """
+    key = f"authorization: Bearer {call.service.key}\r\n".encode("latin-1") if call.service.key else b""
+    resume = _RESUME if is_resumable else b""
+    internal = call.internal_headers if replica.is_ours else b""
+    return b"POST %b HTTP/1.1\r\nhost: %b\r\n%b%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+        call.path,
+        replica.pool.authority_bytes,
+        key,
+        resume,
+        internal,
+        call.headers,
+        upstream_id,
+        body_bytes,
+    )
