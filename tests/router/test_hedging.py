@@ -550,7 +550,7 @@ async def test_who_is_not_well_gets_no_hedge(state: str) -> None:
         if state == "suspect":
             health.is_suspect = True
         elif state == "resting":
-            health.rest(r.router.requests.now(), 60.0, until_room=False)
+            health.cool_down(r.router.requests.now(), 60.0, until_room=False)
         else:
             health.failed(r.router.requests.now() + 3600.0, may_eject=True, refused=True)
         r.router.fleet.changed()

@@ -366,7 +366,7 @@ async def test_a_failure_before_the_first_byte_is_hidden(name: str) -> None:
                 assert response.headers["x-argosy-replica"] == "r1"
                 assert response.content == (STREAM if stream else completion())
             assert len(engines[0].requests) == before + 1
-            r.replica(0).health.rests_until = 0.0  # a busy one would not be asked again so soon
+            r.replica(0).health.cooldown_until = 0.0  # a busy one would not be asked again so soon
             r.router.fleet.changed()
         assert r.metric("retries_total") == 2
         assert all(replica.load.inflight == 0 for replica in r.router.fleet.replicas())

@@ -153,7 +153,7 @@ def _why_not(service: Service, prompt: Prompt, replica: Replica, now: float) -> 
         return "its last requests failed; it is tried again soon"
     if replica.health.is_suspect:
         return "its engine core has not turned for a while"
-    if replica.health.is_resting(now):
-        return f"it said that it is full; it is asked again in {replica.health.rests_until - now:.1f} s"
+    if replica.health.is_in_cooldown(now):
+        return f"it said that it is full; it is asked again in {replica.health.cooldown_until - now:.1f} s"
     limit = service.spec.limits.max_inflight_per_replica
     return f"it has its limit of {limit} requests" if limit else "others are healthier"

@@ -4,7 +4,7 @@ Owns: one replica's health, the rule how many may be ejected, and the rule when 
 Must not know: requests, telemetry, how a replica is chosen.
 Invariants: failures eject at most half of a service's routable replicas and never the last; when replicas leave so that
 more than half of the rest are ejected, ejections are ignored (panic); a success ends an ejection. A replica that says
-that it is full rests, which is its own word and no failure: it neither ejects nor counts towards an ejection.
+that it is full is put in cooldown, which is no failure: it neither ejects nor counts towards an ejection.
 
 healthy --failures--> ejected --back-off over--> half-open (one probe request) --first event--> healthy
                          ^------------------------------- failure ---------------------'
@@ -46,14 +46,14 @@ class Health:
     """Health of one replica. Times are a monotonic clock's, passed in."""
 
     __slots__ = (
+        "_cooldown_ends_with_room",
         "_ejected_until",
         "_ejections",
         "_failures",
         "_is_on_probation",
         "_is_probing",
-        "_rests_until_room",
+        "cooldown_until",
         "is_suspect",
-        "rests_until",
     )
 
     def __init__(self) -> None:
@@ -65,9 +65,10 @@ class Health:
         """An ejection has ended, and no answer has been whole since: the next failure ejects again."""
         self.is_suspect = False
         """Used only when nothing better is there."""
-        self.rests_until = 0.0
-        """Used only when nobody else is there, until then: the replica asked for it. In the past: it does not rest."""
-        self._rests_until_room = False
+        self.cooldown_until = 0.0
+        """Until then the replica is used only if no other is left, because it said that it is full. Not in cooldown if
+        in the past."""
+        self._cooldown_ends_with_room = False
 
     @property
     def is_ejected(self) -> bool:
@@ -83,35 +84,41 @@ class Health:
             return "suspect" if self.is_suspect else "well"
         return "half-open" if now >= self._ejected_until else "ejected"
 
-    def rest(self, now: float, seconds: float, *, until_room: bool) -> bool:
-        """The replica says that it is full, and wants to be asked again in so many seconds; with `until_room` also as
-        soon as its telemetry tells of room, which it does not yet. Returns whether it did not rest before."""
-        was_resting = self.is_resting(now)
-        self.rests_until = max(self.rests_until, now + seconds)
-        self._rests_until_room = until_room
-        return not was_resting
+    def cool_down(self, now: float, seconds: float, *, until_room: bool) -> bool:
+        """Put a replica in cooldown that says that it is full, and wants to be asked again in so many seconds.
+
+        Args:
+            until_room: end the cooldown as soon as its telemetry tells of room, which it does not yet.
+
+        Returns:
+            Whether it was not in cooldown before.
+        """
+        was_in_cooldown = self.is_in_cooldown(now)
+        self.cooldown_until = max(self.cooldown_until, now + seconds)
+        self._cooldown_ends_with_room = until_room
+        return not was_in_cooldown
 
     def found_room(self) -> bool:
-        """Its telemetry tells of room. Returns whether this may have ended a rest."""
-        if not self._rests_until_room:
+        """Note that its telemetry tells of room. Returns whether this may have ended a cooldown."""
+        if not self._cooldown_ends_with_room:
             return False
-        self.rests_until = 0.0
-        self._rests_until_room = False
+        self.cooldown_until = 0.0
+        self._cooldown_ends_with_room = False
         return True
 
-    def is_resting(self, now: float) -> bool:
-        return now < self.rests_until
+    def is_in_cooldown(self, now: float) -> bool:
+        return now < self.cooldown_until
 
     def admits(self, now: float) -> bool:
         """Whether a request may be sent: healthy, or half-open with no probe under way."""
         return self._ejected_until is None or (now >= self._ejected_until and not self._is_probing)
 
     def next_change(self, now: float) -> float:
-        """When `admits` or `is_resting` changes by the clock alone; infinity if it does not."""
+        """When `admits` or `is_in_cooldown` changes by the clock alone; infinity if it does not."""
         ends = inf
         if self._ejected_until is not None and now < self._ejected_until:
             ends = self._ejected_until
-        return min(ends, self.rests_until) if now < self.rests_until else ends
+        return min(ends, self.cooldown_until) if now < self.cooldown_until else ends
 
     def dispatched(self, now: float) -> bool:
         """A request is being sent; during half-open it is the probe. Returns whether it is."""

@@ -230,7 +230,7 @@ class Service:
         replica = candidates.replicas[decision.position]
         if decision.reason == "cached" and not self.is_announced(replica, prompt.hashes, length):
             decision.reason = "predicted"
-        if replica.health.is_resting(now):
+        if replica.health.is_in_cooldown(now):
             decision.reason = "busy"
         load = replica.load
         uncached = max(1, request.prompt_tokens - decision.predicted_tokens)
@@ -379,8 +379,8 @@ class Service:
         if not self.is_in_panic:
             admitted = [replica for replica in usable if replica.health.admits(now)]
         healthy = [replica for replica in admitted if not replica.health.is_suspect]
-        rested = [replica for replica in healthy if not replica.health.is_resting(now)]
-        return sorted(rested or healthy or admitted or usable, key=lambda replica: replica.name)
+        fresh = [replica for replica in healthy if not replica.health.is_in_cooldown(now)]
+        return sorted(fresh or healthy or admitted or usable, key=lambda replica: replica.name)
 
     def _with_slots(self, replicas: list[Replica]) -> Candidates:
         return Candidates(replicas, self.index.slot_changes)

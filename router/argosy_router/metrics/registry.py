@@ -111,8 +111,8 @@ class Metrics:
         )
         self.failures = self._counter("upstream_failures", "Attempts that failed.", (*replica, "reason"))
         self.ejections = self._counter("ejections", "Ejections begun or renewed.", replica)
-        self.rests = self._counter(
-            "rests", "Times a replica said that it was full and was left to rest.", replica
+        self.cooldowns = self._counter(
+            "rests", "Times a replica said that it was full and was put in cooldown.", replica
         )
         self.migrations = self._counter(
             "migrations", "Streams whose replica died, by what became of them.", ("model", "outcome")

@@ -106,7 +106,7 @@ class Dispatcher:
         except ApiError:
             return None
         health = choice.replica.health
-        is_fit = health.is_well and not health.is_resting(now)
+        is_fit = health.is_well and not health.is_in_cooldown(now)
         return choice if is_fit and self.hedging.spend(call.service) else None
 
     def watch_first_token(

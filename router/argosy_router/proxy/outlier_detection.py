@@ -90,8 +90,8 @@ class OutlierDetector:
             self._fleet.changed()
 
     def _cool_down(self, service: Service, replica: Replica, seconds: float, now: float) -> None:
-        if replica.health.rest(now, seconds, until_room=not replica.load.has_seat):
-            self._metrics.rests.add((service.spec.model, replica.name))
+        if replica.health.cool_down(now, seconds, until_room=not replica.load.has_seat):
+            self._metrics.cooldowns.add((service.spec.model, replica.name))
             service.invalidate()
 
 

@@ -1,4 +1,4 @@
-"""A replica that says that it is full rests: others come first until it has room, and nothing else happens to it."""
+"""Cooldown: a replica that says that it is full is used after the others until it has room, and is not blamed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_its_word_is_no_failure() -> None:
         assert not health.failed(0.0, may_eject=True), "the count of failures has not begun"
 
 
-async def test_where_all_rest_all_are_asked_and_the_decision_says_so() -> None:
+async def test_where_all_are_in_cooldown_all_are_asked_and_the_decision_says_so() -> None:
     engines = [FakeEngine(script=busy()), FakeEngine(script=busy())]
     async with rig(engines, policy="round-robin", admin_port=0) as r:
         assert (await r.chat()).status_code == 429
@@ -87,7 +87,7 @@ async def test_where_all_rest_all_are_asked_and_the_decision_says_so() -> None:
         assert all(r.metric(f'rests_total{{model="tiny",replica="{name}"}}') == 1 for name in ("r0", "r1"))
 
 
-async def test_a_suspect_comes_behind_one_that_rests() -> None:
+async def test_a_suspect_comes_behind_one_in_cooldown() -> None:
     async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
         await ask(r, 2)
         r.engines[0].script = answer_normally
@@ -108,7 +108,7 @@ async def test_the_explanation_tells_how_long() -> None:
         assert 0.0 < seconds <= RETRY_AFTER_S
 
 
-async def test_telemetry_ends_a_rest_once_there_is_room() -> None:
+async def test_telemetry_ends_a_cooldown_once_there_is_room() -> None:
     async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
         await told(r, FULL)
         await ask(r, 2)
@@ -129,7 +129,7 @@ async def test_telemetry_that_told_of_room_before_is_no_reason_to_ask_again() ->
         assert len(r.engines[0].requests) == 1
 
 
-async def test_no_room_is_seen_where_a_replica_rests() -> None:
+async def test_a_replica_in_cooldown_has_no_room() -> None:
     async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
         (service,) = r.router.fleet.services.values()
         before = service.room(time.monotonic())
@@ -137,7 +137,7 @@ async def test_no_room_is_seen_where_a_replica_rests() -> None:
         assert service.room(time.monotonic()) == before // 2
 
 
-async def test_a_rest_counts_for_the_very_next_choice() -> None:
+async def test_a_cooldown_counts_for_the_very_next_choice() -> None:
     """Also that of the last replica a request may try, after which it chooses nobody."""
     asked: list[FakeEngine] = []
     is_last, refuses = asyncio.Event(), asyncio.Event()
@@ -167,10 +167,10 @@ async def test_a_rest_counts_for_the_very_next_choice() -> None:
 
 def test_the_latest_end_counts() -> None:
     health = Health()
-    assert health.rest(10.0, 5.0, until_room=False)
-    assert not health.rest(11.0, 1.0, until_room=True), "it rested already"
-    assert health.is_resting(14.9)
-    assert not health.is_resting(15.0)
+    assert health.cool_down(10.0, 5.0, until_room=False)
+    assert not health.cool_down(11.0, 1.0, until_room=True), "it was in cooldown already"
+    assert health.is_in_cooldown(14.9)
+    assert not health.is_in_cooldown(15.0)
     assert health.found_room()
-    assert not health.is_resting(11.0)
+    assert not health.is_in_cooldown(11.0)
     assert not health.found_room()

@@ -38,7 +38,7 @@ def answering(status: int, headers: str = "") -> Script:
         (520, False, True),
     ],
 )
-def test_every_status_has_its_verdict(status: int, goes_elsewhere: bool, counts_against: bool) -> None:
+def test_every_status_has_its_outcome(status: int, goes_elsewhere: bool, counts_against: bool) -> None:
     assert (refusal(status) is not None) is goes_elsewhere
     assert is_fault(status) is counts_against
 
