@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,43 @@ def test_the_rule_sees_what_it_forbids(source: str) -> None:
 
 def test_sources_are_found() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in sources()} == set(FOLDERS)
+
+
+def import_graph(package: Path) -> dict[str, set[str]]:
+    """Each module of a package -> the modules of the same package that it imports anywhere in its source, in functions
+    and under TYPE_CHECKING too."""
+    files = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {module: set(imported(module, path, files)) for module, path in files.items()}
+
+
+def imported(module: str, path: Path, modules: Collection[str]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else node.module or "" for name in members]
+        yield from (name for name in names if name in modules and name != module)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_modules_do_not_import_each_other_in_cycles(folder: str) -> None:
+    graphlib.TopologicalSorter(import_graph(ROOT / folder / PACKAGES[folder])).prepare()
+
+
+def test_the_cycle_check_sees_imports_of_types_and_in_functions(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    (package / "room").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "a.py").write_text("if TYPE_CHECKING:\n    from package.room.b import B")
+    (package / "room" / "b.py").write_text("def f():\n    from package import c")
+    (package / "c.py").write_text("import package.a, os")
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(import_graph(package)).prepare()
+    (package / "c.py").write_text("import os")
+    graphlib.TopologicalSorter(import_graph(package)).prepare()

@@ -33,7 +33,7 @@ from results import save
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.messages import EngineCoreRequest
-from argosy_engine.models.config import load_model_config
+from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs

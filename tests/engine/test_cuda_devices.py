@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
-from argosy_engine.models.config import load_model_config
+from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.weights import DummyWeights
 from argosy_engine.sample.draw import SamplingBatch, processed_logits, sample
 from argosy_engine.sample.params import SamplingParams

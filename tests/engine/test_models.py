@@ -20,7 +20,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import InprocClient
 from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.models import registry
-from argosy_engine.models.config import load_model_config
+from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
 from argosy_engine.sample.params import SamplingParams
 from greedy_reference import differing_tokens

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import loader, weights
-from argosy_engine.models.config import load_model_config
+from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.gemma_config import GemmaConfig
 from argosy_engine.models.headers import checkpoint_elements
 from argosy_engine.models.loader import LoadProgress, load_model, plan_weights
@@ -428,7 +428,7 @@ def test_loading_imports_neither_torchs_compiler_nor_transformers(made: Any) -> 
     script = (
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from argosy_engine.models.config import load_model_config\n"
+        "from argosy_engine.models.config_file import load_model_config\n"
         "from argosy_engine.models.loader import load_model\n"
         "for path in map(Path, sys.argv[1:]):\n"
         "    load_model(path, load_model_config(path), dtype=torch.bfloat16, device=torch.device('cpu'),\n"

@@ -26,7 +26,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import InprocClient
 from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.models import layers
-from argosy_engine.models.config import load_model_config
+from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.decoder import Decoder
 from argosy_engine.models.llama_config import LlamaConfig
 from argosy_engine.models.weights import DummyWeights

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy_engine.config import MemoryBudget
-from argosy_engine.models.config import load_model_config
+from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.source import resolve_model
 from argosy_engine.worker.info import WorkerInfo
 from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, group_layers

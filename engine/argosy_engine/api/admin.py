@@ -7,7 +7,8 @@ finish. Asleep, the engine is not ready, and requests get 503.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Callable
+from typing import Literal, cast
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -17,20 +18,12 @@ from argosy_engine.errors import UtilityFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_protocol.errors import BadRequest, InternalError, Unavailable
 
-if TYPE_CHECKING:
-    from argosy_engine.api.app import Engine
-
 _LEVELS = {"1": 1, "2": 2}
 _MODES = ("abort", "wait")
 
 
-def add_admin_routes(app: FastAPI, engine: Engine) -> None:
-    def llm() -> AsyncLLM:
-        if engine.llm is None:
-            raise Unavailable(f"the model is loading ({engine.phase})", retry_after_s=1.0)
-        if engine.is_draining:
-            raise Unavailable("this engine is shutting down", retry_after_s=1.0)
-        return engine.llm
+def add_admin_routes(app: FastAPI, llm: Callable[[], AsyncLLM]) -> None:
+    """Add the routes to `app`. `llm` returns the loaded engine, or raises Unavailable."""
 
     @app.post("/sleep")
     async def sleep(request: Request) -> Response:

@@ -245,7 +245,7 @@ def build_app(engine: Engine) -> FastAPI:
     async def telemetry() -> StreamingResponse:
         return StreamingResponse(engine.telemetry.stream(), media_type=headers.TELEMETRY_CONTENT_TYPE)
 
-    add_admin_routes(app, engine)
+    add_admin_routes(app, lambda: _loaded(engine))
     _handle_errors(app)
     return app
 
@@ -281,6 +281,15 @@ def _request_id(request: Request, in_body: str | None) -> str:
         if candidate is not None and _REQUEST_ID.fullmatch(candidate):
             return candidate
     return f"{int(time.time()):x}{secrets.token_hex(12)}"
+
+
+def _loaded(engine: Engine) -> AsyncLLM:
+    """Raises Unavailable while the model loads or the engine drains; an engine that sleeps is loaded."""
+    if engine.llm is None:
+        raise Unavailable(f"the model is loading ({engine.phase})", retry_after_s=1.0)
+    if engine.is_draining:
+        raise Unavailable("this engine is shutting down", retry_after_s=1.0)
+    return engine.llm
 
 
 def _serving(engine: Engine, request: Request) -> Serving:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from argosy_engine.attention.native import NativeStep
+    from argosy_engine.attention.native_step import NativeStep
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.native_step import NativeStep
 from argosy_engine.native.library import DTYPES, Kernels, Layer, Step, kernels
 
 _MAX_HEAD_DIM = 256
@@ -109,34 +109,7 @@ class NativeAttention:
 
 
 def native_step(meta: AttentionMetadata) -> Step:
-    """A step's metadata as the kernels read it; made for the first layer, used by all."""
+    """Return a step's metadata as the kernels read it; made for the first layer, used by all."""
     if meta.native_step is None:
-        meta.native_step = NativeStep(meta)
+        meta.native_step = NativeStep(meta.seq_lens, meta.query_lens, meta.slot_mapping, meta.block_tables)
     return meta.native_step.struct
-
-
-class NativeStep:
-    """The arrays behind `native_step`."""
-
-    def __init__(self, meta: AttentionMetadata) -> None:
-        seq_lens = np.array(meta.seq_lens, dtype=np.int32)
-        query_lens = np.array(meta.query_lens, dtype=np.int32)
-        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
-        np.cumsum(query_lens, out=starts[1:])
-        num_tokens = int(starts[-1])
-        if num_tokens == len(query_lens):
-            positions = seq_lens.astype(np.int64) - 1
-        else:
-            shift = np.repeat(seq_lens - starts[1:], query_lens)
-            positions = np.arange(num_tokens, dtype=np.int64) + shift
-        self._kept_alive = (seq_lens, starts, positions, meta.slot_mapping, meta.block_tables)
-        self.struct = Step(
-            positions=positions.ctypes.data,
-            slots=meta.slot_mapping.data_ptr(),
-            query_starts=starts.ctypes.data,
-            seq_lens=seq_lens.ctypes.data,
-            block_tables=meta.block_tables.data_ptr(),
-            table_stride=meta.block_tables.stride(0),
-            num_tokens=num_tokens,
-            num_requests=len(query_lens),
-        )

@@ -1,7 +1,7 @@
 """ModelConfig: what a checkpoint's config.json says about the computation. No torch, no transformers.
 
 `ModelConfig` holds what every part of the worker reads, whatever the family; a family's own config adds what only its
-model reads. A config is data: one that names code to run (`auto_map`) is refused, and there is no switch for it.
+model reads. `config_file` reads it from a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.models import registry
 
 MAX_CONFIG_BYTES = 16 << 20
-SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 """A dimension. The bound is far above any model and keeps products of two of them within 64 bits."""
@@ -109,37 +107,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load_model_config(path: Path) -> ModelConfig:
-    """Reads config.json and generation_config.json (for the EOS ids).
-
-    Raises:
-        ConfigError: an architecture, dtype, quantisation or option that is not supported; malformed values.
-    """
-    file = path / "config.json"
-    raw = read_json(file)
-    try:
-        _refuse_code(raw)
-        if raw.get("quantization_config") or raw.get("compression_config"):
-            raise ConfigError("quantised checkpoints are not supported; use the unquantised one")
-        architectures = raw.get("architectures") or ["(none)"]
-        architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
-        config_class = registry.config_class(architecture)
-        common = {
-            "architecture": architecture,
-            "dtype": _dtype(raw),
-            "eos_token_ids": _eos_token_ids(raw, path),
-            "is_matryoshka": raw.get("is_matryoshka") or False,
-            "matryoshka_dimensions": raw.get("matryoshka_dimensions") or (),
-        }
-        try:
-            fields = config_class.fields_of(raw)
-        except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
-            raise ConfigError(f"malformed: {type(error).__name__}: {error}") from None
-        return config_class.of({**fields, **common})
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
-
-
 def layer_count(raw: RawConfig, name: str = "num_hidden_layers") -> int:
     """The number of layers, checked before anything per layer is made.
 
@@ -168,32 +135,3 @@ def sliding_windows_of(raw: RawConfig, window: Any, default: list[str]) -> tuple
             raise ConfigError("layer_types has sliding_attention, but sliding_window is not set")
         windows.append(window if kind == "sliding_attention" else None)
     return tuple(windows)
-
-
-def _refuse_code(raw: RawConfig) -> None:
-    if raw.get("auto_map"):
-        raise ConfigError(
-            f"auto_map asks to run Python code that comes with the checkpoint ({sorted(raw['auto_map'])}); "
-            "that is never done. If the model is one of the supported architectures, remove auto_map from config.json"
-        )
-
-
-def _dtype(raw: RawConfig) -> str:
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in SUPPORTED_DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not supported; there is: {', '.join(SUPPORTED_DTYPES)}")
-    return dtype
-
-
-def _eos_token_ids(raw: RawConfig, path: Path) -> tuple[int, ...]:
-    """End tokens of generation_config.json and config.json together."""
-    generation = path / "generation_config.json"
-    values = [raw.get("eos_token_id")]
-    if generation.is_file():
-        values.append(read_json(generation).get("eos_token_id"))
-    ids: dict[int, None] = {}
-    for value in values:
-        for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int) and not isinstance(token_id, bool):
-                ids[token_id] = None
-    return tuple(ids)

@@ -13,7 +13,8 @@ import torch
 
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.config import ModelConfig, load_model_config
+from argosy_engine.models.config import ModelConfig
+from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.fingerprint import fingerprint
 from argosy_engine.models.loader import LoadedModel, load_model
 from argosy_engine.models.registry import CausalLM
