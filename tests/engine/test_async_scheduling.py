@@ -9,7 +9,7 @@ import pytest
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
 from argosy_engine.core.client import InprocClient
-from argosy_engine.frontend.llm_engine import RequestOutput
+from argosy_engine.frontend.outputs import RequestOutput
 
 SCHEMA = {
     "type": "object",

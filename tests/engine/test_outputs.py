@@ -28,7 +28,8 @@ from argosy_engine.errors import InvalidRequest, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
-from argosy_engine.frontend.outputs import GenerationOutput, OutputCollector
+from argosy_engine.frontend.output_collector import OutputCollector
+from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.processor import InputProcessor, Prompt
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs

@@ -13,8 +13,8 @@ import pytest
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
 from argosy_engine.api.serving import to_api_error
-from argosy_engine.frontend.async_llm import request_error
 from argosy_engine.frontend.llm import CompletionOutput, RequestOutput
+from argosy_engine.frontend.output_processor import request_error
 
 SHORT = {"type": "string", "minLength": 1, "maxLength": 8}
 SCHEMAS: dict[str, Any] = {

@@ -91,7 +91,7 @@ class Engine:
         self._serving = Serving(llm, self.names, takes_any_name=self.takes_any_name)
         self._metrics = Metrics(llm.config)
         self._telemetry = TelemetryHub(llm, llm.config)
-        llm.observers = [self._metrics, self._telemetry]
+        llm.observers.extend((self._metrics, self._telemetry))
         if self.log_stats:
             llm.observers.append(StatsLog())
         self.llm = llm

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from argosy_engine.core.messages import EngineCoreOutputs, SchedulerStats
-from argosy_engine.frontend.async_llm import Observer
+from argosy_engine.frontend.observer import Observer
 
 logger = logging.getLogger("argosy.stats")
 

@@ -13,8 +13,8 @@ import msgspec
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import EngineError, InvalidRequest
 from argosy_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from argosy_engine.frontend.llm_engine import CompletionOutput, LLMEngine, RequestOutput
-from argosy_engine.frontend.outputs import log_failures
+from argosy_engine.frontend.llm_engine import LLMEngine
+from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput, log_failures
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
 from argosy_engine.frontend.processor import Prompt
 from argosy_engine.frontend.prompts import PromptType, as_list

@@ -1,10 +1,8 @@
-"""What a generation yields: `GenerationOutput` deltas, and the collector between the core's pace and the reader's."""
+"""What a generation yields: deltas for a stream (`GenerationOutput`), or whole results (`RequestOutput`)."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +33,7 @@ class GenerationOutput:
     """The prompt's vector, if that was asked for; there are no tokens then, and this is the only output."""
 
     def merge(self, later: GenerationOutput) -> None:
+        """Append a later output of the same choice."""
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
@@ -48,53 +47,62 @@ class GenerationOutput:
             self.prompt_logprobs = later.prompt_logprobs
 
 
-class OutputCollector:
-    """One slot per choice: when the reader lags, outputs merge instead of queueing. A choice thus never holds more than
-    its whole output, however slow its reader."""
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a `RequestOutput`."""
 
-    def __init__(self) -> None:
-        self._pending: dict[int, GenerationOutput] = {}
-        self._error: Exception | None = None
-        self._ready = asyncio.Event()
-        self.taken_at = time.monotonic()
-        """When the reader last took something."""
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    """Empty while the choice runs; `error` if the engine could not go on with it."""
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token, if asked for."""
 
     @property
-    def num_pending(self) -> int:
-        """Choices with outputs that the reader has not taken."""
-        return len(self._pending)
+    def cumulative_logprob(self) -> float | None:
+        """Sum over the whole output; None without `logprobs`."""
+        return sum(entry.logprobs[0] for entry in self.logprobs) if self.logprobs else None
 
-    def put(self, output: GenerationOutput) -> None:
-        earlier = self._pending.get(output.index)
-        if earlier is None:
-            self._pending[output.index] = output
-        else:
-            earlier.merge(output)
-        self._ready.set()
 
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._ready.set()
+@dataclass(slots=True)
+class RequestOutput:
+    """The choices of one prompt, with everything generated so far."""
 
-    async def take(self) -> list[GenerationOutput]:
-        """Everything that arrived since the last call; waits for something.
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One per prompt token, None for the first, if asked for."""
+    num_cached_tokens: int = 0
+    error: str | None = None
+    """Why a choice ended with `error`."""
 
-        Raises:
-            EngineError: the request failed; outputs that came before are still delivered first.
-        """
-        await self._ready.wait()
-        if not self._pending and self._error is not None:
-            raise self._error
-        self.taken_at = time.monotonic()
-        outputs = list(self._pending.values())
-        self._pending.clear()
-        if self._error is None:
-            self._ready.clear()
-        return outputs
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason for output in self.outputs)
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice. The properties below describe the first choice, too."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.outputs[0].stop_reason
 
 
 def log_failures(errors: Sequence[str | None]) -> None:
-    """Tells that some results of a batch have an error, for users who look at texts only."""
+    """Log how many results of a batch have an error, for users who look only at the texts."""
     failed = [error for error in errors if error is not None]
     if failed:
         logger.error("%d of %d requests failed, the first with: %s", len(failed), len(errors), failed[0])

@@ -1,0 +1,227 @@
+"""OutputProcessor: the core's tokens become text, log probabilities and finish reasons, for AsyncLLM and LLMEngine.
+
+vLLM's module of the same name (`v1/engine/output_processor.py`). It owns the state of every request in the core, and
+knows neither the client that talks to the core nor who reads the outputs: what the core should be told comes back
+from `process_outputs`.
+
+Invariant: observers hear of the end of each request that was added exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
+from argosy_engine.errors import EngineBusy, EngineError, InvalidRequest, RequestFailed
+from argosy_engine.frontend.admission import AdmissionControl
+from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.observer import Observer
+from argosy_engine.frontend.output_collector import OutputCollector
+from argosy_engine.frontend.outputs import RequestOutput
+from argosy_engine.frontend.request_state import RequestState
+from argosy_engine.frontend.tokenizer import Tokenizer
+
+logger = logging.getLogger("argosy.frontend")
+
+MAX_DESCRIBED = 64
+"""Requests listed in a description; the rest is counted."""
+
+
+@dataclass(slots=True)
+class OutputProcessorOutput:
+    """What one message of the core led to."""
+
+    request_outputs: dict[str, RequestOutput] = field(default_factory=dict)
+    """By id, those without a queue that got tokens or ended."""
+    reqs_to_abort: list[str] = field(default_factory=list)
+    """Ids of requests that ended at a stop string, or whose output could not be processed; the core runs them still."""
+    reqs_to_add: list[EngineCoreRequest] = field(default_factory=list)
+    """Choices whose prompt is now computed."""
+
+
+class OutputProcessor:
+    """
+    Args:
+        admission: counts the requests in flight; None where there is no bound.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, admission: AdmissionControl | None = None) -> None:
+        self.observers: list[Observer] = []
+        self.request_states: dict[str, RequestState] = {}
+        """By the core's id of the request."""
+        self.requests_drained = asyncio.Event()
+        """Set while there is no unfinished request."""
+        self.requests_drained.set()
+        self._tokenizer = tokenizer
+        self._admission = admission
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.request_states)
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        index: int,
+        *,
+        queue: OutputCollector | None = None,
+        request_output: RequestOutput | None = None,
+        num_queued_tokens: int = 0,
+    ) -> RequestState:
+        """Expect outputs of a request that is about to be sent to the core.
+
+        Args:
+            num_queued_tokens: prompt tokens for admission control to count until the first token.
+        """
+        if self._admission is not None:
+            self._admission.enter(request.request_id, num_queued_tokens)
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer, request.sampling_params, request.prompt_token_ids
+        )
+        state = RequestState(index, detokenizer, len(request.prompt_token_ids), queue, request_output)
+        self.request_states[request.request_id] = state
+        self.requests_drained.clear()
+        return state
+
+    def process_outputs(self, outputs: Sequence[EngineCoreOutput]) -> OutputProcessorOutput:
+        """Deliver outputs to their queues and results. One that cannot be processed fails its own request alone."""
+        processed, now = OutputProcessorOutput(), time.monotonic()
+        for output in outputs:
+            try:
+                self._process(output, now, processed)
+            except Exception:
+                logger.exception("processing the output of request %s failed", output.request_id)
+                error = RequestFailed("the engine could not process its own output")
+                self._fail_and_report(output.request_id, error, processed)
+                processed.reqs_to_abort.append(output.request_id)
+        return processed
+
+    def _process(self, output: EngineCoreOutput, now: float, processed: OutputProcessorOutput) -> None:
+        state = self.request_states.get(output.request_id)
+        if state is None:
+            return  # it was aborted, or has just ended at a stop string
+        if output.finish_reason is FinishReason.ERROR:
+            self._fail_and_report(output.request_id, request_error(output), processed)
+            return
+        timings, num_tokens = state.timings, len(output.new_token_ids)
+        if output.prefill_stats is not None:
+            # Of a resumed request, output may have been cached too.
+            timings.num_cached = min(output.prefill_stats.num_cached_tokens, state.num_prompt)
+            timings.queued_s = output.prefill_stats.queued_s
+            timings.prefill_s = output.prefill_stats.prefill_s
+        is_first, state.has_output = not state.has_output, True
+        if state.siblings:
+            processed.reqs_to_add += state.siblings
+            state.siblings = ()
+        state.num_output += num_tokens
+        detokenizer = state.detokenizer
+        text = detokenizer.update(
+            output.new_token_ids,
+            output.finish_reason is not None,
+            ends_at_stop_token=output.finish_reason is FinishReason.STOP,
+        )
+        finish_reason = None if output.finish_reason is None else str(output.finish_reason)
+        stop_reason: int | str | None = output.stop_reason
+        if detokenizer.stop_reason is not None:
+            if finish_reason is None:
+                processed.reqs_to_abort.append(output.request_id)
+            finish_reason, stop_reason = str(FinishReason.STOP), detokenizer.stop_reason
+        for observer in self.observers:
+            observer.on_tokens(timings, num_tokens, now, is_first)
+        if is_first:
+            timings.first_token = now
+            if self._admission is not None:
+                self._admission.start(output.request_id)
+        timings.last_token = now
+        if finish_reason is not None:
+            self.finish(output.request_id, finish_reason)
+        if state.queue is not None:
+            state.queue.put(state.delta(output, text, finish_reason, stop_reason, is_first))
+        elif (result := state.request_output) is not None:
+            state.accumulate(result, output, text, finish_reason, stop_reason)
+            processed.request_outputs[result.request_id] = result
+
+    def finish(self, request_id: str, reason: str) -> RequestState | None:
+        """Forget a request and tell the observers why it ended; None if it had ended before."""
+        state = self.request_states.pop(request_id, None)
+        if not self.request_states:
+            self.requests_drained.set()
+        if state is not None:
+            if self._admission is not None:
+                self._admission.leave(request_id)
+            for observer in self.observers:
+                observer.on_finished(state.timings, state.num_prompt, state.num_output, reason)
+        return state
+
+    def fail(self, request_id: str, error: EngineError, reason: str = "error") -> RequestState | None:
+        """End a request with an error for its reader; None if it had ended before.
+
+        Without a queue the choices that wait for this one fail with it; with one, the reader ends them.
+        """
+        state = self.finish(request_id, reason)
+        if state is None:
+            return None
+        if state.queue is not None:
+            state.queue.fail(error)
+        elif (result := state.request_output) is not None:
+            result.error = str(error)
+            result.outputs[state.index].finish_reason = reason
+            for sibling in state.siblings:
+                self.fail(sibling.request_id, error, reason)
+        return state
+
+    def fail_all(self, error: EngineError, reason: str = "error") -> list[str]:
+        """End every request with an error; their ids."""
+        request_ids = list(self.request_states)
+        for request_id in request_ids:
+            self.fail(request_id, error, reason)
+        return request_ids
+
+    def _fail_and_report(self, request_id: str, error: EngineError, processed: OutputProcessorOutput) -> None:
+        state = self.fail(request_id, error)
+        if state is not None and (result := state.request_output) is not None:
+            processed.request_outputs[result.request_id] = result
+
+    def silent_requests(self, silent_s: float) -> list[str]:
+        """Ids of the requests in the core that have had no output for so long."""
+        now = time.monotonic()
+        return [
+            request_id
+            for request_id, state in self.request_states.items()
+            if state.is_submitted and now - max(state.timings.arrived, state.timings.last_token) >= silent_s
+        ]
+
+    def describe(self) -> list[str]:
+        """Ages of requests and their readers, one line each, for the log; no text, bounded."""
+        now = time.monotonic()
+        lines = []
+        for request_id, state in list(self.request_states.items())[:MAX_DESCRIBED]:
+            timings, queue = state.timings, state.queue
+            silent_s = now - max(timings.arrived, timings.last_token)
+            line = (
+                f"    {request_id}: age={now - timings.arrived:.1f}s silent={silent_s:.1f}s "
+                f"submitted={state.is_submitted} siblings={len(state.siblings)} output={state.num_output}"
+            )
+            if queue is not None:
+                line += f" reader: pending={queue.num_pending} last took {now - queue.taken_at:.1f} s ago"
+            lines.append(line)
+        if len(self.request_states) > MAX_DESCRIBED:
+            lines.append(f"    and {len(self.request_states) - MAX_DESCRIBED} more")
+        return lines
+
+
+def request_error(output: EngineCoreOutput) -> EngineError:
+    """The exception for a request that the core could not run."""
+    message = output.error or "the engine could not run this request"
+    match output.error_kind:
+        case ErrorKind.INVALID:
+            return InvalidRequest(message, param="prompt")
+        case ErrorKind.INVALID_GRAMMAR:
+            return InvalidRequest(message, param="grammar")
+        case ErrorKind.BUSY:
+            return EngineBusy(message)
+        case ErrorKind.INTERNAL:
+            return RequestFailed(message)

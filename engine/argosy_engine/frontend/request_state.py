@@ -1,0 +1,113 @@
+"""RequestState: one choice that the core computes, as the front end sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest
+from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.observer import RequestTimings
+from argosy_engine.frontend.output_collector import OutputCollector
+from argosy_engine.frontend.outputs import GenerationOutput, RequestOutput
+
+
+class RequestState:
+    """Detokenizer, counts and timings of one choice, and where its output goes.
+
+    Args:
+        index: of the choice: within the call where there is a `queue`, else within `request_output`.
+        queue: takes the output as deltas.
+        request_output: accumulates the output where there is no `queue`.
+    """
+
+    __slots__ = (
+        "detokenizer",
+        "has_output",
+        "index",
+        "is_finished",
+        "is_submitted",
+        "num_output",
+        "num_prompt",
+        "queue",
+        "request_output",
+        "resumed_text",
+        "siblings",
+        "timings",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: IncrementalDetokenizer,
+        num_prompt: int,
+        queue: OutputCollector | None,
+        request_output: RequestOutput | None,
+    ) -> None:
+        self.index = index
+        self.detokenizer = detokenizer
+        self.num_prompt = num_prompt
+        """tokens"""
+        self.queue = queue
+        self.request_output = request_output
+        self.num_output = 0
+        """tokens, those of a run that this one continues included"""
+        self.has_output = False
+        self.is_finished = False
+        """The request resumes a run that had ended, so there is nothing to compute."""
+        self.is_submitted = False
+        """The request was sent to the core."""
+        self.resumed_text = ""
+        self.siblings: Sequence[EngineCoreRequest] = ()
+        """Other choices of the same prompt, which are sent to the core once this one has computed it."""
+        self.timings = RequestTimings()
+
+    def resume(self, token_ids: Sequence[int]) -> bool:
+        """Take up the output of the run that this one continues; whether the core has anything left to compute."""
+        self.num_output = len(token_ids)
+        self.resumed_text = self.detokenizer.update(token_ids, is_last=False)
+        return self.detokenizer.stop_reason is None and not self.is_finished
+
+    def delta(
+        self,
+        output: EngineCoreOutput,
+        text: str,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        is_first: bool,
+    ) -> GenerationOutput:
+        """What the queue gets for one output of the core."""
+        return GenerationOutput(
+            index=self.index,
+            text=text,
+            token_ids=output.new_token_ids,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=self.num_prompt,
+            num_cached_tokens=self.timings.num_cached,
+            num_output_tokens=self.num_output,
+            resumed_text=self.resumed_text if is_first else "",
+            logprobs=output.logprobs or [],
+            prompt_logprobs=output.prompt_logprobs,
+            embedding=output.pooling_output,
+        )
+
+    def accumulate(
+        self,
+        result: RequestOutput,
+        output: EngineCoreOutput,
+        text: str,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+    ) -> None:
+        """Append one output of the core to `request_output`, which is `result`."""
+        choice = result.outputs[self.index]
+        choice.text += text
+        choice.token_ids += output.new_token_ids
+        if output.logprobs:
+            choice.logprobs += output.logprobs
+        if self.index == 0:  # of later choices, the first one's blocks are cached
+            result.num_cached_tokens = self.timings.num_cached
+        if output.prompt_logprobs is not None:
+            result.prompt_logprobs = [None, *output.prompt_logprobs]
+        if finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = finish_reason, stop_reason
