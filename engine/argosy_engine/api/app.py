@@ -25,8 +25,8 @@ from argosy_engine.api.chat import chat, chat_stream
 from argosy_engine.api.completions import completion, completion_stream
 from argosy_engine.api.embeddings import embed
 from argosy_engine.api.error_fields import RequestBody, name_field
+from argosy_engine.api.http_responses import WatchedResponse, event_stream, json_response
 from argosy_engine.api.metrics import Metrics
-from argosy_engine.api.responses import WatchedResponse, event_stream, json_response
 from argosy_engine.api.serving import Serving, to_api_error
 from argosy_engine.api.stats_log import StatsLog
 from argosy_engine.api.telemetry import TelemetryHub

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import TypeVar
 
 from argosy_engine.api.beam_search import beam_search
-from argosy_engine.api.logprobs import LogprobsFormat
 from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -30,14 +27,7 @@ from argosy_protocol.openai import (
     GenerationRequest,
     ModelCard,
     ModelList,
-    PromptTokensDetails,
-    Usage,
 )
-
-_Result = TypeVar("_Result")
-
-MAX_INLINE_TOKENS = 256
-"""Formatted on the event loop, in some milliseconds."""
 
 
 class Serving:
@@ -132,9 +122,6 @@ class Serving:
             )
         ]
 
-    def logprobs(self, request: GenerationRequest) -> LogprobsFormat:
-        return LogprobsFormat(self.llm.processor.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
-
     async def _collect(
         self, requests: list[EngineCoreRequest], request: GenerationRequest
     ) -> list[GenerationOutput]:
@@ -148,58 +135,6 @@ class Serving:
     def close(self) -> None:
         """Gives up prompts that nobody will wait for."""
         self.lanes.close()
-
-
-async def formatted(num_tokens: int, function: Callable[[], _Result]) -> _Result:
-    """What `function` makes of that many tokens: in a thread if they are many, so that other streams keep flowing."""
-    if num_tokens <= MAX_INLINE_TOKENS:
-        return function()
-    return await asyncio.to_thread(function)
-
-
-def num_shown(output: GenerationOutput) -> int:
-    """Tokens of an output that become text, or log probabilities, which take 20 us and more each."""
-    return len(output.token_ids) + len(output.logprobs) + len(output.prompt_logprobs or ())
-
-
-def created_at(request: GenerationRequest) -> int:
-    """Unix time for an answer's chunks; a resumed stream keeps its own."""
-    return int(time.time()) if request.resume is None else request.resume.created
-
-
-def finished_choices(request: GenerationRequest) -> frozenset[int]:
-    """Choices of a resumed stream that its reader has seen the end of."""
-    if request.resume is None:
-        return frozenset()
-    return frozenset(index for index, choice in enumerate(request.resume.choices) if choice.finished)
-
-
-def empty_totals(requests: Sequence[EngineCoreRequest]) -> list[GenerationOutput]:
-    """Counts to begin with: those of the stream that is resumed."""
-    return [
-        GenerationOutput(index, num_output_tokens=len(request.resume_token_ids))
-        for index, request in enumerate(requests)
-    ]
-
-
-def book(total: GenerationOutput, output: GenerationOutput) -> None:
-    """Keeps the counts for usage without keeping the text."""
-    total.num_prompt_tokens = output.num_prompt_tokens
-    total.num_cached_tokens = output.num_cached_tokens
-    total.num_output_tokens = output.num_output_tokens
-
-
-def usage_of(outputs: Sequence[GenerationOutput], n: int) -> Usage:
-    """Each prompt counts once, however many choices it has."""
-    prompts = outputs[::n]
-    prompt_tokens = sum(output.num_prompt_tokens for output in prompts)
-    completion_tokens = sum(output.num_output_tokens for output in outputs)
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(sum(output.num_cached_tokens for output in prompts)),
-    )
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -1,0 +1,168 @@
+"""ChatFormat: outputs of the engine as choices of /v1/chat/completions, whole or as deltas.
+
+Deltas are a function of the token ids and the request alone, so that a resumed stream goes on as an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from argosy_engine.api.choice_stream import ChoiceFormat, created_at
+from argosy_engine.api.logprobs_format import LogprobsFormat
+from argosy_engine.api.usage import usage_of
+from argosy_engine.frontend.chat_parser import ChatParser, ParsedCall
+from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_protocol.openai import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Delta,
+    FunctionCall,
+    ResponseMessage,
+    ToolCall,
+    Usage,
+)
+
+_EMPTY_DELTA = Delta()
+
+
+class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompletion]):
+    """
+    Args:
+        model: the name to answer with.
+        num_choices: of the one prompt.
+        with_ids: every chunk carries its `token_ids`, even if the client does not ask for them.
+    """
+
+    def __init__(
+        self,
+        processor: InputProcessor,
+        request: ChatCompletionRequest,
+        request_id: str,
+        model: str,
+        prompt: Prompt,
+        num_choices: int,
+        *,
+        with_ids: bool = False,
+    ) -> None:
+        self._request = request
+        self._request_id = request_id
+        self._id = f"chatcmpl-{request_id}"
+        self._model = model
+        self._created = created_at(request)
+        self._prompt = prompt
+        self._with_ids = request.return_token_ids or with_ids
+        self._logprobs = LogprobsFormat(processor.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
+        self._parsers = [
+            ChatParser(
+                parse_reasoning=processor.has_thinking,
+                parse_calls=bool(request.tools) and request.tool_choice != "none",
+                is_reasoning=prompt.reasoning is not None and prompt.reasoning.is_open,
+                calls_end_reasoning=request.tool_choice in (None, "auto"),
+            )
+            for _ in range(num_choices)
+        ]
+
+    def opening(self) -> ChatCompletionChunk | None:
+        """The roles of all choices; a resumed stream's client has them already."""
+        if self._request.resume is not None:
+            return None
+        role = Delta(role="assistant", content="")
+        roles = [
+            ChatChunkChoice(index=index, delta=role, token_ids=[] if self._with_ids else None)
+            for index in range(len(self._parsers))
+        ]
+        return ChatCompletionChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=roles,
+            prompt_token_ids=self._prompt.token_ids if self._request.return_token_ids else None,
+        )
+
+    def delta(self, output: GenerationOutput) -> ChatChunkChoice | None:
+        parser = self._parsers[output.index]
+        if output.resumed_text:
+            parser.feed(output.resumed_text)
+        num_calls = parser.num_calls
+        parsed = parser.feed(output.text, is_last=output.finish_reason is not None)
+        delta = Delta(
+            content=parsed.content or None,
+            reasoning=parsed.reasoning or None,
+            tool_calls=self._tool_calls(parsed.calls, output.index, num_calls, is_delta=True),
+        )
+        finish_reason = _finish_reason(output, parser)
+        if delta == _EMPTY_DELTA and finish_reason is None and not self._with_ids and not output.logprobs:
+            return None
+        return ChatChunkChoice(
+            index=output.index,
+            delta=delta,
+            finish_reason=finish_reason,
+            stop_reason=output.stop_reason,
+            logprobs=self._logprobs.chat(output.logprobs) if output.logprobs else None,
+            token_ids=output.token_ids if self._with_ids else None,
+        )
+
+    def chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage
+        )
+
+    def response(self, outputs: Sequence[GenerationOutput]) -> ChatCompletion:
+        request = self._request
+        prompt_logprobs = None
+        if request.prompt_logprobs is not None:
+            prompt_logprobs = self._logprobs.prompt(outputs[0].prompt_logprobs or [])
+        return ChatCompletion(
+            id=self._id,
+            created=int(time.time()),
+            model=self._model,
+            choices=[self._choice(output) for output in outputs],
+            usage=usage_of(outputs, len(outputs)),
+            prompt_token_ids=self._prompt.token_ids if request.return_token_ids else None,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _choice(self, output: GenerationOutput) -> ChatChoice:
+        """One whole choice."""
+        request, parser = self._request, self._parsers[output.index]
+        parsed = parser.feed(output.text, is_last=True)
+        calls = self._tool_calls(parsed.calls, output.index, 0, is_delta=False)
+        message = ResponseMessage(
+            role="assistant",
+            content=parsed.content if parsed.content or not calls else None,
+            reasoning=parsed.reasoning or None,
+            tool_calls=calls,
+        )
+        return ChatChoice(
+            index=output.index,
+            message=message,
+            finish_reason=_finish_reason(output, parser),
+            stop_reason=output.stop_reason,
+            logprobs=self._logprobs.chat(output.logprobs) if request.logprobs else None,
+            token_ids=output.token_ids if request.return_token_ids else None,
+        )
+
+    def _tool_calls(
+        self, calls: Sequence[ParsedCall], choice: int, first: int, *, is_delta: bool
+    ) -> tuple[ToolCall, ...]:
+        """Call ids are a function of the request's id, so that a resumed stream repeats them."""
+        return tuple(
+            ToolCall(
+                id=f"call_{self._request_id}_{choice}_{number}",
+                type="function",
+                index=number if is_delta else None,
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for number, call in enumerate(calls, first)
+        )
+
+
+def _finish_reason(output: GenerationOutput, parser: ChatParser) -> str | None:
+    """A length stop stays a length stop, even after a call: the client must see that text is missing."""
+    reason = output.finish_reason
+    return "tool_calls" if reason == "stop" and parser.num_calls else reason

@@ -1,0 +1,138 @@
+"""CompletionFormat: outputs of the engine as choices of /v1/completions, whole or as deltas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from argosy_engine.api.choice_stream import ChoiceFormat, created_at
+from argosy_engine.api.logprobs_format import LogprobsFormat, TextOffsets
+from argosy_engine.api.usage import usage_of
+from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.processor import Prompt
+from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_protocol.openai import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    Usage,
+)
+
+
+class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
+    """
+    Args:
+        model: the name to answer with.
+        resumed: per choice the output of the run that it continues.
+        with_ids: every choice carries its `token_ids`, even if the client does not ask for them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: CompletionRequest,
+        request_id: str,
+        model: str,
+        prompts: Sequence[Prompt],
+        resumed: Sequence[Sequence[int]],
+        *,
+        with_ids: bool = False,
+    ) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._id = f"cmpl-{request_id}"
+        self._model = model
+        self._created = created_at(request)
+        self._prompts = prompts
+        self._n = request.n or 1
+        self._with_ids = request.return_token_ids or with_ids
+        self._format = LogprobsFormat(tokenizer, as_token_ids=request.return_tokens_as_token_ids)
+        self._unopened = {choice for choice, token_ids in enumerate(resumed) if not token_ids}
+        """Choices whose first output is still to come, with what belongs to the prompt."""
+        self._prompt_logprobs: dict[int, list[TokenLogprobs] | None] = {}
+        """Of each prompt, by its first choice; they come with that choice's first output."""
+        self._offsets: dict[int, TextOffsets] = {}
+        if request.logprobs is not None:
+            for choice, token_ids in enumerate(resumed):
+                offsets = TextOffsets(tokenizer, skip_special_tokens=request.skip_special_tokens)
+                echoed = self._prompt(choice).token_ids if request.echo and token_ids else ()
+                for token_id in (*echoed, *token_ids):
+                    offsets.advance(token_id)
+                self._offsets[choice] = offsets
+
+    def num_shown(self, output: GenerationOutput) -> int:
+        count = super().num_shown(output)
+        if output.index in self._unopened and output.prompt_logprobs is None:
+            count += len(self._prompt_logprobs.get(output.index // self._n * self._n) or ())
+        return count
+
+    def opening(self) -> None:
+        return None
+
+    def delta(self, output: GenerationOutput) -> CompletionChoice | None:
+        choice = self._choice(output)
+        if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids is not None:
+            return choice
+        return None
+
+    def chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+    def response(self, outputs: Sequence[GenerationOutput]) -> Completion:
+        choices = [self._choice(output) for output in outputs]
+        return Completion(
+            id=self._id,
+            created=int(time.time()),
+            model=self._model,
+            choices=choices,
+            usage=usage_of(outputs, self._n),
+        )
+
+    def _choice(self, output: GenerationOutput) -> CompletionChoice:
+        request, prompt = self._request, self._prompt(output.index)
+        is_first = output.index in self._unopened
+        prompt_logprobs = None
+        if is_first:
+            self._unopened.discard(output.index)
+            leader = output.index // self._n * self._n
+            prompt_logprobs = self._prompt_logprobs.setdefault(leader, output.prompt_logprobs)
+        if request.is_scoring:
+            output.text, output.token_ids, output.logprobs = "", [], []
+            output.num_output_tokens, output.finish_reason, output.stop_reason = 0, "length", None
+        text = output.text
+        if request.echo and is_first:
+            text = (
+                self._tokenizer.decode(prompt.token_ids, skip_special_tokens=request.skip_special_tokens)
+                + text
+            )
+        wants_prompt = is_first and request.prompt_logprobs is not None
+        return CompletionChoice(
+            index=output.index,
+            text=text,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            logprobs=self._logprobs(output, prompt, prompt_logprobs, is_first),
+            token_ids=output.token_ids if self._with_ids else None,
+            prompt_token_ids=prompt.token_ids if is_first and request.return_token_ids else None,
+            prompt_logprobs=self._format.prompt(prompt_logprobs or []) if wants_prompt else None,
+        )
+
+    def _logprobs(
+        self,
+        output: GenerationOutput,
+        prompt: Prompt,
+        prompt_logprobs: list[TokenLogprobs] | None,
+        is_first: bool,
+    ) -> CompletionLogprobs | None:
+        if self._request.logprobs is None:
+            return None
+        offsets = self._offsets[output.index]
+        if self._request.echo and is_first:
+            entries = [*(prompt_logprobs or []), *output.logprobs]
+            return self._format.completion(entries, offsets, first_token_id=prompt.token_ids[0])
+        return self._format.completion(output.logprobs, offsets) if output.logprobs else None
+
+    def _prompt(self, choice: int) -> Prompt:
+        return self._prompts[choice // self._n]

@@ -1,0 +1,37 @@
+"""Token counts of a call's choices, and the `usage` object made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_protocol.openai import PromptTokensDetails, Usage
+
+
+def initial_totals(requests: Sequence[EngineCoreRequest]) -> list[GenerationOutput]:
+    """Counts to begin with, one per choice: those of the stream that is resumed."""
+    return [
+        GenerationOutput(index, num_output_tokens=len(request.resume_token_ids))
+        for index, request in enumerate(requests)
+    ]
+
+
+def update_total(total: GenerationOutput, output: GenerationOutput) -> None:
+    """Keep the counts of an output without keeping its text."""
+    total.num_prompt_tokens = output.num_prompt_tokens
+    total.num_cached_tokens = output.num_cached_tokens
+    total.num_output_tokens = output.num_output_tokens
+
+
+def usage_of(outputs: Sequence[GenerationOutput], n: int) -> Usage:
+    """Usage of a call with `n` choices per prompt; each prompt counts once, however many choices it has."""
+    prompts = outputs[::n]
+    prompt_tokens = sum(output.num_prompt_tokens for output in prompts)
+    completion_tokens = sum(output.num_output_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(sum(output.num_cached_tokens for output in prompts)),
+    )
