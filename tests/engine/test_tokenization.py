@@ -78,7 +78,7 @@ async def test_what_is_too_long_for_the_model_can_be_counted(http: httpx.AsyncCl
     ("path", "body", "status", "param"),
     [
         ("/tokenize", {"prompt": ["a", "b"]}, 400, "prompt"),
-        ("/tokenize", {}, 400, None),
+        ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "x" * 1_000_000}, 400, "prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"prompt": "a", "model": "large"}, 404, "model"),
