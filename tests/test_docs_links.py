@@ -16,6 +16,8 @@ PAGES = sorted(
 )
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_FILE = re.compile(r"`([\w./-]+\.(?:py|h|cc|c|yaml|sh))(?:: \w+)?`")
+_FOLDERS = ("protocol", "engine", "router", "operator", "cli", "crds", "charts", "bench", "tests")
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 
 
@@ -49,6 +51,16 @@ def broken_links(text: str, page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page.read_text("utf-8"), page) == []
+
+
+@pytest.mark.parametrize("name", ["architecture", "decisions"])
+def test_files_that_a_page_names_exist(name: str) -> None:
+    files = {f"/{path.relative_to(ROOT)}" for folder in _FOLDERS for path in (ROOT / folder).rglob("*.*")}
+    text = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    named = {file.replace("/.../", "/") for file in _FILE.findall(text)}
+    ends = {file.removeprefix("router/").removeprefix("engine/") for file in named}
+    assert len(ends) > 10
+    assert {end for end in ends if not any(file.endswith(f"/{end}") for file in files)} == set()
 
 
 def test_every_page_of_docs_is_in_the_index() -> None:
