@@ -14,23 +14,17 @@ import datetime
 import logging
 import random
 import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
-
-import msgspec
 
 from argosy_operator.cluster.api import Api
 from argosy_operator.cluster.router_watch import Fetch, RouterWatch, read_router_pod
 from argosy_operator.cluster.store import Store, service_of
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.drift import must_apply, stamped
-from argosy_operator.desired.fleet_document import fleet_document, without_canary
 from argosy_operator.desired.rollout import has_the_turn, waits_for_its_turn
 from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.kinds import (
     BUDGETS,
-    CONFIGMAPS,
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     PODS,
@@ -43,16 +37,13 @@ from argosy_operator.kinds import (
 from argosy_operator.names import (
     COMPONENT_LABEL,
     FIELD_MANAGER,
-    FLEET_CONFIGMAP,
-    FLEET_KEY,
     MANAGED_BY_LABEL,
     NAME_LABEL,
 )
+from argosy_operator.reconcile.fleet_publisher import FleetPublisher
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reconciler import Reconciler
 from argosy_operator.reconcile.workqueue import WorkQueue
-from argosy_operator.resource.types import InferenceService, parse
-from argosy_protocol.fleet import NameConflict, encode_fleet, resolve_names
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +97,7 @@ class Controller:
             on_turn_ended=self._wake_those_that_wait,
             look_again=self.queue.add_after,
         )
-        self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
-        self._without_canary: frozenset[str] = frozenset()
-        self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
+        self._fleet = FleetPublisher(api, self.store, config, self.metrics)
         self._relisted = asyncio.Event()
         """The event source has listed something anew, so it may have missed deletions."""
         self.resynced_at = time.monotonic()
@@ -228,7 +217,7 @@ class Controller:
                 if key == FLEET:
                     await self._publish_fleet()
                 else:
-                    await self._reconciler.reconcile(key, self._conflicts.get("/".join(key), ()))
+                    await self._reconciler.reconcile(key, self._fleet.conflicts_of(key))
             except OperatorError as error:
                 outcome = "error"
                 logger.warning("%s: %s", _shown(key), error)
@@ -261,61 +250,12 @@ class Controller:
         self._relisted.clear()
 
     async def _publish_fleet(self) -> None:
-        """Writes the fleet document if it changed, and has resources reconciled whose names are contested now, or
-        whose canary came or went."""
-        services = self._services()
-        document = fleet_document(services)
-        wanted = stamped(self._fleet_configmap(encode_fleet(document).decode()))
-        live = await self._api.get(CONFIGMAPS, *object_name(wanted))
-        if must_apply(wanted, live):
-            self.metrics.writes.labels(CONFIGMAPS.name, "apply").inc()
-            await self._api.apply(wanted)
-        conflicts: dict[str, tuple[NameConflict, ...]] = {}
-        for conflict in resolve_names(document).conflicts:
-            conflicts[conflict.loser] = (*conflicts.get(conflict.loser, ()), conflict)
-        before, self._conflicts = self._conflicts, conflicts
-        lacked, self._without_canary = self._without_canary, without_canary(document)
-        for service in services:
-            has_found_or_lost_canary = service.key in lacked ^ self._without_canary
-            if before.get(service.key) != conflicts.get(service.key) or has_found_or_lost_canary:
-                self.queue.add((service.metadata.namespace, service.metadata.name))
-
-    def _services(self) -> list[InferenceService]:
-        """Every resource that can be read; parsed once per version."""
-        parsed: dict[Name, tuple[Object, InferenceService]] = {}
-        for obj in self.store.all(INFERENCE_SERVICES):
-            name = object_name(obj)
-            cached = self._parsed.get(name)
-            if cached is not None and cached[0] is obj:
-                parsed[name] = cached
-                continue
-            try:
-                parsed[name] = (obj, parse(obj))
-            except msgspec.ValidationError as error:
-                logger.warning("%s/%s is left out of the fleet document: %s", *name, error)
-        self._parsed = parsed
-        return [service for _, service in parsed.values()]
-
-    def _fleet_configmap(self, text: str) -> Object:
-        return {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {
-                "name": FLEET_CONFIGMAP,
-                "namespace": self._config.namespace,
-                "labels": {NAME_LABEL: "argosy", COMPONENT_LABEL: "fleet"},
-            },
-            "data": {FLEET_KEY: text},
-        }
+        for name in await self._fleet.publish():
+            self.queue.add(name)
 
     def count_services(self) -> None:
-        """Brings the gauge of services up to date, before it is read."""
-        counts = Counter(
-            next((each.status for each in service.status.conditions if each.type == "Ready"), "Unknown")
-            for service in self._services()
-        )
-        for value in ("True", "False", "Unknown"):
-            self.metrics.services.labels(value).set(counts[value])
+        """Bring the gauge of services up to date, before it is read."""
+        self._fleet.count_services()
 
 
 def _with_kind(obj: Object, kind: Kind) -> Object:

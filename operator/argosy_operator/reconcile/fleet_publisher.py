@@ -1,0 +1,107 @@
+"""Publishes the fleet document: the ConfigMap that routers read.
+
+Owns when it is written, and the names and canaries that resolving it leaves contested or missing. Must not know how a
+resource appears in it (`desired.fleet_document`). Invariant: a document that did not change is not written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import msgspec
+
+from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.store import Store
+from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.drift import must_apply, stamped
+from argosy_operator.desired.fleet_document import fleet_document, without_canary
+from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES, Name, Object, object_name
+from argosy_operator.names import COMPONENT_LABEL, FLEET_CONFIGMAP, FLEET_KEY, NAME_LABEL
+from argosy_operator.reconcile.metrics import OperatorMetrics
+from argosy_operator.resource.types import InferenceService, parse
+from argosy_protocol.fleet import NameConflict, encode_fleet, resolve_names
+
+logger = logging.getLogger(__name__)
+
+
+class FleetPublisher:
+    """Keeps the fleet document of all services."""
+
+    def __init__(self, api: Api, store: Store, config: OperatorConfig, metrics: OperatorMetrics) -> None:
+        self._api = api
+        self._store = store
+        self._config = config
+        self._metrics = metrics
+        self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
+        """Names that a service lost, by the service's key."""
+        self._without_canary: frozenset[str] = frozenset()
+        self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
+        """Resources as parsed, so that each version is parsed once."""
+
+    def conflicts_of(self, service: Name) -> tuple[NameConflict, ...]:
+        """Names that a service claims and an older one owns, as of the last `publish`."""
+        return self._conflicts.get("/".join(service), ())
+
+    async def publish(self) -> list[Name]:
+        """Write the document if it changed. Returns the services that lost or won a name, or whose canary came or
+        went: their status changes.
+
+        Raises:
+            ApiError: the API server refused.
+        """
+        services = self._services()
+        document = fleet_document(services)
+        wanted = stamped(self._configmap(encode_fleet(document).decode()))
+        live = await self._api.get(CONFIGMAPS, *object_name(wanted))
+        if must_apply(wanted, live):
+            self._metrics.writes.labels(CONFIGMAPS.name, "apply").inc()
+            await self._api.apply(wanted)
+        conflicts: dict[str, tuple[NameConflict, ...]] = {}
+        for conflict in resolve_names(document).conflicts:
+            conflicts[conflict.loser] = (*conflicts.get(conflict.loser, ()), conflict)
+        before, self._conflicts = self._conflicts, conflicts
+        lacked, self._without_canary = self._without_canary, without_canary(document)
+        return [
+            (service.metadata.namespace, service.metadata.name)
+            for service in services
+            if before.get(service.key) != conflicts.get(service.key)
+            or service.key in lacked ^ self._without_canary
+        ]
+
+    def count_services(self) -> None:
+        """Bring the gauge of services up to date, before it is read."""
+        counts = Counter(
+            next((each.status for each in service.status.conditions if each.type == "Ready"), "Unknown")
+            for service in self._services()
+        )
+        for value in ("True", "False", "Unknown"):
+            self._metrics.services.labels(value).set(counts[value])
+
+    def _services(self) -> list[InferenceService]:
+        """Every resource that can be read."""
+        parsed: dict[Name, tuple[Object, InferenceService]] = {}
+        for obj in self._store.all(INFERENCE_SERVICES):
+            name = object_name(obj)
+            cached = self._parsed.get(name)
+            if cached is not None and cached[0] is obj:
+                parsed[name] = cached
+                continue
+            try:
+                parsed[name] = (obj, parse(obj))
+            except msgspec.ValidationError as error:
+                logger.warning("%s/%s is left out of the fleet document: %s", *name, error)
+        self._parsed = parsed
+        return [service for _, service in parsed.values()]
+
+    def _configmap(self, text: str) -> Object:
+        return {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": FLEET_CONFIGMAP,
+                "namespace": self._config.namespace,
+                "labels": {NAME_LABEL: "argosy", COMPONENT_LABEL: "fleet"},
+            },
+            "data": {FLEET_KEY: text},
+        }
