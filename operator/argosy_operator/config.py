@@ -1,7 +1,7 @@
-"""What the operator itself is told: by its environment, which the Helm chart writes.
+"""The operator's settings, read from its environment, which the Helm chart writes.
 
-Owns the operator's settings and where they come from. Knows nothing of resources.
-Invariant: a wrong setting stops the operator at the start, with the name of the variable.
+Owns each setting, its default and its variable. Knows nothing of resources. Invariant: an invalid setting stops the
+operator at its start, with the name of the variable.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class ConfigError(Exception):
-    """The operator's environment must be changed."""
+    """An environment variable of the operator is missing or invalid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,43 +21,43 @@ class OperatorConfig:
     namespace: str
     """Namespace of operator, routers and fleet document (`POD_NAMESPACE`)."""
     fleet_key: bytes
-    """Key that every service's internal key is derived from, shared with the routers (`ARGOSY_FLEET_KEY`). Empty
-    only at the first start, when the operator is to make it."""
+    """Key from which every service's internal key is derived, shared with the routers (`ARGOSY_FLEET_KEY`). Empty only
+    at the first start, when the operator creates it."""
     engine_image: str
     """Image of services that name none (`ARGOSY_ENGINE_IMAGE`)."""
     image_pull_policy: str = "IfNotPresent"
-    """Pull policy of engine images (`ARGOSY_IMAGE_PULL_POLICY`). Weights make images large, so they are not
-    pulled again unless asked."""
+    """Pull policy of engine images (`ARGOSY_IMAGE_PULL_POLICY`). Images are large, so they are not pulled again by
+    default."""
     fleet_key_secret: str = ""
-    """Secret of the operator's namespace whose field `key` is the fleet key, made by the operator if it does not
-    exist (`ARGOSY_FLEET_KEY_SECRET`). Empty: the administrator gives the key."""
+    """Secret of the operator's namespace whose field `key` is the fleet key; the operator creates it if it does not
+    exist (`ARGOSY_FLEET_KEY_SECRET`). Empty: the administrator provides the key."""
     router_keys_secret: str = ""
-    """Secret of the operator's namespace whose field `api-keys` holds the clients' keys, made likewise
-    (`ARGOSY_ROUTER_KEYS_SECRET`). Empty: the administrator gives the keys, or none are asked for."""
+    """Secret of the operator's namespace whose field `api-keys` holds the clients' keys; the operator creates it if it
+    does not exist (`ARGOSY_ROUTER_KEYS_SECRET`). Empty: the administrator provides the keys, or none are required."""
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets for the registry of engine images, by name in each service's own namespace
-    (`ARGOSY_IMAGE_PULL_SECRETS`, by comma)."""
+    (`ARGOSY_IMAGE_PULL_SECRETS`, separated by commas)."""
     router_url: str = ""
-    """URL clients reach the router at, without a path (`ARGOSY_ROUTER_URL`); shown in status. Empty: no
-    router is expected, and services are ready without one."""
+    """URL at which clients reach the router, without a path (`ARGOSY_ROUTER_URL`); shown in the status. Empty: no
+    router is expected, and services become ready without one."""
     watch_namespaces: tuple[str, ...] = ()
-    """Namespaces to serve (`ARGOSY_WATCH_NAMESPACES`, by comma); all if empty."""
+    """Namespaces to serve (`ARGOSY_WATCH_NAMESPACES`, separated by commas); all if empty."""
     resync_seconds: float = 300.0
-    """How often everything is read anew and reconciled, whatever events said: heals a missed event."""
+    """Seconds between two resyncs, which list and reconcile everything and so repair a missed event."""
     workers: int = 8
-    """Resources reconciled at the same time. Bounds the load on the API server after a restart."""
+    """Number of resources reconciled at the same time. Bounds the load on the API server after a restart."""
 
     @property
     def router_speaks_tls(self) -> bool:
-        """Whether routers have a certificate, which their admin port shows, too."""
+        """Whether the routers have a certificate; their admin port then speaks TLS, too."""
         return self.router_url.startswith("https://")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> OperatorConfig:
-        """Reads the environment.
+        """Read the environment.
 
         Raises:
-            ConfigError: a variable is missing or has a value that cannot work.
+            ConfigError: a variable is missing or has an invalid value.
         """
         fleet_key_secret = env.get("ARGOSY_FLEET_KEY_SECRET", "")
         fleet_key = (
@@ -89,6 +89,6 @@ def _required(env: Mapping[str, str], name: str) -> str:
 
 
 def _names(env: Mapping[str, str], variable: str) -> tuple[str, ...]:
-    """Names separated by commas."""
+    """The names in a variable, separated by commas."""
     names = (name.strip() for name in env.get(variable, "").split(","))
     return tuple(name for name in names if name)

@@ -1,10 +1,8 @@
-"""Errors of the operator's own work.
+"""The operator's errors. Each carries the condition reason that it is reported under.
 
 OperatorError
-├── ApiError          the API server refused or did not answer; tried again with back-off
-└── ChildNotOwned     an object with a child's name belongs to somebody else; a person must rename one of them
-
-Each carries the condition reason it is reported under.
+├── ApiError          the API server refused or did not answer; retried with back-off
+└── ChildNotOwned     an object with a child's name has another owner; a person must rename one of the two
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ class OperatorError(Exception):
 
 
 class ApiError(OperatorError):
-    """A request to the API server failed. `status` is 0 when there was no answer."""
+    """A request to the API server failed. `status` is the HTTP status, 0 if there was no answer."""
 
     reason = "ApiError"
 
@@ -31,11 +29,12 @@ class ApiError(OperatorError):
 
 
 class ChildNotOwned(OperatorError):
-    """The operator never takes over an object that it did not make."""
+    """An object has the name of a child, and the InferenceService does not control it. It is never taken over."""
 
     reason = "ChildNotOwned"
 
     def __init__(self, kind: str, name: str) -> None:
         super().__init__(
-            f"{kind} {name!r} exists and belongs to somebody else; delete it, or rename the InferenceService"
+            f"{kind} {name!r} exists and is not controlled by this InferenceService; delete it, or rename "
+            "the InferenceService"
         )

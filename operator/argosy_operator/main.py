@@ -1,8 +1,7 @@
 """The operator's process: `argosy operator`.
 
-Owns the wiring: kopf as the event source, the controller, the health port, and how they start and stop
-together. Invariant: when any of the parts ends, all end,
-and the process exits.
+Owns the wiring: event source, controller and health port, and how they start and stop together. Invariant: when any of
+the parts ends, all end, and the process exits.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ EXIT_ADDRESS: Final = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until SIGTERM. Exit code 0: stopped; 1: a part failed; 2: wrong settings; 3: no usable cluster; 4: the
-    health port is taken."""
+    """Run until SIGTERM. Exit codes: 0 stopped, 1 a part failed, 2 invalid settings, 3 no usable cluster, 4 the health
+    port is taken."""
     parser = argparse.ArgumentParser(
         prog="argosy operator",
         description="Reconciles InferenceServices. Settings come from the environment: POD_NAMESPACE, "
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run(config: OperatorConfig, *, health_port: int) -> int:
-    """Runs every part until one of them ends.
+    """Run every part until one of them ends.
 
     Raises:
         OperatorError: there is no cluster, or it could not be read the first time.
@@ -83,7 +82,7 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
         fetch = http_fetch(session, config.fleet_key, is_tls=config.router_speaks_tls)
         controller = Controller(api, config, fetch=fetch)
         async with _served(controller, config, health_port):
-            await controller.start()  # before kopf, which finds out once which resources are served
+            await controller.start()  # before kopf, which looks only once which resources are served
             stop = asyncio.Event()
             work = asyncio.create_task(_work(controller, api, config), name="controller")
             ready = [asyncio.Event() for _ in scopes(config)]
@@ -95,7 +94,7 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
             try:
                 await asyncio.wait((work, *sources, signals), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                # The controller first: kopf would wait for tasks it does not know.
+                # The controller first: kopf waits for tasks that it did not start.
                 work.cancel()
                 signals.cancel()
                 await asyncio.gather(work, signals, return_exceptions=True)
@@ -112,7 +111,7 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
 
 
 async def _work(controller: Controller, api: KubernetesApi, config: OperatorConfig) -> None:
-    """What the operator does until it is cancelled."""
+    """Reconcile, and keep the fleet key's Secret, until cancelled."""
     keeping = asyncio.create_task(keep_fleet_key(api, config), name="fleet-key")
     try:
         await controller.run()
@@ -121,7 +120,7 @@ async def _work(controller: Controller, api: KubernetesApi, config: OperatorConf
 
 
 async def _stop_signal(ready: Sequence[asyncio.Event]) -> None:
-    """Returns at SIGTERM or SIGINT; takes them over from kopf once that runs."""
+    """Return at SIGTERM or SIGINT. Takes the signal handlers over from kopf once kopf runs."""
     for each in ready:
         await each.wait()
     stopped = asyncio.Event()
@@ -132,7 +131,7 @@ async def _stop_signal(ready: Sequence[asyncio.Event]) -> None:
 
 
 class _served:  # noqa: N801 - used like a function
-    """Serves the health port while the context lasts."""
+    """Serve the health port while the context lasts."""
 
     def __init__(self, controller: Controller, config: OperatorConfig, port: int) -> None:
         self._runner = web.AppRunner(

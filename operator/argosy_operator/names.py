@@ -1,8 +1,8 @@
-"""Names, labels and annotations the operator gives to what it owns.
+"""Names, labels and annotations of the objects that the operator owns.
 
 Owns every string by which operator, router and cluster find each other's objects. Knows no object's content.
-Invariant: a generated name is a DNS label of at most 63 characters, and so are the names Kubernetes derives
-from it (ReplicaSet, Pod); long names end in a hash, so that two resources never share a child.
+Invariant: a generated name is a DNS label of at most 63 characters, and so are the names that Kubernetes derives from
+it (ReplicaSet, Pod); long names end in a hash, so that two resources never share a child.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ ROUTABLE_GATE: Final = f"{GROUP}/routable"
 SERVICE_LABEL: Final = f"{GROUP}/service"
 """On every child: the name of the resource that owns it. Kubernetes discovery selects by it."""
 REVISION_LABEL: Final = f"{GROUP}/revision"
-"""On every pod: hash of the pod template it was made from."""
+"""On every pod: hash of the pod template that it was created from."""
 APPLIED_ANNOTATION: Final = f"{GROUP}/applied"
-"""On every child: hash of the object as it was applied, so that an unchanged one is not written again."""
+"""On every child: hash of the manifest as it was applied, so that an unchanged one is not written again."""
 KEY_ANNOTATION: Final = f"{GROUP}/internal-key"
-"""On the pod template: digest of the Secret. A new key must reach the engines, so it is a new revision."""
+"""On the pod template: digest of the Secret. A new key must reach the engines, so it makes a new revision."""
 INPUT_ANNOTATION: Final = f"{GROUP}/input"
-"""On the Deployment: hash of the parts of the spec that pods are made from."""
+"""On the Deployment: hash of those parts of the spec that shape the pods."""
 HELD_ANNOTATION: Final = f"{GROUP}/held-revision"
-"""On a Deployment that waits for its turn with a change of the operator's: the revision that goes on serving."""
+"""On a Deployment whose rollout of a change of the operator's waits for its turn: the revision that keeps serving."""
 TURN_ANNOTATION: Final = f"{GROUP}/has-turn"
-"""On the one Deployment that a change of the operator's is being rolled out to."""
+"""On the one Deployment to which a change of the operator's is being rolled out."""
 
 COMPONENT_LABEL: Final = "app.kubernetes.io/component"
 NAME_LABEL: Final = "app.kubernetes.io/name"
@@ -46,11 +46,11 @@ API_KEY_ENV: Final = "ARGOSY_API_KEY"
 """Environment variable, and field of the service's Secret, that holds the engines' internal key."""
 
 _POD_SUFFIX: Final = len("-0123456789-abcde")
-"""What ReplicaSet (template hash) and Pod (random) append to a Deployment's name."""
+"""Length of what ReplicaSet (template hash) and Pod (random) append to a Deployment's name."""
 
 
 def shorten(name: str, limit: int) -> str:
-    """`name`, or its beginning and a hash of all of it, in at most `limit` characters."""
+    """Shorten a name to at most `limit` characters: its beginning, and a hash of all of it."""
     if len(name) <= limit:
         return name
     return f"{name[: limit - 9].rstrip('-.')}-{xxhash.xxh3_64_hexdigest(name.encode())[:8]}"
@@ -62,7 +62,7 @@ def child_name(service: InferenceService, suffix: str = "engine") -> str:
 
 
 def service_label(service: InferenceService) -> str:
-    """Value of `SERVICE_LABEL`: the resource's name, which CEL keeps to the length of a label."""
+    """Value of `SERVICE_LABEL`: the resource's name, which a CEL rule limits to the length of a label."""
     return service.metadata.name
 
 

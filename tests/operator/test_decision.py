@@ -7,7 +7,7 @@ from typing import Any
 from builders import CONFIG, isvc, pod
 
 from argosy_operator.desired.decision import decide
-from argosy_operator.desired.drift import stamped
+from argosy_operator.desired.drift import with_applied_hash
 from argosy_operator.desired.plan import desired
 from argosy_operator.kinds import SERVICES, Kind, Name, kind_of, object_name
 from argosy_operator.observed.observation import Observation, Routers
@@ -20,7 +20,7 @@ Children = dict[tuple[Kind, Name], Any]
 def children_of(service: InferenceService) -> Children:
     """The children as the operator applied them."""
     plan = desired(service, Observation(), CONFIG)
-    made = [stamped(manifest) for manifest in (plan.service, plan.budget, plan.deployment)]
+    made = [with_applied_hash(manifest) for manifest in (plan.service, plan.budget, plan.deployment)]
     return {(kind_of(obj), object_name(obj)): obj for obj in made}
 
 

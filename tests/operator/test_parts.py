@@ -13,7 +13,7 @@ from virtual_time import run
 
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import ConfigError, OperatorConfig
-from argosy_operator.desired.drift import contains, must_apply, stamped
+from argosy_operator.desired.drift import contains, must_apply, with_applied_hash
 from argosy_operator.desired.fleet_document import fleet_document, fleet_service, name_conflicts
 from argosy_operator.desired.plan import desired
 from argosy_operator.kinds import DEPLOYMENTS, PODS
@@ -69,11 +69,13 @@ def test_an_object_contains_itself(obj: dict[str, Any]) -> None:
     assert contains({**obj, "more": 1}, {key: value for key, value in obj.items() if key != "more"})
 
 
-def test_a_stamp_tells_every_change() -> None:
-    wanted = stamped(desired(isvc(), Observation(), CONFIG).deployment)
+def test_the_applied_hash_shows_every_change() -> None:
+    wanted = with_applied_hash(desired(isvc(), Observation(), CONFIG).deployment)
     assert not must_apply(wanted, wanted)
     assert must_apply(wanted, None)
-    dropped = stamped(desired(isvc(placement={"nodeSelector": {"a": "b"}}), Observation(), CONFIG).deployment)
+    dropped = with_applied_hash(
+        desired(isvc(placement={"nodeSelector": {"a": "b"}}), Observation(), CONFIG).deployment
+    )
     assert contains(dropped["spec"]["selector"], wanted["spec"]["selector"])
     assert must_apply(wanted, dropped), "a field that is no longer wanted must go"
 

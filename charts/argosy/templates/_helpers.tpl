@@ -42,7 +42,7 @@ runAsNonRoot: true
 {{ .Values.fleetKey.existingSecret | default "argosy-fleet-key" }}
 {{- end -}}
 
-{{/* The keys given as values are the release's, in a Secret of another name than those that the operator makes. */}}
+{{/* Keys from values are part of the release, so their Secret has another name than the one the operator creates. */}}
 {{- define "argosy.routerKeysSecret" -}}
 {{- if .Values.router.existingKeysSecret -}}
 {{ .Values.router.existingKeysSecret }}
@@ -53,7 +53,7 @@ argosy-router-keys
 {{- end -}}
 {{- end -}}
 
-{{/* Whether the operator makes the clients' keys. */}}
+{{/* Whether the operator creates a key for clients. */}}
 {{- define "argosy.makesRouterKeys" -}}
 {{- if and .Values.router.requireKeys (not .Values.router.existingKeysSecret) (not .Values.router.apiKeys) }}true{{ end -}}
 {{- end -}}

@@ -21,38 +21,40 @@ class ObjectList(Struct, frozen=True):
 
 
 class Api(Protocol):
-    """What the operator asks of an API server. Every method raises `ApiError` and nothing else."""
+    """What the operator needs of an API server. Every method raises `ApiError` and nothing else."""
 
     async def serves(self, kind: Kind) -> bool:
-        """Whether the API server offers the kind: right after its CRD was made, it may not yet."""
+        """Whether the API server serves the kind: right after its CRD was created, it may not yet."""
         ...
 
-    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList: ...
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
+        """All objects of a kind that `labels` select; `namespace` None for all namespaces."""
+        ...
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """The object; None if there is none."""
         ...
 
     async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """The object with nothing but its metadata (managedFields included); None if there is none. Needs the
-        permission to patch, none to read."""
+        """The object's metadata alone (managedFields included); None if there is none. Needs the permission to patch,
+        and none to read."""
         ...
 
     async def create_only(self, manifest: Object) -> Object:
-        """Creates the object. `ApiError` 409 if one of this name exists."""
+        """Create the object. `ApiError` 409 if one of this name exists."""
         ...
 
     async def apply(self, manifest: Object) -> Object:
         """Server-side apply with the operator's field manager, conflicts forced. Returns the object as
-        stored. `ApiError` 409 if the manifest has a UID and the object of this name another, or none exists."""
+        stored. With a UID in the manifest, `ApiError` 409 unless the object of this name has that UID."""
         ...
 
     async def patch_status(
         self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
     ) -> Object:
-        """Patches the status subresource: strategic merge for built-in kinds, merge patch for ours."""
+        """Patch the status subresource: strategic merge for built-in kinds, merge patch for ours."""
         ...
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """Deletes exactly this object; one that is gone is no error."""
+        """Delete exactly this object; one that is gone is no error."""
         ...

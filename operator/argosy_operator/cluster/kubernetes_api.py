@@ -38,17 +38,17 @@ class KubernetesApi:
 
     @classmethod
     async def connect(cls) -> Self:
-        """A client for the cluster the process runs in, else for the one of KUBECONFIG.
+        """Connect to the cluster that the process runs in, or else to the one of KUBECONFIG.
 
         Raises:
-            ApiError: neither a service account nor a kubeconfig is there.
+            ApiError: there is neither a service account nor a kubeconfig.
         """
         configuration = kubernetes_client.Configuration()
         try:
             if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
                 kubernetes_config.load_incluster_config(client_configuration=configuration)
             else:
-                path = os.environ.get("KUBECONFIG")  # the client itself looks only when it is imported
+                path = os.environ.get("KUBECONFIG")  # the client itself reads the variable only at import
                 await kubernetes_config.load_kube_config(config_file=path, client_configuration=configuration)
         except kubernetes_config.ConfigException as error:
             home = Path("~/.kube/config")
@@ -84,7 +84,7 @@ class KubernetesApi:
         while True:  # in pages, so that a large cluster does not cost one huge answer
             page = await self._request("get", path, label_selector=labels or None, limit=500, _continue=token)
             items += page.get("items", ())
-            metadata = page.get("metadata", {})  # every page is of the first one's version
+            metadata = page.get("metadata", {})  # every page has the first one's version
             token = metadata.get("continue")
             if not token:
                 return ObjectList(items, metadata.get("resourceVersion", ""))

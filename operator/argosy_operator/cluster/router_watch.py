@@ -1,8 +1,8 @@
-"""Asks every living router which replicas it sends requests to, and puts the answers together.
+"""Polls every router for the replicas that it sends requests to, and merges the reports.
 
-Owns one long poll per router pod and the view `Routers`. Must not know gates, or what anybody does with the
-view. Invariants: a router counts as alive while it answers, with a grace for one missed answer; while that is
-open, or before the first answers, the view says that it does not know, and nobody decides anything.
+Owns one long poll per router pod, and the merged view `Routers`. Must not know readiness gates. Invariants: a router
+counts as alive until it has not answered for GRACE seconds; the view is unknown until a router has answered, or none
+has for GRACE seconds, and no gate is changed on an unknown view.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 logger = logging.getLogger(__name__)
 
 WAIT: Final = 25
-"""Seconds a router may hold an answer back while nothing changes."""
+"""Seconds for which a router may hold its answer back while nothing changes."""
 GRACE: Final = 10.0
-"""Seconds without an answer until a router counts as dead. Covers a restart of its pod's container."""
+"""Seconds without an answer after which a router counts as dead. Covers a restart of its pod's container."""
 RETRY: Final = 1.0
-"""Seconds until a router that did not answer, or that does not hold answers back, is asked again."""
+"""Seconds until a router that did not answer, or that does not hold answers back, is polled again."""
 PAUSE: Final = 0.05
-"""Seconds between two reports of one router: bounds the work while a fleet starts."""
+"""Seconds between two polls of one router: bounds the work while a fleet starts."""
 
 Fetch = Callable[[str, "int | None"], Awaitable[RoutableReport]]
-"""`fetch(pod address, revision seen)`: the router's next report."""
+"""`fetch(pod address, last revision)`: the router's next report."""
 
 
 class RouterPod(Struct, frozen=True, kw_only=True):
-    """A router's pod, as far as it matters here."""
+    """A router's pod, and where it answers."""
 
     uid: str
     name: str
@@ -45,7 +45,7 @@ class RouterPod(Struct, frozen=True, kw_only=True):
 
 
 def read_router_pod(obj: Mapping[str, Any]) -> RouterPod | None:
-    """The pod, if a router can answer there."""
+    """Read a router's pod; None if it cannot answer now."""
     status = obj.get("status", {})
     if (
         obj["metadata"].get("deletionTimestamp")
@@ -68,7 +68,7 @@ class _Peer:
 
 
 class RouterWatch:
-    """Polls routers; calls `on_change(names of services affected, None for all)` when the view changes."""
+    """Polls routers, and calls `on_change(keys of affected services, None for all)` when the merged view changes."""
 
     def __init__(self, fetch: Fetch, on_change: Callable[[frozenset[str] | None], None]) -> None:
         self._fetch = fetch
@@ -77,16 +77,17 @@ class RouterWatch:
         self._silent: set[str] = set()
         """Routers that have not answered for longer than GRACE."""
         self._alone_since: float | None = None
-        """Since when no router is alive; None before the pods were listed, and while one is."""
+        """Since when no router is alive; None while one is, and before pods were listed."""
         self._view = Routers()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def view(self) -> Routers:
+        """The merged reports of all routers that are alive."""
         return self._view
 
     def set_pods(self, pods: Iterable[RouterPod]) -> None:
-        """The router pods that run now."""
+        """Set the router pods that run now: start polling new ones, stop polling the others."""
         now = asyncio.get_running_loop().time()
         wanted = {pod.uid: pod for pod in pods}
         for uid in self._peers.keys() - wanted.keys():
@@ -101,6 +102,7 @@ class RouterWatch:
         self._refresh(None)
 
     def close(self) -> None:
+        """Stop polling."""
         for uid in list(self._peers):
             self._forget(uid)
         if self._timer is not None:
@@ -135,7 +137,7 @@ class RouterWatch:
             await asyncio.sleep(PAUSE if was_held else RETRY)
 
     def _refresh(self, affected: frozenset[str] | None) -> None:
-        """Computes the view anew, tells if it changed, and looks again when a grace ends."""
+        """Merge the reports again, announce a change, and set a timer for the next end of a grace period."""
         now = asyncio.get_running_loop().time()
         if self._timer is not None:
             self._timer.cancel()
@@ -177,7 +179,7 @@ def _combined(alive: Iterable[_Peer], *, known: bool) -> Routers:
 
 
 def _affected(before: RoutableReport | None, after: RoutableReport) -> frozenset[str] | None:
-    """Services whose replicas changed between two reports of one router; None where that is unknown."""
+    """Keys of the services whose replicas differ between two reports of one router; None if there is no earlier one."""
     if before is None:
         return None
     changed = set(before.replicas) ^ set(after.replicas)
@@ -185,10 +187,10 @@ def _affected(before: RoutableReport | None, after: RoutableReport) -> frozenset
 
 
 def http_fetch(session: aiohttp.ClientSession, fleet_key: bytes, *, is_tls: bool) -> Fetch:
-    """`Fetch` over HTTP with the admin port's key.
+    """Fetch reports over HTTP from the routers' admin port, with its key.
 
-    A router's certificate is for the name that clients use, not for its pod's address, so with `is_tls` it is not held
-    against anything: what is said stays private, and pods are believed because the API server lists them, as without.
+    With `is_tls` the certificate is not verified, because it is for the name that clients use, not for a pod's address:
+    traffic is encrypted, and a pod is trusted because the API server lists it, as without TLS.
     """
     scheme = "https" if is_tls else "http"
     headers = {"Authorization": f"Bearer {internal_key(fleet_key, ADMIN_KEY_UID)}"}

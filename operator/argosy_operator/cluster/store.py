@@ -1,12 +1,12 @@
-"""The operator's copy of the cluster: the last version of every object it has seen.
+"""The operator's cache of the cluster: the last version of every object it has seen, as an informer's store.
 
-Owns resources, children and pods, by kind and name, fed by lists, events and the answers to its own writes.
-Must not decide anything. Invariants: an older version never replaces a newer one; a list is the truth for its kind
-as of the list's resource version, so it heals lost events, and takes back nothing that happened after it was made.
+Holds resources, children and pods by kind and name; lists, events and the answers to the operator's own writes update
+it. Must not decide anything. Invariants: an older version never replaces a newer one; a list is the truth for its kind
+as of the list's resource version, so it repairs lost events and undoes nothing that happened later.
 
-Resource versions are compared as integers, as Kubernetes promises since 1.35 (KEP-5504) and etcd always allowed. One
-that is not an integer is compared for equality only: what events and writes say while a list is under way then counts
-more than the list, since the watch goes on from there.
+Resource versions are compared as integers, as Kubernetes promises since 1.35 (KEP-5504) and etcd always allowed.
+Versions that are not integers are compared for equality only: what events and writes say while a list is under way
+then takes precedence over the list, since the watch continues from there.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from argosy_operator.names import SERVICE_LABEL
 
 
 class Listing(Struct):
-    """A list that is under way, and what events and writes said about its kind since it was asked for."""
+    """A list request under way, and what events and writes have said about its kind meanwhile."""
 
     kind: Kind
     namespace: str | None
     """None for all namespaces."""
     touched: set[Name] = field(default_factory=set)
     deleted: dict[Name, tuple[str, str]] = field(default_factory=dict)
-    """UID, and version of the deletion."""
+    """UID of each deleted object, and the resource version of its deletion."""
 
     def covers(self, kind: Kind, name: Name) -> bool:
         return kind == self.kind and self.namespace in (None, name[0])
@@ -68,7 +68,7 @@ class Store:
         return iter(list(self._objects[kind].values()))
 
     def put(self, kind: Kind, obj: Object) -> bool:
-        """Takes a version in. False if it is not newer than what is known."""
+        """Store a version of an object. False if it is not newer than the stored one."""
         if kind not in self._objects:
             return False
         name = object_name(obj)
@@ -83,8 +83,8 @@ class Store:
         return True
 
     def remove(self, kind: Kind, obj: Object) -> bool:
-        """Forgets an object that was deleted, unless a namesake has taken its place. `obj` is what the watch says: its
-        resource version is the deletion's."""
+        """Remove a deleted object, unless another one of the same name has taken its place. `obj` comes from the watch:
+        its resource version is the deletion's. False if nothing was removed."""
         name = object_name(obj)
         for listing in self._open:
             if listing.covers(kind, name):
@@ -98,8 +98,7 @@ class Store:
 
     @contextmanager
     def listing(self, kind: Kind, namespace: str | None) -> Iterator[Listing]:
-        """To be entered before the list is asked for; `adopt` takes its answer. Meanwhile the store remembers what
-        events say, and nothing longer than that."""
+        """Track events while a list is under way. Enter it before the list is requested; `adopt` takes the answer."""
         listing = Listing(kind, namespace)
         self._open.append(listing)
         try:
@@ -108,7 +107,7 @@ class Store:
             self._open.remove(listing)
 
     def adopt(self, listing: Listing, objects: Iterable[Object], version: str) -> list[Object]:
-        """Takes a list of `version` as the truth. Returns what had changed unnoticed."""
+        """Replace a kind's objects by a list of `version`. Returns the objects that had changed unnoticed."""
         kind, listed, changed = listing.kind, set(), []
         for obj in objects:
             name = object_name(obj)
@@ -122,7 +121,7 @@ class Store:
                 if name in listing.touched and not is_comparable:
                     continue
                 if held is not None and _is_known_newer(_version(held), version):
-                    continue  # a namesake that was made after the list
+                    continue  # another object of this name, created after the list
                 self._put(kind, name, obj)
                 changed.append(obj)
         for name, held in list(self._objects[kind].items()):
@@ -167,13 +166,13 @@ def _number(version: str) -> int | None:
 
 
 def _is_known_newer(version: str, other: str) -> bool:
-    """Whether both can be compared, and `version` is the later one."""
+    """Whether both versions are integers, and `version` is the later one."""
     ours, theirs = _number(version), _number(other)
     return ours is not None and theirs is not None and ours > theirs
 
 
 def _is_newer(version: str, other: str) -> bool:
-    """As above; of two that cannot be compared the one that came last counts as newer."""
+    """Whether `version` is later than `other`; of two that cannot be compared the one received last is."""
     if _number(version) is None or _number(other) is None:
         return version != other
     return _is_known_newer(version, other)
@@ -184,6 +183,6 @@ def _uid(obj: Object) -> str:
 
 
 def _trimmed(obj: Object) -> Object:
-    """Without managedFields, which are often larger than the object."""
+    """The object without managedFields, which are often larger than the rest."""
     metadata = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
     return {**obj, "metadata": metadata}

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.drift import must_apply, stamped
+from argosy_operator.desired.drift import must_apply, with_applied_hash
 from argosy_operator.desired.plan import Plan, desired
 from argosy_operator.desired.readiness_gate import GateStatus, gate_status
 from argosy_operator.desired.rollout import has_the_turn
@@ -77,7 +77,7 @@ def decide(service: InferenceService, observed: Observation, config: OperatorCon
     return Decision(
         plan=plan,
         gates=gates,
-        secret=stamped(plan.secret),
+        secret=with_applied_hash(plan.secret),
         is_key_suspect=_is_key_suspect(plan, observed),
         takes_turn=plan.rollout.has_turn and not has_the_turn(observed.deployment),
         children=_children(service, plan, observed),
@@ -99,7 +99,7 @@ def _with_gates(observed: Observation, gates: tuple[GateChange, ...]) -> Observa
 def _children(service: InferenceService, plan: Plan, observed: Observation) -> tuple[ChildChange, ...]:
     found = []
     for manifest in (plan.service, plan.budget, plan.deployment):
-        wanted = stamped(manifest)
+        wanted = with_applied_hash(manifest)
         live = observed.children.get((kind_of(wanted), object_name(wanted)))
         if live is None or not is_owned(live, service) or must_apply(wanted, live):
             found.append(ChildChange(wanted, live))

@@ -1,8 +1,7 @@
-"""Whether an object has to be applied: what makes rest cost no writes.
+"""Drift detection: whether a live object differs from the wanted manifest, so that it has to be applied.
 
-Owns the comparison of a wanted manifest with the live object. Must not talk to an API server.
-Invariant: an object that was applied as it is wanted, and not changed by anyone since, is never written
-again.
+Must not talk to an API server. Invariant: an object that was applied as wanted, and that nobody has changed since, is
+never written again.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _SUFFIXES: Final = {
 }
 
 
-def stamped(manifest: Object) -> Object:
-    """The manifest with the hash of itself as annotation: what is sent."""
+def with_applied_hash(manifest: Object) -> Object:
+    """The manifest to send: with a hash of itself as annotation, by which removed fields are noticed."""
     digest = xxhash.xxh3_64_hexdigest(msgspec.json.encode(manifest, order="deterministic"))
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), APPLIED_ANNOTATION: digest}
@@ -40,14 +39,13 @@ def stamped(manifest: Object) -> Object:
 
 
 def must_apply(wanted: Object, live: Mapping[str, Any] | None) -> bool:
-    """Whether `wanted` (stamped) differs from what lives: never applied, applied otherwise, or changed
-    since."""
+    """Whether `wanted` (with its hash) has to be applied: it never was, has other contents, or was changed since."""
     return live is None or not contains(live, wanted)
 
 
 def contains(live: Any, wanted: Any, *, field: str = "") -> bool:
-    """Whether every value of `wanted` is in `live`. What `live` has beyond it (server defaults, status, other
-    managers' fields) does not count; quantities are compared by value, since the API server rewrites them."""
+    """Whether every value of `wanted` is in `live`. Further fields of `live` (server defaults, status, other managers')
+    are ignored; quantities are compared by value, since the API server rewrites them."""
     if isinstance(wanted, Mapping):
         return isinstance(live, Mapping) and all(
             contains(live.get(name), value, field=field if field in _QUANTITY_FIELDS else name)

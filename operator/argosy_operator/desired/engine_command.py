@@ -1,8 +1,8 @@
-"""The command line and environment of one replica's engine, from its resource.
+"""The command line and environment of one replica's engine.
 
-Owns the translation of `spec.model` and `spec.engine` into flags of `argosy serve` (vLLM's names). Shared by
-pods and by the local fleet. Must not know pods, ports beyond its arguments, or keys. Invariant: only what the
-user set becomes a flag, so the engine's own defaults stay in one place.
+Owns the translation of `spec.model` and `spec.engine` into flags of `argosy serve` (vLLM's names), for pods and for the
+local fleet. Must not know pods or keys. Invariant: only fields that the user set become flags, so the engine alone
+knows its defaults.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from argosy_operator.names import ENGINE_PORT
 from argosy_operator.resource.types import InferenceService
 
 MODEL_MOUNT: Final = "/model"
-"""Where the volume of a `pvc://` source is mounted."""
+"""Mount path of the volume of a `pvc://` source."""
 
 ANY_HOST: Final = "0.0.0.0"  # noqa: S104 - a pod's network namespace is its own
 
@@ -27,7 +27,7 @@ def claim_name(source: str) -> str | None:
 
 
 def model_path(source: str) -> str:
-    """What the engine is told to load: a path, or the source itself (`builtin://tiny`)."""
+    """The model argument of the engine: a path, or the source itself (`builtin://tiny`)."""
     if source.startswith(_PVC):
         path = source.removeprefix(_PVC).partition("/")[2].strip("/")
         return f"{MODEL_MOUNT}/{path}" if path else MODEL_MOUNT
@@ -35,15 +35,15 @@ def model_path(source: str) -> str:
 
 
 def engine_model(service: InferenceService) -> str:
-    """What the engines call the model: the resource's name, which never changes. It is the `model_name` of their
-    metrics."""
+    """Name under which engines serve the model: the resource's name, which never changes. It is the `model_name` of
+    their metrics."""
     return service.metadata.name
 
 
 def engine_args(service: InferenceService, *, host: str = ANY_HOST, port: int = ENGINE_PORT) -> list[str]:
     """Arguments after `argosy`: `serve SOURCE --host ... --served-model-name NAME ...`.
 
-    NAME is `engine_model`, not what clients call the model: an edit of names must restart no engine.
+    NAME is `engine_model`, not a name that clients use, so that an edit of these restarts no engine.
     """
     model, engine = service.spec.model, service.spec.engine
     values: tuple[tuple[str, object], ...] = (
@@ -69,7 +69,7 @@ def engine_args(service: InferenceService, *, host: str = ANY_HOST, port: int = 
 
 
 def engine_env(service: InferenceService) -> dict[str, str]:
-    """Literal environment variables: `spec.engine.env`, over them those of the podTemplate overlay."""
+    """Environment variables with literal values: those of the podTemplate overlay win over `spec.engine.env`."""
     env = {variable.name: variable.value for variable in service.spec.engine.env}
     for container in service.spec.pod_template.spec.containers:
         env |= {variable.name: variable.value for variable in container.env if variable.value is not None}

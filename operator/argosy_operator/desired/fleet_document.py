@@ -1,9 +1,8 @@
-"""The fleet document, from resources.
+"""The fleet document: how InferenceServices appear to routers.
 
-Owns how an InferenceService appears to routers. Must not know how the document travels (a ConfigMap in a
-cluster, a file on a laptop), nor how names are resolved: `argosy_protocol.fleet.resolve_names` does
-that on both sides. Invariant: equal resources give an equal document, byte for byte, in whatever order they
-come.
+Must not know how the document is published (a ConfigMap in a cluster, a file on a laptop), nor how names are resolved:
+`argosy_protocol.fleet.resolve_names` does that on both sides. Invariant: equal resources give an equal document, byte
+for byte, in whatever order they are given.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from argosy_protocol.fleet import (
 def fleet_service(
     service: InferenceService, *, endpoints: tuple[Endpoint, ...] = (), internal_key: str = ""
 ) -> FleetService:
-    """One resource as routers see it. `endpoints` and `internal_key` are for the local fleet, which has no
-    pods."""
+    """A service's entry in the document. `endpoints` and `internal_key` are for the local fleet, which has no pods."""
     canary = service.spec.router.canary
     return FleetService(
         namespace=service.metadata.namespace,
@@ -60,7 +58,7 @@ def _limits(limits: RouterLimits) -> ServiceLimits:
 
 
 def fleet_document(services: Iterable[InferenceService]) -> FleetDocument:
-    """The document of a cluster; resources that are being deleted are left out."""
+    """The document of a cluster, without the resources that are being deleted."""
     living = [service for service in services if not service.metadata.deletion_timestamp]
     return FleetDocument(
         services=tuple(fleet_service(service) for service in sorted(living, key=lambda service: service.key))

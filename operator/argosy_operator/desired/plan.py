@@ -1,8 +1,8 @@
-"""The objects a service should consist of: a pure function of the resource and of what is observed.
+"""The children that a service should have: a pure function of the resource and of what is observed.
 
-Owns Secret, Service, PodDisruptionBudget and Deployment; how a change reaches the pods is decided in `rollout`.
-Must not talk to an API server, look at a clock or remember anything. Invariant: the same inputs give the same
-plan; at rest the plan equals what exists.
+Owns Secret, Service, PodDisruptionBudget and Deployment; `rollout` decides how a change reaches the pods. Must not talk
+to an API server, look at a clock or remember anything. Invariant: equal inputs give an equal plan; at rest the plan
+equals what exists.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from argosy_protocol.keys import internal_key
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What should exist for one service, in the order in which it is applied."""
+    """The children of one service, in the order in which they are applied."""
 
     revision: str
-    """Revision that the replicas should have now."""
+    """Revision of the pod template that the replicas should have now."""
     secret: Manifest
     service: Manifest
     budget: Manifest
@@ -46,7 +46,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def desired(service: InferenceService, observed: Observation, config: OperatorConfig) -> Plan:
-    """What should exist now."""
+    """The children that should exist now."""
     secret = _secret(service, config)
     key_digest = digest(secret["data"])
     template, revision = pod_template(service, config, key_digest=key_digest)
@@ -112,7 +112,7 @@ def _budget(service: InferenceService) -> Manifest:
         "spec": {
             "maxUnavailable": 1,
             "selector": {"matchLabels": selector(service)},
-            # A replica that never became ready must not keep a node from being drained.
+            # A replica that never became ready must not block the drain of a node.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }

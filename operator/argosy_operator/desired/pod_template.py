@@ -1,9 +1,8 @@
 """The pod template of a service's replicas, and its revision.
 
-Owns every field of the pods: command, probes, drain, hardening, volumes, the merge with the user's overlay.
-Must not know Deployments or rollouts. Invariants: the pod satisfies the restricted Pod Security profile
-whatever the resource says; the revision is a hash of the template, so two equal templates never roll and two
-different ones always do.
+Owns every field of the pods: command, probes, drain, hardening, volumes, and the merge with the user's overlay. Must
+not know Deployments or rollouts. Invariants: the pod satisfies the restricted Pod Security profile whatever the
+resource says; the revision is a hash of the template, so pods are replaced if, and only if, the template changes.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from argosy_operator.resource.types import InferenceService
 Manifest = dict[str, Any]
 
 USER_ID: Final = 10001
-"""User of the images; numeric, because the kubelet cannot check a name for runAsNonRoot."""
+"""User of the images. Numeric, because the kubelet cannot check a user name for runAsNonRoot."""
 HOME: Final = "/home/argosy"
 
 _TERMINATION_MARGIN_S: Final = 15
-"""Between the engine's own deadline and the kubelet's kill: time to close streams and free device memory."""
+"""Seconds between the engine's own deadline and the kubelet's kill, to close streams and free device memory."""
 _STARTUP_SECONDS: Final = 3600
-"""Loading weights from a slow volume takes this long at most; until then no other probe runs."""
+"""Longest time that loading weights from a slow volume may take; until then no other probe runs."""
 
 
 def key_secret_name(service: InferenceService) -> str:
@@ -114,7 +113,7 @@ def _container(service: InferenceService, config: OperatorConfig) -> Manifest:
             "readOnlyRootFilesystem": True,
             "runAsNonRoot": True,
         },
-        # What a failed engine wrote last becomes the message of its termination, and so of our conditions.
+        # The last lines of a failed engine become its termination message, and so the message of our conditions.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": _volume_mounts(service),
         # The sleep action of the kubelet needs no shell in the image; zero seconds are not allowed
@@ -133,7 +132,7 @@ def _probe(path: str, *, period: int, failures: int) -> Manifest:
 
 
 def _env(service: InferenceService) -> list[Manifest]:
-    """The operator's variables, then the user's merged by name: overlay over spec.engine.env."""
+    """The operator's variables, then the user's, merged by name: the overlay wins over spec.engine.env."""
     secret = {"secretKeyRef": {"name": key_secret_name(service), "key": API_KEY_ENV}}
     own = [
         {"name": API_KEY_ENV, "valueFrom": secret},
@@ -180,12 +179,12 @@ def _resources(service: InferenceService) -> Manifest:
 
 
 def _present(**fields: Any) -> Manifest:
-    """The fields that say something."""
+    """The fields that are not empty."""
     return {name: value for name, value in fields.items() if value not in (None, {}, [])}
 
 
 def _builtins(value: Any) -> Any:
-    """A struct of ours as the Kubernetes field of the same shape; what the user left out is left out."""
+    """Convert a struct to the Kubernetes field of the same shape, without the fields that the user left out."""
     return _without_none(msgspec.to_builtins(value))
 
 

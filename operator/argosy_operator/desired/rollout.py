@@ -1,16 +1,18 @@
 """How a change reaches a service's replicas: the Deployment's strategy, and whether its rollout is paused.
 
-A pure function of the resource, of the revision it asks for and of what is observed. It must not talk to an API
+A pure function of the resource, of the revision that it asks for and of what is observed. Must not talk to an API
 server, look at a clock or remember anything; what has to outlive a reconcile is an annotation of the Deployment.
 
 Invariant: the operator takes the last routable replica only if `spec.rollout` says so (`maxUnavailable` of at least
 `replicas`, or `maxSurge: 0`).
 
-    no GPU for a surge     in place, one at a time, if another replica goes on serving; else the rollout waits
+    no GPU for a surge     replicas are replaced in place, one at a time, if another one keeps serving; otherwise the
+                           rollout waits
     a new replica fails    the Deployment is paused until that replica is ready or the spec changes
-    the first new replica  is made alone, whatever maxSurge and maxUnavailable allow: it shows whether the change works
-    the operator's change  (a new default image, say) reaches one service at a time: the others are paused with
-                           the new template, and serve with the old one until it is their turn
+    the first new replica  is created alone, whatever maxSurge and maxUnavailable allow, to show that the change works
+    the operator's change  (a new default image, say) is rolled out to one service at a time: the Deployments of the
+                           others are paused with the new template, and their pods keep serving with the old one
+                           until it is their turn
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from argosy_operator.observed.pod import Pod
 from argosy_operator.resource.types import InferenceService
 
 MIN_READY_SECONDS: Final = 10
-"""How long a new replica must be ready until the next one is replaced. One that crashes at its first requests is seen
-to fail within it; loading a model takes longer, so a rollout is hardly slowed."""
+"""How long a new replica must be ready before the next one is replaced. A replica that crashes at its first requests
+does so within this time; loading a model takes longer, so rollouts are hardly slowed."""
 
 Phase = Literal["normal", "in-place", "waiting-for-capacity", "halted", "waiting-for-turn"]
 
 
 class Rollout(Struct, frozen=True, kw_only=True):
-    """What the Deployment is told about its rollout."""
+    """The rollout settings of the Deployment, and the reason for them."""
 
     phase: Phase = "normal"
     surge: int = 1
     unavailable: int = 0
     is_paused: bool = False
     held_revision: str = ""
-    """While the service waits for its turn: the revision that goes on serving."""
+    """While the service waits for its turn: the revision that keeps serving."""
     waits_for: str = ""
     """While the service waits for its turn: the service (`namespace/name`) that has it."""
     halted_by: Pod | None = None
@@ -56,7 +58,8 @@ class Rollout(Struct, frozen=True, kw_only=True):
     has_turn: bool = False
     """The operator's own change is being rolled out to this service; no other one starts meanwhile."""
     input_digest: str = ""
-    """Hash of what the user says about pods. As long as it stays, a new revision is the operator's doing."""
+    """Hash of those parts of the spec that shape the pods. While it stays the same, a new revision comes from a change
+    of the operator's."""
 
     @property
     def annotations(self) -> dict[str, str]:
@@ -72,7 +75,7 @@ class Rollout(Struct, frozen=True, kw_only=True):
 def plan_rollout(
     service: InferenceService, observed: Observation, revision: str, *, key_digest: str
 ) -> Rollout:
-    """How the pods of `revision` are to replace the others now."""
+    """How pods of `revision` are to replace the others now."""
     live = observed.deployment
     digest = input_digest(service)
     held = _held_revision(service, observed, revision, digest=digest, key_digest=key_digest)
@@ -96,7 +99,7 @@ def plan_rollout(
     if is_halted:
         phase = "halted"
         if live is not None and _template_revision(live) == revision:
-            # A paused Deployment is still scaled to its size plus maxSurge: a smaller surge would remove replicas.
+            # Kubernetes scales a paused Deployment to its size plus maxSurge: a smaller surge would remove replicas.
             surge, unavailable = _live_strategy(live, surge, unavailable)
     return Rollout(
         phase=phase,
@@ -110,7 +113,7 @@ def plan_rollout(
 
 
 def serving_revision(deployment: Object) -> str:
-    """The revision a Deployment's pods should have now: its template's, unless that waits for its turn."""
+    """The revision that a Deployment's pods should have now: its template's, unless that waits for its turn."""
     annotations = deployment["metadata"].get("annotations", {})
     return annotations.get(HELD_ANNOTATION) or _template_revision(deployment)
 
@@ -121,6 +124,7 @@ def has_the_turn(deployment: Object | None) -> bool:
 
 
 def waits_for_its_turn(deployment: Object) -> bool:
+    """Whether the operator's own change waits to be rolled out to this Deployment's service."""
     return HELD_ANNOTATION in deployment["metadata"].get("annotations", {})
 
 
@@ -135,8 +139,8 @@ def _failed_replacements(observed: Observation, revision: str) -> list[Pod]:
 
 
 def may_replace_in_place(service: InferenceService) -> bool:
-    """Whether a replica may be taken away before its successor exists, although the rollout was to surge. A
-    Deployment with maxUnavailable 1 and two replicas or more never takes the last one that is available."""
+    """Whether a replica may be removed before its successor exists, although the rollout was to surge. A Deployment
+    with maxUnavailable 1 and two or more replicas never removes the last available one."""
     explicit = service.spec.rollout.max_unavailable
     return service.spec.replicas > 1 if explicit is None else explicit > 0
 
@@ -144,10 +148,9 @@ def may_replace_in_place(service: InferenceService) -> bool:
 def no_gpu_for_surge(service: InferenceService, observed: Observation, revision: str) -> bool:
     """Whether this rollout must free a GPU before it can take one.
 
-    It starts when a pod of the new revision cannot be scheduled for want of GPUs while living pods of an old
-    one hold some. It then lasts until no old pod is left, which the live Deployment tells (this revision, no
-    surge): the starved pod is scheduled as soon as the first old one is gone, and a decision on that pod
-    alone would flap.
+    It must from when a pod of the new revision cannot be scheduled for lack of GPUs while pods of an old revision hold
+    some, until no old pod is left. The live Deployment (this revision, no surge) keeps that state: the pending pod is
+    scheduled as soon as the first old one is gone, and a decision on that pod alone would flap.
     """
     gpu, rollout = service.spec.resources.gpu, service.spec.rollout
     if gpu is None or rollout.surge == 0:
@@ -155,17 +158,17 @@ def no_gpu_for_surge(service: InferenceService, observed: Observation, revision:
     holders = [pod for pod in observed.pods if pod.is_alive and pod.node and pod.revision != revision]
     if not holders:
         return False
-    wanting = f"Insufficient {gpu.resource_name}"
-    starved = sum(
-        pod.is_alive and pod.revision == revision and wanting in pod.unschedulable for pod in observed.pods
+    lacking = f"Insufficient {gpu.resource_name}"
+    pending = sum(
+        pod.is_alive and pod.revision == revision and lacking in pod.unschedulable for pod in observed.pods
     )
     leaving = sum(pod.is_terminating and bool(pod.node) for pod in observed.pods)
-    return starved > leaving or _is_without_surge(observed, revision)
+    return pending > leaving or _is_without_surge(observed, revision)
 
 
 def input_digest(service: InferenceService) -> str:
-    """Hash of the parts of the spec that pods are made from, as far as they are not defaults: a field that a later
-    version adds changes nothing."""
+    """Hash of those parts of the spec that shape the pods. Defaults are left out, so that a field which a later version
+    adds does not change it."""
     spec = service.spec
     parts = (spec.engine, spec.resources, spec.placement, spec.pod_template)
     said = [spec.model.source, spec.rollout.drain_seconds, *map(_non_defaults, parts)]
@@ -183,7 +186,7 @@ def _non_defaults(value: Any) -> Any:
 
 @functools.cache
 def _defaults(struct: type[Struct]) -> tuple[tuple[str, Any], ...]:
-    """Fields and their defaults; looking them up takes msgspec longer than all the rest of a reconcile."""
+    """Fields and their defaults. Cached, because msgspec takes longer to look them up than the rest of a reconcile."""
     fields = msgspec.structs.fields(struct)
     return tuple(
         (each.name, each.default if each.default_factory is msgspec.NODEFAULT else each.default_factory())
@@ -194,11 +197,11 @@ def _defaults(struct: type[Struct]) -> tuple[tuple[str, Any], ...]:
 def _held_revision(
     service: InferenceService, observed: Observation, revision: str, *, digest: str, key_digest: str
 ) -> str:
-    """The revision that goes on serving if this service may have to wait for its turn; empty if it need not.
+    """The revision that keeps serving if this service may have to wait for its turn; empty if it need not wait.
 
-    It waits only where something can be lost: the change is the operator's own, and the service is at rest with at
-    least one routable replica. A new internal key does not wait, because routers that have it cannot reach engines
-    with the old one.
+    It waits only if the change is the operator's own and the service is at rest with at least one routable replica:
+    otherwise there is nothing to protect. A new internal key does not wait, because routers that have it cannot reach
+    engines with the old one.
     """
     live = observed.deployment
     if live is None or has_the_turn(live) or service.spec.replicas == 0:
@@ -216,8 +219,8 @@ def _held_revision(
 
 
 def _is_healthy(service: InferenceService, observed: Observation, revision: str) -> bool:
-    """Whether the next service may follow: every replica is new and routable. One that no node can take does not
-    count: the change is not its reason."""
+    """Whether the next service may have its turn: every replica is new and routable. A replica that no node can take is
+    ignored, because the change is not the cause."""
     live = observed.deployment
     alive = [pod for pod in observed.pods if pod.is_alive]
     return (
@@ -243,8 +246,8 @@ def _strategy(
 
 
 def _is_first(observed: Observation, revision: str) -> bool:
-    """Whether the first new replica still has to show that the change works. The Deployment makes the second one
-    when the first has been ready for MIN_READY_SECONDS."""
+    """Whether the first new replica still has to show that the change works. The Deployment creates the second one once
+    the first has been ready for MIN_READY_SECONDS."""
     alive = [pod for pod in observed.pods if pod.is_alive]
     new = [pod for pod in alive if pod.revision == revision]
     return len(new) < len(alive) and (len(new) < 2 or not any(pod.is_routable for pod in new))

@@ -1,7 +1,7 @@
-"""One replica's pod, read from its Kubernetes object.
+"""A typed view of one replica's pod.
 
-Owns the reading of a pod's status: whether it is up, lost, unschedulable, or why it does not run. Must not decide
-anything. Invariant: a view is a function of the object alone, so a decision made on it can be repeated in a test.
+Owns the reading of a pod's status: whether it is up, lost or unschedulable, and why it does not run. Must not decide
+anything. Invariant: a view is a function of the object alone, so that a decision on it can be repeated in a test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Object = Mapping[str, Any]
 
 
 class Problem(Struct, frozen=True):
-    """Why a pod does not run, in Kubernetes' own word and a sentence."""
+    """Why something does not run: a CamelCase reason, as Kubernetes gives it, and a message."""
 
     reason: str
     message: str
@@ -33,16 +33,16 @@ class Pod(Struct, frozen=True, kw_only=True):
     node: str = ""
     is_terminating: bool = False
     is_finished: bool = False
-    """Failed or succeeded: it will never serve again (evicted, say)."""
+    """Failed or succeeded: it never serves again (evicted, say)."""
     containers_ready: bool = False
     gate: str = ""
-    """Status of the condition `routable`; empty while it was never written."""
+    """Status of the condition `routable`; empty if it was never written."""
     is_ready: bool = False
-    """Kubernetes' own summary: containers ready, gate open, and the node answers."""
+    """The pod's condition Ready: containers ready, gate open, and the node answers."""
     is_lost: bool = False
-    """Its node does not answer: the node controller took readiness away, the kubelet cannot say anything any more."""
+    """Its node does not answer: the node controller set Ready to False, and the kubelet reports nothing any more."""
     unschedulable: str = ""
-    """Message of the scheduler, while no node takes the pod."""
+    """Message of the scheduler, while no node takes the pod; else empty."""
     unschedulable_since: str = ""
     """Since when (RFC 3339)."""
     problem: Problem | None = None
@@ -58,12 +58,12 @@ class Pod(Struct, frozen=True, kw_only=True):
 
     @property
     def is_up(self) -> bool:
-        """Its containers are ready, as far as anybody can tell."""
+        """Its containers are ready, and its node answers."""
         return self.is_alive and self.containers_ready and not self.is_lost
 
 
 def read_pod(obj: Object) -> Pod:
-    """A pod's view."""
+    """Read a pod."""
     metadata, spec, status = obj["metadata"], obj.get("spec", {}), obj.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
     scheduled = conditions.get("PodScheduled", {})
@@ -88,8 +88,8 @@ def read_pod(obj: Object) -> Pod:
 
 
 def _is_lost(conditions: Mapping[str, Object]) -> bool:
-    """Whether the pod ceased to be ready although its containers and its gate say that they are: only the node
-    controller does that. Right after the gate opened Ready is False as well, since before that."""
+    """Whether the pod stopped being ready although its containers are ready and its gate is open: only the node
+    controller does that. Right after the gate opened, Ready is False as well, but since an earlier time."""
     ready, gate = conditions.get("Ready", {}), conditions.get(ROUTABLE_GATE, {})
     return (
         ready.get("status") == "False"
@@ -99,7 +99,7 @@ def _is_lost(conditions: Mapping[str, Object]) -> bool:
     )
 
 
-_HARMLESS_WAITS = ("ContainerCreating", "PodInitializing")
+_STARTING_REASONS: Final = ("ContainerCreating", "PodInitializing")
 
 
 def _problem(status: Object, container: Object) -> Problem | None:
@@ -107,7 +107,7 @@ def _problem(status: Object, container: Object) -> Problem | None:
         return Problem(status.get("reason") or "PodFailed", status.get("message") or "the pod failed")
     ended = container.get("lastState", {}).get("terminated") or container.get("state", {}).get("terminated")
     waiting = container.get("state", {}).get("waiting")
-    if waiting and waiting.get("reason") not in _HARMLESS_WAITS:
+    if waiting and waiting.get("reason") not in _STARTING_REASONS:
         message = waiting.get("message", "")
         if ended:
             message = f"{message} (last exit: {_exit(ended)})".strip()
@@ -121,15 +121,15 @@ def _problem(status: Object, container: Object) -> Problem | None:
     return None
 
 
-_MAX_LAST_WORDS: Final = 512
+_MAX_LAST_LINE: Final = 512
 """Characters of a container's last line; an exception's text can be as long as its input."""
 
 
 def _exit(ended: Object) -> str:
-    """How a container ended, and the last line it wrote, which says why."""
+    """How a container ended, and the last line that it wrote, which usually says why."""
     result = f"{ended.get('reason') or 'Error'}, code {ended.get('exitCode', '?')}"
     lines = [line.strip() for line in (ended.get("message") or "").splitlines() if line.strip()]
     if not lines:
         return result
     last = "".join(char if char.isprintable() else " " for char in lines[-1])
-    return f"{result}: {last[:_MAX_LAST_WORDS]}"
+    return f"{result}: {last[:_MAX_LAST_LINE]}"

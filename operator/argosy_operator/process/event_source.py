@@ -22,7 +22,7 @@ from argosy_operator.reconcile.controller import WATCHED, Controller
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """What one kopf operator watches, and where."""
+    """What one kopf operator watches, and in which namespaces."""
 
     namespaces: tuple[str, ...]
     """All if empty."""
@@ -30,9 +30,9 @@ class Scope(Struct, frozen=True, kw_only=True):
 
 
 def scopes(config: OperatorConfig) -> tuple[Scope, ...]:
-    """Everything in the namespaces that are served, and the routers' pods where the operator lives: it has no
-    permission to list anything else there. kopf watches the same kinds in all of its namespaces, so the latter
-    takes a kopf operator of its own, unless the operator's namespace is served anyway."""
+    """What to watch: every kind in the namespaces that are served, and pods in the operator's own, where the routers
+    run and the operator may list nothing else. kopf watches the same kinds in all of its namespaces, so the latter
+    takes a second kopf operator, unless the operator's namespace is served anyway."""
     served = Scope(namespaces=tuple(sorted({*config.watch_namespaces})), watched=WATCHED)
     if not config.watch_namespaces or config.namespace in config.watch_namespaces:
         return (served,)
@@ -40,7 +40,7 @@ def scopes(config: OperatorConfig) -> tuple[Scope, ...]:
 
 
 async def watch(controller: Controller, scope: Scope, *, stop: asyncio.Event, ready: asyncio.Event) -> None:
-    """Runs kopf; every event of what is watched goes to the controller."""
+    """Run kopf until `stop` is set, and hand every event to the controller. Sets `ready` once kopf runs."""
     await kopf.operator(
         registry=handlers(controller, scope.watched),
         settings=kopf_settings(scope.watched),
@@ -54,7 +54,7 @@ async def watch(controller: Controller, scope: Scope, *, stop: asyncio.Event, re
 
 
 def kopf_identity() -> Any:
-    """kopf would ask for the user's name, which a numeric user of a container does not have."""
+    """An identity that needs no user name, which the numeric user of a container does not have."""
     os.environ.setdefault("USER", "argosy")
     from kopf._core.engines.peering import Identity
 
@@ -62,11 +62,12 @@ def kopf_identity() -> Any:
 
 
 def kopf_settings(watched: Mapping[Kind, str]) -> kopf.OperatorSettings:
+    """Settings with which kopf writes nothing and discovers nothing."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = NoDiffBase()
     settings.persistence.progress_storage = NoProgress()
-    # What is watched is known: no permission on CRDs and namespaces is needed to find it out.
+    # The watched kinds are known, so no permission to list CRDs and namespaces is needed.
     settings.scanning.disabled = True
     for kind, labels in watched.items():
         if labels:
@@ -75,6 +76,7 @@ def kopf_settings(watched: Mapping[Kind, str]) -> kopf.OperatorSettings:
 
 
 def handlers(controller: Controller, watched: Mapping[Kind, str]) -> kopf.OperatorRegistry:
+    """One event handler for each kind, and the login."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)

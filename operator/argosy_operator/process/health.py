@@ -1,8 +1,7 @@
-"""The operator's own HTTP port: liveness and metrics.
+"""The operator's health port: `/healthz` and `/metrics`.
 
-Owns `/healthz` and `/metrics`. Must not know what the operator does beyond what it is given.
-Invariant: alive means that everything was read anew within three resync periods; a process whose watches or
-API access died silently does not stay alive for longer than that.
+Invariant: alive means that the last resync is at most three periods ago, so that a process whose watches or API access
+died silently is restarted.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from argosy_operator.reconcile.controller import Controller
 
 _PERIODS: Final = 3
+"""Resync periods without a resync after which the process counts as dead."""
 
 
 def health_app(controller: Controller, *, resync_seconds: float) -> web.Application:
-    """The application; serving it is the caller's business."""
+    """The application; the caller serves it."""
 
     async def healthz(request: web.Request) -> web.Response:
         age = time.monotonic() - controller.resynced_at

@@ -1,8 +1,8 @@
-"""The keys of an installation, made at the operator's first start: the fleet key, and a key for clients.
+"""Creates the keys of an installation at the operator's first start: the fleet key, and a key for clients.
 
-Owns when a key is made and what of. Templates cannot make them: they are rendered anew by every upgrade and by GitOps
-tools, without a look at the cluster. Invariants: a Secret that exists is never changed, nor read; the Secrets belong to
-no release and no resource, so that they outlive an uninstallation and engines keep running over a reinstallation.
+The chart cannot create them: every upgrade, and every GitOps tool, renders templates without a look at the cluster.
+Invariants: a Secret that exists is never changed, nor read; the Secrets belong to no release and no resource, so that
+they outlive an uninstallation and engines keep running over a reinstallation.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 FLEET_KEY_FIELD: Final = "key"
 ROUTER_KEYS_FIELD: Final = "api-keys"
 _KEY_BYTES: Final = 32
-"""Of randomness in each key."""
+"""Random bytes in each key."""
 _START_RETRY: Final = 1.0
-_START_PATIENCE: Final = 30.0
-"""A chart installs permissions and operator together, and the API server takes a moment to honour the former."""
+_START_TIMEOUT: Final = 30.0
+"""Seconds. A chart installs permissions and operator together, and the API server takes a moment to honour them."""
 
 
-async def ensure_keys(api: Api, config: OperatorConfig, patience: float = _START_PATIENCE) -> OperatorConfig:
-    """Makes what is missing, and returns the settings with the fleet key. The key is part of the pod's environment
-    once its Secret exists, so nothing has to be read.
+async def ensure_keys(api: Api, config: OperatorConfig, timeout: float = _START_TIMEOUT) -> OperatorConfig:
+    """Create the Secrets that are missing, and return the settings with the fleet key. Once its Secret exists, the key
+    is part of the pod's environment, so nothing has to be read.
 
     Raises:
-        OperatorError: there is a Secret, but it had no key when this process was started.
-        ApiError: the API server refused for `patience` seconds.
+        OperatorError: the Secret exists, but this process was started without its key.
+        ApiError: the API server refused for `timeout` seconds.
     """
-    deadline = asyncio.get_running_loop().time() + patience
+    deadline = asyncio.get_running_loop().time() + timeout
     while True:
         try:
             return await _ensure(api, config)
@@ -50,27 +50,27 @@ async def ensure_keys(api: Api, config: OperatorConfig, patience: float = _START
 
 
 async def keep_fleet_key(api: Api, config: OperatorConfig) -> None:
-    """Makes the Secret again if it was deleted, with the same key, until cancelled: the next start of the operator
-    would make another key, and every engine would roll."""
+    """Restore the fleet key's Secret whenever it was deleted, until cancelled. Otherwise the next start of the
+    operator would create another key, and every engine would be replaced."""
     while True:
         await asyncio.sleep(config.resync_seconds)
         if not config.fleet_key_secret:
             continue
         try:
             key = config.fleet_key.decode()
-            await _made(api, config, config.fleet_key_secret, FLEET_KEY_FIELD, key)
+            await _create_secret(api, config, config.fleet_key_secret, FLEET_KEY_FIELD, key)
         except ApiError as error:
-            logger.warning("cannot keep the Secret %s: %s", config.fleet_key_secret, error)
+            logger.warning("cannot restore the Secret %s: %s", config.fleet_key_secret, error)
 
 
 async def _ensure(api: Api, config: OperatorConfig) -> OperatorConfig:
     if config.router_keys_secret:
         key = f"sk-{secrets.token_hex(_KEY_BYTES)}"
-        await _made(api, config, config.router_keys_secret, ROUTER_KEYS_FIELD, key)
+        await _create_secret(api, config, config.router_keys_secret, ROUTER_KEYS_FIELD, key)
     if config.fleet_key or not config.fleet_key_secret:
         return config
     key = secrets.token_hex(_KEY_BYTES)
-    if not await _made(api, config, config.fleet_key_secret, FLEET_KEY_FIELD, key):
+    if not await _create_secret(api, config, config.fleet_key_secret, FLEET_KEY_FIELD, key):
         raise OperatorError(
             f"the Secret {config.fleet_key_secret!r} exists, but this pod was started without its field "
             f"`{FLEET_KEY_FIELD}`; if a restart does not help, add the field (at least 16 bytes) or delete the Secret"
@@ -78,9 +78,9 @@ async def _ensure(api: Api, config: OperatorConfig) -> OperatorConfig:
     return dataclasses.replace(config, fleet_key=key.encode())
 
 
-async def _made(api: Api, config: OperatorConfig, name: str, field: str, value: str) -> bool:
-    """Creates the Secret. False if there is one of this name."""
-    # No instance label: by it GitOps tools take an object for part of the release, and prune it.
+async def _create_secret(api: Api, config: OperatorConfig, name: str, field: str, value: str) -> bool:
+    """Create the Secret. False if one of this name exists."""
+    # No instance label: GitOps tools would take the object for part of the release, and prune it.
     labels = {NAME_LABEL: "argosy", COMPONENT_LABEL: "keys", MANAGED_BY_LABEL: FIELD_MANAGER}
     manifest = {
         "apiVersion": "v1",
@@ -95,5 +95,5 @@ async def _made(api: Api, config: OperatorConfig, name: str, field: str, value: 
         if error.status == 409:
             return False
         raise
-    logger.info("made the Secret %s/%s", config.namespace, name)
+    logger.info("created the Secret %s/%s", config.namespace, name)
     return True

@@ -1,8 +1,7 @@
-"""kopf without memory: it keeps no diff base and no progress, neither on our objects nor at all.
+"""Storages that keep nothing, so that kopf never writes to an object.
 
-Owns the two storages kopf asks for on every event. By default kopf copies each object twice per event and would
-write annotations as soon as a handler needed them; the operator is level-based and needs neither.
-Invariant: nothing in here touches a patch, so kopf can never write to an object.
+kopf asks a diff-base storage and a progress storage on every event. Its own copy each object twice per event, and
+write annotations; the operator is level-based and needs neither. Invariant: no method touches a patch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import kopf
 
 
 class NoDiffBase(kopf.DiffBaseStorage):
-    """Every object looks the same to kopf, so there is never a difference to handle."""
+    """Keep no last-seen state: every object looks the same to kopf, so it never has a difference to handle."""
 
     def build(self, **_: Any) -> Any:
         return {}
@@ -26,7 +25,7 @@ class NoDiffBase(kopf.DiffBaseStorage):
 
 
 class NoProgress(kopf.ProgressStorage):
-    """Event handlers have no progress to keep: they run once and do not fail."""
+    """Keep no progress of handlers: event handlers run once and do not fail."""
 
     def fetch(self, **_: Any) -> Any:
         return None

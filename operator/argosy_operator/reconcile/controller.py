@@ -1,9 +1,8 @@
-"""Decides when what is reconciled: events and timers mark keys, workers take them.
+"""The controller: events and timers queue keys, workers reconcile them.
 
-Owns the queue, the workers, the resync, and the fleet document's ConfigMap. Must not know kopf (`main` feeds
-events in), nor what reconciling a resource means. Invariants: no reconcile before everything was listed once,
-so an empty or half-read cluster is never published; one worker per key; a lost event costs at most one resync
-period.
+Owns the queue, the workers and the resync. Must not know kopf (`process.event_source` hands events over), nor what
+reconciling a resource means. Invariants: nothing is reconciled before everything was listed once, so that the fleet
+document of a half-read cluster is never published; one worker per key; a lost event costs at most one resync period.
 """
 
 from __future__ import annotations
@@ -56,27 +55,27 @@ WATCHED: Final[Mapping[Kind, str]] = {
     BUDGETS: CHILD_SELECTOR,
     PODS: POD_SELECTOR,
 }
-"""What is watched and listed, and by which labels (filtered by the API server)."""
+"""Kinds that are watched and listed, and the label selectors by which the API server filters them."""
 
 FLEET: Final[Name] = ("", "")
 """The key that stands for the fleet document."""
 
 _RESYNC_RETRY: Final = 5.0
 _RELIST_PAUSE: Final = 5.0
-"""Between a new list of the event source's (its watch had expired, say) and ours: after an outage every kind is listed
-anew, and once is enough for all of them."""
+"""Seconds between a new list by the event source (its watch had expired, say) and a resync: after an outage the source
+lists every kind again, and one resync is enough for all of them."""
 _START_RETRY: Final = 1.0
-_START_PATIENCE: Final = 60.0
-"""A chart installs the CRD and the operator together, and the API server takes a moment to serve the former."""
+_START_TIMEOUT: Final = 60.0
+"""Seconds. A chart installs the CRD and the operator together, and the API server takes a moment to serve the CRD."""
 
 
 def utc_now() -> str:
-    """Now, as Kubernetes writes times."""
+    """The time now, as Kubernetes writes it."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Controller:
-    """The operator without its event source."""
+    """Keeps every InferenceService reconciled; the operator without its event source."""
 
     def __init__(
         self, api: Api, config: OperatorConfig, *, fetch: Fetch, metrics: OperatorMetrics | None = None
@@ -94,22 +93,22 @@ class Controller:
             metrics=self.metrics,
             now=utc_now,
             routers=lambda: self.routers.view,
-            on_turn_ended=self._wake_those_that_wait,
+            on_turn_ended=self._requeue_waiting_for_turn,
             look_again=self.queue.add_after,
         )
         self._fleet = FleetPublisher(api, self.store, config, self.metrics)
         self._relisted = asyncio.Event()
-        """The event source has listed something anew, so it may have missed deletions."""
+        """Set when the event source has listed a kind again: it may have missed deletions."""
         self.resynced_at = time.monotonic()
-        """When everything was last read anew; the liveness probe watches it."""
+        """When the last resync ended (monotonic clock); the liveness probe looks at it."""
 
-    async def start(self, patience: float = _START_PATIENCE) -> None:
-        """Lists everything for the first time, waiting for the CRD to be served.
+    async def start(self, timeout: float = _START_TIMEOUT) -> None:
+        """List everything for the first time, waiting for the CRD to be served.
 
         Raises:
-            ApiError: it did not work for `patience` seconds: no CRD, no permission, no API server.
+            ApiError: it did not work for `timeout` seconds: no CRD, no permission, no API server.
         """
-        deadline = asyncio.get_running_loop().time() + patience
+        deadline = asyncio.get_running_loop().time() + timeout
         while True:
             try:
                 if not await self._api.serves(INFERENCE_SERVICES):
@@ -125,7 +124,7 @@ class Controller:
                 await asyncio.sleep(_START_RETRY)
 
     async def run(self) -> None:
-        """Works until cancelled; `start` comes first."""
+        """Reconcile until cancelled; `start` comes first."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(self._config.workers):
@@ -136,8 +135,8 @@ class Controller:
             self.queue.close()
 
     def handle(self, kind: Kind, event: str | None, obj: Object) -> None:
-        """Takes in one event: `ADDED`, `MODIFIED`, `DELETED`, or None for an object that was there
-        already: the event source has listed its kind anew, and events may have been missed."""
+        """Handle one event: `ADDED`, `MODIFIED`, `DELETED`, or None for an object of a list. The event source lists a
+        kind at its start, and again when its watch has expired: events may have been missed then."""
         if event is None:
             self._relisted.set()
         if kind is INFERENCE_SERVICES and not self._is_served(obj):
@@ -145,14 +144,14 @@ class Controller:
         if event == "DELETED":
             held = self.store.remove(kind, obj)
             if held:
-                self._changed(kind, obj, None)
+                self._enqueue(kind, obj, None)
             return
         before = self.store.get(kind, *object_name(obj))
         if self.store.put(kind, obj):
-            self._changed(kind, obj, before)
+            self._enqueue(kind, obj, before)
 
     async def resync(self) -> None:
-        """Reads everything anew and marks every resource."""
+        """List everything, and queue every resource."""
         served: tuple[str | None, ...] = self._config.watch_namespaces or (None,)
         for kind, labels in WATCHED.items():
             own = (self._config.namespace,) if kind is PODS and None not in served else ()
@@ -172,7 +171,7 @@ class Controller:
         namespaces = self._config.watch_namespaces
         return not namespaces or obj["metadata"].get("namespace") in namespaces
 
-    def _changed(self, kind: Kind, obj: Object, before: Object | None) -> None:
+    def _enqueue(self, kind: Kind, obj: Object, before: Object | None) -> None:
         if kind is INFERENCE_SERVICES:
             self.queue.add(object_name(obj))
             if before is None or _identity(before) != _identity(obj):
@@ -182,12 +181,12 @@ class Controller:
         if service is not None:
             self.queue.add(service)
         if kind is DEPLOYMENTS and has_the_turn(before or obj) and (before is None or not has_the_turn(obj)):
-            self._wake_those_that_wait()
+            self._requeue_waiting_for_turn()
         if kind is PODS and obj["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "router":
             self._refresh_routers()
 
-    def _wake_those_that_wait(self) -> None:
-        """Services whose rollout waits for another one's: that may have ended, or its Deployment is gone."""
+    def _requeue_waiting_for_turn(self) -> None:
+        """Queue the services whose rollout waits for another one's, which has ended, or whose Deployment is gone."""
         for obj in self.store.all(DEPLOYMENTS):
             service = service_of(obj)
             if service is not None and waits_for_its_turn(obj):
@@ -221,7 +220,7 @@ class Controller:
             except OperatorError as error:
                 outcome = "error"
                 logger.warning("%s: %s", _shown(key), error)
-            except Exception:  # a defect in one resource must not stop the others
+            except Exception:  # a bug with one resource must not stop the others
                 outcome = "defect"
                 logger.exception("%s: reconcile failed", _shown(key))
             finally:
@@ -241,7 +240,7 @@ class Controller:
                     await asyncio.sleep(_RESYNC_RETRY)
 
     async def _resync_due(self) -> None:
-        """Waits for the period to end, or for the event source to list something anew."""
+        """Wait until the period has passed, or the event source has listed a kind again."""
         period = self._config.resync_seconds * random.uniform(0.9, 1.1)  # noqa: S311 - jitter
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(period):
@@ -259,12 +258,12 @@ class Controller:
 
 
 def _with_kind(obj: Object, kind: Kind) -> Object:
-    """Items of a list carry no kind of their own."""
+    """Add the kind, which items of a list do not carry."""
     return {"apiVersion": kind.api_version, "kind": kind.name, **obj}
 
 
 def _identity(obj: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What of a resource the fleet document depends on."""
+    """The metadata on which a resource's entry in the fleet document depends."""
     metadata = obj["metadata"]
     return metadata.get("uid"), metadata.get("generation"), bool(metadata.get("deletionTimestamp"))
 

@@ -26,11 +26,13 @@ from argosy_operator.status.events import Event
 logger = logging.getLogger(__name__)
 
 EVENT_BURST: Final = 25
+"""Events that a service may post at once."""
 EVENT_REFILL_SECONDS: Final = 300.0
+"""Seconds until a service may post one more."""
 MAX_REMEMBERED: Final = 4096
-"""Events whose count is kept, and services whose rate is: what is forgotten begins anew."""
+"""Number of events whose count is kept, and of services whose rate is; the least recent are forgotten."""
 MAX_MESSAGE: Final = 1024
-"""What the API server takes."""
+"""Characters that the API server accepts."""
 
 
 class _Posted(Struct):
@@ -53,10 +55,10 @@ class EventRecorder:
         self._allowances: OrderedDict[str, _Allowance] = OrderedDict()
 
     async def post(self, service: InferenceService, events: Iterable[Event]) -> None:
-        """Posts what the service's rate allows; what cannot be posted is logged and forgotten."""
+        """Post the events that the service's rate allows; an event that cannot be posted is logged and dropped."""
         for event in events:
             if not self._is_allowed(service.metadata.uid):
-                logger.info("%s: too many events; left out: %s", service.key, event.reason)
+                logger.info("%s: too many events; dropped: %s", service.key, event.reason)
                 continue
             try:
                 await self._api.apply(self._manifest(service, event))

@@ -14,7 +14,7 @@ import msgspec
 from argosy_operator.cluster.api import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.drift import must_apply, stamped
+from argosy_operator.desired.drift import must_apply, with_applied_hash
 from argosy_operator.desired.fleet_document import fleet_document, without_canary
 from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES, Name, Object, object_name
 from argosy_operator.names import COMPONENT_LABEL, FLEET_CONFIGMAP, FLEET_KEY, NAME_LABEL
@@ -52,7 +52,7 @@ class FleetPublisher:
         """
         services = self._services()
         document = fleet_document(services)
-        wanted = stamped(self._configmap(encode_fleet(document).decode()))
+        wanted = with_applied_hash(self._configmap(encode_fleet(document).decode()))
         live = await self._api.get(CONFIGMAPS, *object_name(wanted))
         if must_apply(wanted, live):
             self._metrics.writes.labels(CONFIGMAPS.name, "apply").inc()

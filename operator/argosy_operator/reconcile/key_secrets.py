@@ -1,8 +1,8 @@
 """Keeps each service's Secret with the engines' internal key, without reading Secrets.
 
-Owns when the Secret is checked, and what a check may lead to. Must not know how the key is made.
-Invariants: a Secret that the service does not control is never written; the content of a Secret never reaches
-the operator; an intact Secret costs one dry run per resync and no write.
+Owns when a Secret is checked, and what a check leads to. Must not know how the key is derived. Invariants: a Secret
+that the service does not control is never written; the content of a Secret never reaches the operator; an intact
+Secret costs one dry run per resync and no write.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class KeySecrets:
         self._api = api
         self._metrics = metrics
         self._checked: set[str] = set()
-        """UIDs of the services whose Secret was found intact, or made so, since the last resync."""
+        """UIDs of the services whose Secret was found intact, or was written, since the last resync."""
 
     def check_all_again(self) -> None:
-        """A resync: what was changed behind our back is found by the next `ensure`."""
+        """Have the next `ensure` of every service check its Secret, as a resync does."""
         self._checked.clear()
 
     async def ensure(self, service: InferenceService, wanted: Object, *, is_suspect: bool) -> None:
-        """Creates or heals the Secret. Asks the API server once per resync, or whenever something speaks for it
-        that the Secret is not as it should be.
+        """Create the Secret, or repair it. Asks the API server once per resync, and whenever `is_suspect` says that
+        the Secret may be missing or changed.
 
         Raises:
-            ChildNotOwned: somebody else's Secret has this name.
+            ChildNotOwned: a Secret of another owner has this name.
             ApiError: the API server refused, or the Secret was replaced meanwhile; try again.
         """
         name, uid = object_name(wanted), service.metadata.uid
@@ -59,9 +59,9 @@ class KeySecrets:
 
 
 def is_intact(live: Mapping[str, Any], wanted: Object) -> bool:
-    """Whether metadata tell that the Secret is as it was written: its labels and annotations (the hash of the
-    content among them) are ours, and so is the management of each field of its data. The API server takes a
-    field's management away from us when another writer changes or removes it."""
+    """Whether the metadata show that the Secret is as it was written: its labels and annotations (a hash of the content
+    among them) are as wanted, and the operator manages each field of its data. The API server takes a field away from
+    its manager when another writer changes or removes it."""
     ours: set[str] = set()
     for entry in live["metadata"].get("managedFields", ()):
         if entry.get("manager") == FIELD_MANAGER:

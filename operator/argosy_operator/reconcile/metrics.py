@@ -1,4 +1,4 @@
-"""Prometheus metrics of the operator, in one place.
+"""Prometheus metrics of the operator.
 
 Invariant: no label has unbounded values; resources are counted, not named.
 """
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class OperatorMetrics:
-    """Metrics of one operator process, on a registry of their own."""
+    """Metrics of one operator process, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -38,6 +38,6 @@ class OperatorMetrics:
         self.routers = Gauge("argosy_operator_routers_alive", "Routers that answer.", registry=self.registry)
         self.resync_timestamp = Gauge(
             "argosy_operator_last_resync_timestamp_seconds",
-            "When everything was last read anew.",
+            "When the operator last listed everything.",
             registry=self.registry,
         )

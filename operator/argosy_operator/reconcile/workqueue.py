@@ -1,7 +1,7 @@
-"""The queue of keys to reconcile, after client-go's workqueue.
+"""A rate-limited queue of keys to reconcile, after client-go's workqueue.
 
-Owns when which key is worked on: a key waits at most once, is worked on by one worker at a time, and comes
-back later, and later still, when it fails. Knows nothing of what a key stands for.
+Invariants: a key is queued at most once, and one worker at a time works on it; a key that fails is queued again with
+exponential back-off. Knows nothing of what a key stands for.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Final, Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 BACKOFF_BASE: Final = 0.25
+"""Seconds after the first failure of a key; doubled with each further one."""
 BACKOFF_MAX: Final = 60.0
 
 
 class WorkQueue(Generic[Key]):
-    """Keys to work on. Bounded by the number of distinct keys."""
+    """Keys to process. Bounded by the number of distinct keys."""
 
     def __init__(self) -> None:
         self._waiting: deque[Key] = deque()
@@ -33,11 +34,11 @@ class WorkQueue(Generic[Key]):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits, nothing is worked on; keys that failed may still come back."""
+        """Whether no key is queued or being processed; keys that failed may still come back."""
         return not self._dirty and not self._busy
 
     def add(self, key: Key) -> None:
-        """Marks a key dirty. One that is being worked on is worked on again afterwards."""
+        """Queue a key. One that is being processed is processed again afterwards."""
         if key in self._dirty:
             return
         self._dirty.add(key)
@@ -45,7 +46,7 @@ class WorkQueue(Generic[Key]):
             self._push(key)
 
     def add_after(self, key: Key, seconds: float) -> None:
-        """Marks a key dirty later; a sooner time that is already set stays."""
+        """Queue a key later; an earlier time that is already set stays."""
         loop = asyncio.get_running_loop()
         timer = self._timers.get(key)
         if timer is not None and timer.when() <= loop.time() + seconds:
@@ -55,7 +56,7 @@ class WorkQueue(Generic[Key]):
         self._timers[key] = loop.call_later(seconds, self._ring, key)
 
     async def get(self) -> Key:
-        """The next key; `done` must follow."""
+        """Wait for the next key; `done` must follow."""
         while not self._waiting:
             self._wakeup.clear()
             await self._wakeup.wait()
@@ -65,7 +66,7 @@ class WorkQueue(Generic[Key]):
         return key
 
     def done(self, key: Key, *, failed: bool = False) -> None:
-        """Work on a key has ended. After a failure it comes back, each time twice as late."""
+        """Note that a key was processed. After a failure it is queued again with back-off."""
         self._busy.discard(key)
         if key in self._dirty:
             self._push(key)
@@ -77,6 +78,7 @@ class WorkQueue(Generic[Key]):
             self._failures.pop(key, None)
 
     def close(self) -> None:
+        """Cancel what is queued for later."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

@@ -26,8 +26,7 @@ from argosy_operator.resource.schema_types import rule_schema
 Schema = dict[str, Any]
 
 FILES: Final = ("crds/inferenceservices.yaml", "charts/argosy/templates/crd-inferenceservices.yaml")
-"""Where the CRD lies. The chart holds it as a template, because Helm never upgrades what is in a chart's
-crds/."""
+"""Files that hold the CRD. The chart has it as a template, because Helm never upgrades the files in a chart's crds/."""
 
 HEADER: Final = "# Generated from operator/argosy_operator/resource by `make generate`; do not edit.\n"
 
@@ -47,7 +46,7 @@ _COLUMNS: Final[tuple[Schema, ...]] = (
 
 
 def attribute_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Docstrings that follow the attributes of a struct, by attribute name."""
+    """Docstrings of a struct's attributes, by attribute name."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(struct)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     docs = {}
@@ -64,7 +63,7 @@ def attribute_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def struct_schema(struct: type[msgspec.Struct], *, defaults: bool) -> Schema:
-    """Structural schema of a struct. `defaults` is off for status, which nobody but the operator fills in."""
+    """Structural schema of a struct. `defaults` is off for the status, which only the operator writes."""
     info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)
     docs = attribute_docs(struct)
@@ -86,7 +85,7 @@ def struct_schema(struct: type[msgspec.Struct], *, defaults: bool) -> Schema:
 
 
 def field_default(field: msgspec.inspect.Field, schema: Schema) -> object:
-    """The default the API server writes: a scalar's own, `{}` where a nested field has one, else none."""
+    """The default that the API server writes: a scalar's own, `{}` where a nested field has one, else none."""
     if schema["type"] == "object":
         nested = schema.get("properties", {}).values()
         is_optional = isinstance(field.type, msgspec.inspect.UnionType)
@@ -101,7 +100,7 @@ def field_default(field: msgspec.inspect.Field, schema: Schema) -> object:
 
 
 def type_schema(info: msgspec.inspect.Type, *, defaults: bool) -> Schema:
-    """Structural schema of any type the spec is built from."""
+    """Structural schema of any type that the structs use."""
     match info:
         case msgspec.inspect.Metadata(type=inner, extra_json_schema=extra):
             schema = type_schema(inner, defaults=defaults)
@@ -159,7 +158,7 @@ def schema() -> Schema:
                 "description": docs["status"],
                 **reported,
                 # Tools that follow kstatus (helm --wait, Flux) take a resource without an observedGeneration for
-                # reconciled, so that one which no operator has seen would count as done.
+                # reconciled, so that one which no operator has observed would count as done.
                 "default": {"observedGeneration": types.InferenceServiceStatus().observed_generation},
             },
         },

@@ -1,7 +1,7 @@
-"""The podTemplate overlay: the few pod fields a user may add, and nothing else.
+"""The podTemplate overlay: the pod fields that a user may add.
 
-Owns the types of `spec.podTemplate`. An allow-list, because a field passed through to a pod is a permission
-handed to whoever may write the resource: no hostPath, no service account, no security context, no extra
+Owns the types of `spec.podTemplate`. They are an allow-list, because every field that is passed through to a pod grants
+a permission to whoever may write the resource: no hostPath, no service account, no security context, no extra
 containers. Invariant: an overlay never takes a pod out of the restricted Pod Security profile.
 """
 
@@ -25,7 +25,7 @@ from argosy_operator.resource.schema_types import (
 ENGINE_CONTAINER: Final = "engine"
 
 RESERVED_ENV: Final = ("ARGOSY_API_KEY", "HOME", "POD_NAME", "POD_NAMESPACE", "POD_UID")
-"""Set by the operator; an overlay that could change them could also unlock or misname a replica."""
+"""Variables that the operator sets. An overlay that could change them could disable a replica's key, or its name."""
 
 RESERVED_MOUNTS: Final = ("/", "/dev/shm", "/home/argosy", "/model", "/tmp")  # noqa: S108 - a path in the pod
 
@@ -68,7 +68,7 @@ MountPath = Annotated[
     ),
 ]
 RelativePath = Annotated[str, Meta(max_length=512, pattern=r"^[^/]")]
-"""Kubernetes itself refuses `..` in it, when the Deployment is applied."""
+"""A path below the volume. Kubernetes itself rejects `..` in it when the Deployment is applied."""
 Key = Annotated[str, Meta(min_length=1, max_length=253)]
 
 
@@ -152,7 +152,7 @@ class ProjectedVolume(Struct, frozen=True, kw_only=True, rename="camel"):
     """Several ConfigMaps and Secrets in one folder."""
 
     sources: Annotated[tuple[VolumeProjection, ...], Meta(min_length=1, max_length=16)]
-    """What to project."""
+    """ConfigMaps and Secrets to project."""
     default_mode: FileMode | None = None
     """Permission bits of the files."""
 
@@ -176,7 +176,7 @@ class ClaimVolume(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Volume(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A volume of one of the allowed kinds."""
+    """A volume of an allowed kind."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -272,10 +272,10 @@ class ContainerEnvVar(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class ContainerOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What may be added to a container."""
+    """Additions to a container."""
 
     name: Literal["engine"]
-    """Which container: the pod has one, `engine`."""
+    """Name of the container: the pod has one, `engine`."""
     env: Annotated[tuple[ContainerEnvVar, ...], Meta(max_length=128, extra_json_schema=MAP_BY_NAME)] = ()
     """Variables, merged by name over spec.engine.env."""
     volume_mounts: Annotated[tuple[VolumeMount, ...], Meta(max_length=32)] = ()
@@ -290,7 +290,7 @@ class LocalObjectReference(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class PodSpecOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What may be added to the pod's spec."""
+    """Additions to the pod's spec."""
 
     volumes: Annotated[tuple[Volume, ...], Meta(max_length=32, extra_json_schema=MAP_BY_NAME)] = ()
     """Volumes of the allowed kinds."""
@@ -301,7 +301,7 @@ class PodSpecOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
     image_pull_secrets: Annotated[
         tuple[LocalObjectReference, ...], Meta(max_length=8, extra_json_schema=MAP_BY_NAME)
     ] = ()
-    """Secrets for the registry of the engine's image, besides those that the operator is given."""
+    """Secrets for the registry of the engine's image, besides those of the operator's own settings."""
 
 
 _own_key_rule = (
@@ -311,7 +311,7 @@ _own_key_message = "keys below inference.argosy.dev/ and app.kubernetes.io/ are 
 
 
 class PodMetadataOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What may be added to the pod's metadata."""
+    """Additions to the pod's metadata."""
 
     labels: Annotated[
         dict[LabelKey, LabelValue],
@@ -326,7 +326,7 @@ class PodMetadataOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class PodTemplate(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A restricted overlay over the pods the operator renders."""
+    """A restricted overlay over the pods that the operator renders."""
 
     metadata: PodMetadataOverlay = PodMetadataOverlay()
     """Labels and annotations."""

@@ -1,8 +1,8 @@
-"""Bounded building blocks of the custom resource: every string, number and list of the API has a limit.
+"""Bounded field types of the custom resource, and its CEL rules.
 
-Owns the small types that `spec` and `overlay` are written in, and `Rule`, the CEL rule a struct carries in
-its `rules`. Knows nothing of what the fields mean. Invariant: whatever is built from these types has a schema
-the API server can bound (CEL cost, CVE lessons on unbounded fields).
+Owns the small types that `types` and `overlay` are written in, and `Rule`, which a struct carries in its `rules`. Knows
+nothing of what the fields mean. Invariant: every string, number and list has a limit, so that the API server can bound
+the cost of CEL rules, and no field takes unbounded memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from msgspec import Meta, Struct
 class Rule(Struct, frozen=True, kw_only=True):
     """One `x-kubernetes-validations` entry.
 
-    Only the common core of CEL is used (`has`, `in`, `size`, `matches`, `startsWith`, `contains`, `all`,
-    `exists`, `filter`): the same text runs in the API server and in `validate`.
+    Uses the common core of CEL only (`has`, `in`, `size`, `matches`, `startsWith`, `contains`, `all`, `exists`,
+    `filter`), because the same text runs in the API server and in `validation`.
     """
 
     rule: str
@@ -27,12 +27,12 @@ class Rule(Struct, frozen=True, kw_only=True):
 
 
 def rules_of(*rules: Rule) -> dict[str, Any]:
-    """`extra_json_schema` of a field whose value alone decides (a string's form, say)."""
+    """`extra_json_schema` of a field whose rules look at its own value only (a string's format, say)."""
     return {"x-kubernetes-validations": [rule_schema(rule) for rule in rules]}
 
 
 def rule_schema(rule: Rule) -> dict[str, str]:
-    """The rule as the CRD holds it."""
+    """The rule as an entry of the CRD."""
     schema = {"rule": rule.rule, "message": rule.message}
     if rule.field_path:
         schema["fieldPath"] = rule.field_path
@@ -40,11 +40,11 @@ def rule_schema(rule: Rule) -> dict[str, str]:
 
 
 def matches(pattern: str, message: str) -> dict[str, Any]:
-    """`extra_json_schema` of a string whose form is said in words: in the CRD this rule stands for the type's own
-    `pattern`, which the API server would quote as the whole explanation.
+    """`extra_json_schema` of a string whose format is explained by a message. In the CRD this rule replaces the type's
+    own `pattern`, since the API server would quote the pattern as the only explanation.
 
     Args:
-        pattern: that of the type's `Meta`, without quotes and backslashes, which CEL would read otherwise.
+        pattern: that of the type's `Meta`. Without quotes and backslashes, which CEL would interpret.
     """
     assert not {"'", "\\"} & set(pattern)
     return rules_of(Rule(rule=f"self.matches('{pattern}')", message=message))

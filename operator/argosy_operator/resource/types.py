@@ -1,10 +1,9 @@
 """The `InferenceService` custom resource, as types.
 
-Owns what a user may write and what the operator reports. The CRD is generated from these structs (`crd`), so
-a constraint, default or description is written once, here: attribute docstrings become field descriptions,
-`rules` become CEL. Must not know how pods look or which API client is in use. Invariants: a field exists only
-if it works; every field is bounded; no default decides an either-or for the user (those fields are optional
-and their effective value is a property).
+Owns what a user may write and what the operator reports. The CRD is generated from these structs (`crd`), so that each
+constraint, default and description is written once: attribute docstrings become field descriptions, `rules` become CEL.
+Must not know how pods look or which API client is in use. Invariants: a field exists only if it works; every field is
+bounded; a field whose default depends on another field is optional, and its effective value is a property.
 """
 
 from __future__ import annotations
@@ -82,13 +81,13 @@ class Model(Struct, frozen=True, kw_only=True, rename="camel"):
     PersistentVolumeClaim of the same namespace, mounted read-only) or `file:///ABSOLUTE/PATH` (a path inside
     the engine container, mounted through podTemplate or part of the image)."""
     served_name: ServedName | None = None
-    """Name clients put into `model`. The resource's name if left out."""
+    """Name that clients send as `model`. The resource's name if left out."""
     aliases: Annotated[tuple[ServedName, ...], Meta(max_length=32, extra_json_schema=SET)] = ()
-    """Further names the model answers to."""
+    """Further names under which clients may ask for the model."""
 
 
 class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
-    """How each replica's engine runs. What is left out, the engine decides."""
+    """Settings of each replica's engine. Fields that are left out have the engine's own default."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -107,15 +106,15 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     ) = None
     """Container image of the engine. The operator's own default if left out."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where the model computes. `auto` takes a GPU if the replica has one. `cuda` needs resources.gpu."""
+    """Where the model computes. `auto` uses a GPU if the replica has one. `cuda` needs resources.gpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and activations. `auto` follows the model and the device."""
     max_model_len: MaxModelLen | None = None
     """Longest sequence, prompt and output together, in tokens. The model's own limit if left out."""
     max_num_seqs: MaxNumSeqs | None = None
-    """Most sequences in one step."""
+    """Largest number of sequences in one step."""
     max_num_batched_tokens: MaxNumBatchedTokens | None = None
-    """Most tokens in one step; longer prompts are computed in chunks."""
+    """Largest number of tokens in one step; longer prompts are computed in chunks."""
     block_size: BlockSize | None = None
     """Tokens per KV cache block."""
     kv_cache_memory: CacheQuantity | None = None
@@ -123,13 +122,13 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     gpu_memory_utilization: Annotated[float, Meta(ge=0.05, le=1.0)] | None = None
     """Share of a GPU's memory that weights, activations and KV cache may take together."""
     enable_prefix_caching: bool = True
-    """Whether prompts that begin alike share KV blocks. Prefix-aware routing needs it."""
+    """Whether prompts with a common prefix share KV cache blocks. Prefix-aware routing needs it."""
     threads: Threads | None = None
     """CPU compute threads of one replica."""
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=128, extra_json_schema=MAP_BY_NAME)] = ()
     """Environment variables of the engine."""
     shutdown_timeout_seconds: Annotated[int, Meta(ge=0, le=3600)] = 45
-    """How long a stopping replica may take to finish the requests it has; then it ends them with an error."""
+    """How long a stopping replica may take to finish its requests; after that it ends them with an error."""
 
     @property
     def kv_cache_memory_bytes(self) -> int | None:
@@ -147,13 +146,13 @@ class Gpu(Struct, frozen=True, kw_only=True, rename="camel"):
         ),
     )
     count: Annotated[int, Meta(ge=1, le=16)] = 1
-    """How many. One: an engine does not share a model among GPUs yet."""
+    """Number of GPUs. Only 1 is possible: an engine does not span GPUs yet."""
     resource_name: ResourceName = "nvidia.com/gpu"
     """Extended resource that stands for one GPU, such as `nvidia.com/gpu` or `nvidia.com/mig-1g.10gb`."""
 
 
 class Resources(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What one replica needs of its node."""
+    """Resources that one replica needs on its node."""
 
     gpu: Gpu | None = None
     """GPUs; none if left out."""
@@ -164,7 +163,7 @@ class Resources(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Toleration(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A taint the replicas tolerate."""
+    """A taint that the replicas tolerate."""
 
     key: Annotated[str, Meta(max_length=317)] | None = None
     """Key of the taint; every taint if left out with operator Exists."""
@@ -175,11 +174,11 @@ class Toleration(Struct, frozen=True, kw_only=True, rename="camel"):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint; every effect if left out."""
     toleration_seconds: Annotated[int, Meta(ge=0, le=31_536_000)] | None = None
-    """How long a NoExecute taint is tolerated; for ever if left out."""
+    """How long a NoExecute taint is tolerated; forever if left out."""
 
 
 class Placement(Struct, frozen=True, kw_only=True, rename="camel"):
-    """Which nodes replicas may run on."""
+    """Nodes on which replicas may run."""
 
     node_selector: Annotated[dict[LabelKey, LabelValue], Meta(max_length=32)] = {}
     """Labels a node must have."""
@@ -190,7 +189,7 @@ class Placement(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
-    """How a change reaches the replicas."""
+    """How a change is rolled out to the replicas."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -202,17 +201,17 @@ class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
         ),
     )
     max_surge: Annotated[int, Meta(ge=0, le=1000)] | None = None
-    """Replicas that may exist beyond `replicas` while a change rolls out. 1 if left out, 0 if only
-    maxUnavailable is set. Where the cluster has no GPU left for a surge, replicas are replaced in place, one at a
-    time, as long as another one goes on serving; with a single replica, or with maxUnavailable 0, the rollout waits
-    (reason WaitingForCapacity). The first new replica is made alone; if it fails, no other one is replaced (reason
+    """Replicas that may exist beyond `replicas` while a change rolls out. 1 if left out, 0 if only maxUnavailable is
+    set. Where the cluster has no GPU left for a surge, replicas are replaced in place, one at a time, as long as
+    another one keeps serving; with a single replica, or with maxUnavailable 0, the rollout waits (reason
+    WaitingForCapacity). The first new replica is created alone; if it fails, no other one is replaced (reason
     RolloutHalted)."""
     max_unavailable: Annotated[int, Meta(ge=0, le=1000)] | None = None
     """Replicas that may be missing while a change rolls out. 0 if left out, 1 if maxSurge is 0. The last routable
-    replica is given up only if this allows all of them to be missing."""
+    replica is removed only if this allows all of them to be missing."""
     drain_seconds: Annotated[int, Meta(ge=0, le=600)] = 5
-    """How long a terminating replica keeps serving before it is told to stop, so that every router has
-    dropped it."""
+    """How long a terminating replica keeps serving before it is told to stop, so that every router stops sending it
+    requests first."""
     progress_deadline_seconds: Annotated[int, Meta(ge=30, le=86_400)] = 1800
     """How long a rollout may go without progress before Progressing turns False."""
 
@@ -232,52 +231,53 @@ class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class RouterLimits(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What a router lets through to this service. 0 stands for the router's own default."""
+    """Flow control of this service's requests in each router. 0 selects the router's default."""
 
     max_inflight_per_replica: Annotated[int, Meta(ge=0, le=65_536)] = 0
-    """Sequences each router has under way at one replica (a request has one for each choice, prompt and beam); further
-    requests wait for their turn. By default replicas count as full with 1.5 sequences for each that their batch holds,
-    all replicas taken together."""
+    """Largest number of sequences in flight from each router to one replica (a request has one for each choice, prompt
+    and beam); further requests are queued. By default a service is saturated when it has 1.5 times as many sequences as
+    the batches of all its replicas hold."""
     max_queued_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Requests that may wait in each router while all replicas are full; further ones are refused (429)."""
+    """Largest number of requests queued in each router while all replicas are full; further ones are rejected (429)."""
     queue_timeout_seconds: Annotated[int, Meta(ge=0, le=3600)] = 0
-    """How long one may wait before it is refused (429)."""
+    """Longest time that a request may be queued before it is rejected (429)."""
     hold_timeout_seconds: Annotated[int, Meta(ge=0, le=3600)] = 0
-    """How long requests wait for the first replica while there is none, instead of being refused (503)."""
+    """How long requests wait for a first replica while there is none, before they are rejected (503)."""
     request_timeout_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 0
-    """How long an answer may take to begin. One that is not streamed begins when it is complete."""
+    """Longest time until a response begins. A response that is not streamed begins when it is complete."""
 
 
 class RouterCanary(Struct, frozen=True, kw_only=True, rename="camel"):
     """Another InferenceService that answers a share of this one's requests."""
 
     service: InferenceServiceName
-    """Its name; it is of the same namespace, and is scaled and rolled out by itself. Names of models that both serve
-    are this service's, of which the canary gets its share; others reach the canary directly. Its own canary does not
-    count here. While it does not exist or has no replica that could answer, this service answers everything."""
+    """Name of the canary, in the same namespace. It is scaled and rolled out on its own. Requests for model names that
+    both services claim go to this service, which passes the canary's share on; other names lead to the canary directly.
+    The canary's own canary is ignored here. While the canary does not exist or has no replica that can answer, this
+    service answers all requests."""
     weight: Annotated[int, Meta(ge=0, le=100)]
-    """Its share of the requests in per cent. All requests of a session are answered by the same service."""
+    """The canary's share of the requests, in percent. All requests of a session are answered by the same service."""
 
 
 class Router(Struct, frozen=True, kw_only=True, rename="camel"):
-    """How the router treats this service."""
+    """How routers handle this service's requests."""
 
     policy: RoutingPolicy = "cost"
-    """How a replica is chosen: `cost` (cached prefix against load, the default), `least-load`, `prefix-hash` (the
-    prompt's beginning names the replica), `session` (header x-session-id, or prompt_cache_key), `round-robin`,
+    """How a replica is chosen: `cost` (cached prefix against load, the default), `least-load`, `prefix-hash` (a hash of
+    the prompt's beginning selects the replica), `session` (header x-session-id, or prompt_cache_key), `round-robin`,
     `random` or `power-of-two`."""
     limits: RouterLimits = RouterLimits()
-    """Bounds of its requests in each router."""
+    """Flow control in each router."""
     hedge_after: Annotated[float, Meta(ge=0, le=100, extra_json_schema=_hedge_rules)] | None = None
-    """Asks a second replica for a streamed answer that has not begun after this many times (1 to 100) the time it was
-    expected to take, for at most one request in twenty, and takes the answer that begins first; 0 never does. If left
-    out, the router's own --hedge-after decides, which is not to unless it is set."""
+    """Hedging: sends a streamed request to a second replica if its response has not begun after this many times (1 to
+    100) the expected time, for at most one request in twenty, and uses the response that begins first. 0 never hedges.
+    If left out, the router's --hedge-after applies, which by default never hedges."""
     canary: RouterCanary | None = None
-    """Who answers a share of the requests that name this service's model; nobody if left out."""
+    """Another InferenceService that answers a share of this one's requests; none if left out."""
 
 
 class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What should run."""
+    """Desired state."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -302,19 +302,19 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     engine: Engine = Engine()
     """How each replica's engine runs."""
     replicas: Annotated[int, Meta(ge=0, le=1000)] = 1
-    """How many replicas to run."""
+    """Number of replicas."""
     resources: Resources = Resources()
-    """What one replica needs of its node."""
+    """Resources that one replica needs on its node."""
     placement: Placement = Placement()
-    """Which nodes replicas may run on."""
+    """Nodes on which replicas may run."""
     rollout: Rollout = Rollout()
-    """How a change reaches the replicas."""
+    """How a change is rolled out to the replicas."""
     router: Router = Router()
-    """How the router treats this service."""
+    """How routers handle this service's requests."""
     paused: bool = False
-    """Stops reconciling; what runs goes on serving."""
+    """Stops reconciling; running replicas keep serving."""
     pod_template: PodTemplate = PodTemplate()
-    """Additions to the pods the operator renders."""
+    """Additions to the pods that the operator renders."""
 
 
 ConditionType = Literal[
@@ -327,46 +327,46 @@ class Condition(Struct, frozen=True, kw_only=True, rename="camel"):
     """One aspect of the service's state, as in metav1.Condition."""
 
     type: Annotated[str, Meta(max_length=316)]
-    """Which aspect."""
+    """Type of the condition."""
     status: ConditionStatus
     """True, False or Unknown."""
     reason: Annotated[
         str, Meta(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
     ]
-    """Why, as one CamelCase word."""
+    """Reason for the status, as one CamelCase word."""
     message: Annotated[str, Meta(max_length=32768)] = ""
-    """Why, for a person: names the pod and what it waits for."""
+    """Explanation for people: names the pod and what it waits for."""
     last_transition_time: Annotated[str, Meta(max_length=64, extra_json_schema={"format": "date-time"})]
-    """When status last changed."""
+    """When the status last changed."""
     observed_generation: Annotated[int, Meta(ge=0)] = 0
-    """Generation of the resource the condition was computed for."""
+    """Generation of the resource for which the condition was computed."""
 
 
 class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What runs. Written by the operator only; a report, never an input."""
+    """Observed state. Only the operator writes it; it is never an input."""
 
     observed_generation: Annotated[int, Meta(ge=-1)] = -1
-    """Generation of the resource this status was computed for; -1 while no operator has looked at it."""
+    """Generation of the resource for which this status was computed; -1 while no operator has observed it."""
     url: Annotated[str, Meta(max_length=2048)] = ""
     """Base URL of the router, for an OpenAI client."""
     model: Annotated[str, Meta(max_length=256)] = ""
-    """Name clients put into `model`."""
+    """Name that clients send as `model`."""
     selector: Annotated[str, Meta(max_length=4096)] = ""
     """Label selector of the replicas' pods, for the scale subresource."""
     revision: Annotated[str, Meta(max_length=63)] = ""
-    """Revision of the pod template that is wanted now."""
+    """Revision of the pod template that replicas should have now."""
     replicas: Annotated[int, Meta(ge=0)] = 0
-    """Pods that exist and do not terminate."""
+    """Pods that are not terminating."""
     updated_replicas: Annotated[int, Meta(ge=0)] = 0
-    """Of these, pods of the wanted revision."""
+    """Pods of the wanted revision that are not terminating."""
     ready_replicas: Annotated[int, Meta(ge=0)] = 0
-    """Of these, pods whose containers are ready."""
+    """Pods whose containers are ready."""
     routable_replicas: Annotated[int, Meta(ge=0)] = 0
-    """Of these, pods a router sends requests to."""
+    """Pods to which a router sends requests."""
     draining_replicas: Annotated[int, Meta(ge=0)] = 0
-    """Pods that terminate."""
+    """Pods that are terminating."""
     routable: Annotated[str, Meta(max_length=32)] = ""
-    """Routable and wanted replicas, such as `2/2`."""
+    """Number of routable and of wanted replicas, such as `2/2`."""
     conditions: Annotated[
         tuple[Condition, ...],
         Meta(
@@ -378,7 +378,7 @@ class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class ObjectMeta(Struct, frozen=True, kw_only=True, rename="camel"):
-    """The part of Kubernetes' ObjectMeta that is read here."""
+    """Those fields of Kubernetes' ObjectMeta that the operator reads."""
 
     name: str
     namespace: str = "default"
@@ -422,9 +422,9 @@ class InferenceService(Struct, frozen=True, kw_only=True, rename="camel"):
     kind: Literal["InferenceService"] = "InferenceService"
     metadata: ObjectMeta
     spec: InferenceServiceSpec
-    """What should run."""
+    """Desired state."""
     status: InferenceServiceStatus = InferenceServiceStatus()
-    """What runs."""
+    """Observed state."""
 
     @property
     def key(self) -> str:
@@ -433,12 +433,12 @@ class InferenceService(Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def served_name(self) -> str:
-        """Canonical name clients put into `model`."""
+        """Canonical name that clients send as `model`."""
         return self.spec.model.served_name or self.metadata.name
 
 
 def parse(obj: dict[str, Any]) -> InferenceService:
-    """A resource as the API server returned it. Unknown fields are ignored: the CRD may be newer than this
+    """Parse a resource as the API server returned it. Unknown fields are ignored: the CRD may be newer than this
     operator.
 
     Raises:

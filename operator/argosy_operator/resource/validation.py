@@ -1,12 +1,12 @@
-"""Validates manifests without a cluster, by the CRD's own schema and CEL rules.
+"""Validates manifests without a cluster, by the CRD's schema and CEL rules.
 
-Owns what an API server does to a resource before it stores it: unknown fields, defaults, the structural
-schema, list types, CEL, in that order and in its words. Must not know kopf, kubernetes or what happens to a
-valid manifest. Invariant: a manifest is accepted here if and only if an API server with our CRD accepts it;
-one table of good and bad manifests is run through both.
+Owns what an API server does to a resource before it stores it: unknown fields, defaults, the structural schema, list
+types and CEL rules, in that order and with its messages. Must not know what happens to a valid manifest. Invariant: a
+manifest is accepted here if and only if an API server with our CRD accepts it; the tests run one table of good and bad
+manifests through both.
 
 ManifestError
-    the author must change the manifest; `errors` lists every field at fault
+    the author must change the manifest; `errors` lists every invalid field
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _METADATA_SCHEMA: Schema = {"type": "object", "properties": {name: {} for name i
 
 
 class FieldError(Struct, frozen=True):
-    """One field at fault, in Kubernetes' words."""
+    """One invalid field, with the message that Kubernetes would give."""
 
     path: str
     """Such as `spec.model.aliases[1]`; empty for the resource as a whole."""
@@ -60,7 +60,7 @@ class FieldError(Struct, frozen=True):
 
 
 class ManifestError(Exception):
-    """A manifest that an API server would refuse."""
+    """A manifest that an API server would reject."""
 
     def __init__(self, errors: tuple[FieldError, ...], resource: str = "") -> None:
         assert errors
@@ -73,10 +73,10 @@ class ManifestError(Exception):
 
 
 def load_manifests(text: str, *, default_namespace: str = "default") -> list[InferenceService]:
-    """Every resource of a YAML file (several documents, or a `List`), validated and with defaults applied.
+    """Load every resource of a YAML file (several documents, or a `List`), validated and with defaults.
 
     Raises:
-        ManifestError: not YAML, a key given twice, another kind, or a resource an API server would refuse.
+        ManifestError: not YAML, a key given twice, another kind, or a resource that an API server would reject.
     """
     services: list[InferenceService] = []
     for document in _documents(text):
@@ -90,10 +90,10 @@ def load_manifests(text: str, *, default_namespace: str = "default") -> list[Inf
 
 
 def validate_manifest(document: object, *, default_namespace: str = "default") -> InferenceService:
-    """One resource, validated and with defaults applied.
+    """Validate one resource, and apply defaults.
 
     Raises:
-        ManifestError: an API server would refuse it.
+        ManifestError: an API server would reject it.
     """
     if not isinstance(document, dict):
         raise ManifestError((FieldError("", f"a manifest must be a mapping, not {_type_name(document)}"),))
@@ -102,9 +102,8 @@ def validate_manifest(document: object, *, default_namespace: str = "default") -
     if errors:
         raise ManifestError(errors, resource)
     schema = _schema()
-    manifest: dict[str, Any] = json.loads(
-        json.dumps(document)
-    )  # a copy of plain JSON values; the caller's stays as it is
+    # A copy of plain JSON values; the caller's document stays as it is.
+    manifest: dict[str, Any] = json.loads(json.dumps(document))
     stages = (_unknown_fields, _schema_errors, _list_errors, _cel_errors)
     for stage in stages:
         if stage is _schema_errors:
@@ -132,7 +131,7 @@ def _documents(text: str) -> Iterator[object]:
     import yaml
 
     class StrictLoader(yaml.SafeLoader):
-        """Refuses a key given twice, which PyYAML would resolve silently; dates stay strings."""
+        """Rejects duplicate keys, which PyYAML would resolve silently; dates stay strings."""
 
         yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
             first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -195,8 +194,7 @@ def _unknown_fields(schema: Schema, value: object, path: str) -> Iterator[FieldE
 
 
 def apply_defaults(schema: Schema, value: object) -> None:
-    """Writes the schema's defaults into `value`, as the API server does; a null where there is a default is
-    one."""
+    """Write the schema's defaults into `value`, as the API server does: also in place of a null."""
     if isinstance(value, dict):
         for name, nested in schema.get("properties", {}).items():
             if "default" in nested and value.get(name) is None:
@@ -216,10 +214,10 @@ def _schema_errors(schema: Schema, value: object, path: str) -> Iterator[FieldEr
         where = path
         for part in error.path:
             where = f"{where}[{part}]" if isinstance(part, int) else _join(where, part)
-        yield from _in_their_words(error, where)
+        yield from _kubernetes_errors(error, where)
 
 
-def _in_their_words(error: Any, path: str) -> Iterator[FieldError]:
+def _kubernetes_errors(error: Any, path: str) -> Iterator[FieldError]:
     limit, value = error.validator_value, _json(error.instance)
     should = f"Invalid value: {value}: {path} in body should"
     match error.validator:
@@ -252,7 +250,7 @@ def _in_their_words(error: Any, path: str) -> Iterator[FieldError]:
 
 
 def _list_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
-    """Duplicates in lists that are sets, or maps by a key."""
+    """Duplicates in lists of type set, or of type map with a key."""
     if isinstance(value, dict):
         for name, nested in schema.get("properties", {}).items():
             if name in value:

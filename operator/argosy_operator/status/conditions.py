@@ -63,10 +63,10 @@ def ready(view: ServiceView) -> ConditionState:
         return ConditionState("False", "Paused", "the spec was changed while paused; unpause to apply it")
     if not view.is_complete:
         cause = workload_ready(view)
-        specific = cause.reason not in ("Starting", "Reconciling")
-        return ConditionState("False", cause.reason if specific else "RollingOut", cause.message)
+        is_specific = cause.reason not in ("Starting", "Reconciling")
+        return ConditionState("False", cause.reason if is_specific else "RollingOut", cause.message)
     if counts.desired == 0:
-        return ConditionState("True", "ScaledToZero", "no replicas are wanted")
+        return ConditionState("True", "ScaledToZero", "spec.replicas is 0")
     if counts.old_routable:
         return ConditionState("False", "RollingOut", f"{counts.old_routable} old replicas still serve")
     if counts.ready < view.wanted_routable:
@@ -81,7 +81,7 @@ def ready(view: ServiceView) -> ConditionState:
 def progressing(view: ServiceView) -> ConditionState:
     counts = view.counts
     if view.service.spec.paused:
-        return ConditionState("False", "Paused", "reconciling is paused; what runs goes on serving")
+        return ConditionState("False", "Paused", "reconciling is paused; running replicas keep serving")
     so_far = f"{counts.updated}/{counts.desired} replicas updated, {counts.ready} ready, {counts.routable} routable"
     phase = view.plan.rollout.phase
     if phase == "halted":
@@ -89,7 +89,8 @@ def progressing(view: ServiceView) -> ConditionState:
     if phase == "waiting-for-turn":
         other = view.plan.rollout.waits_for
         message = (
-            f"the operator's new defaults reach one service at a time; waiting for {other} to be healthy"
+            "new defaults of the operator are rolled out to one service at a time; "
+            f"waiting for {other} to become healthy"
         )
         return ConditionState("False", "WaitingForTurn", message)
     deadline = view.deployment_condition("Progressing")
@@ -135,7 +136,7 @@ def routable(view: ServiceView) -> ConditionState:
     counts = view.counts
     so_far = f"{counts.routable}/{counts.desired} replicas routable"
     if counts.desired == 0:
-        return ConditionState("False", "ScaledToZero", "no replicas are wanted")
+        return ConditionState("False", "ScaledToZero", "spec.replicas is 0")
     if view.has_no_router:
         return ConditionState("Unknown", "NoRouter", NO_ROUTER)
     if counts.routable >= view.wanted_routable:
@@ -164,7 +165,8 @@ def degraded(view: ServiceView) -> ConditionState:
         return ConditionState("True", cause.reason, cause.message)
     canary = view.service.spec.router.canary
     if canary is not None and view.observed.lacks_canary:
-        message = f"there is no InferenceService {canary.service!r} in this namespace; all requests stay here"
+        missing = f"there is no InferenceService {canary.service!r} in this namespace"
+        message = f"{missing}; this service answers all requests"
         return ConditionState("True", "CanaryNotFound", message)
     return ConditionState("False", "AsExpected")
 
@@ -205,7 +207,7 @@ def _capacity_message(view: ServiceView) -> str:
     else:
         why, remedy = "it is the only one", "set rollout.maxUnavailable to 1"
     return (
-        f"no GPU is free for an additional replica, and none is taken from a serving one because {why}; "
+        f"no GPU is free for an additional replica, and no serving replica is stopped for one because {why}; "
         f"free a GPU, or {remedy}"
     )
 

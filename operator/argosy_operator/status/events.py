@@ -19,7 +19,7 @@ _PROGRESS: Final = {
     "NoGPUForSurge": "Normal",
     "WaitingForTurn": "Normal",
 }
-"""Reasons of Progressing that are news, and how grave they are."""
+"""Reasons of Progressing that are worth an event, and its type."""
 
 
 class Event(Struct, frozen=True):
@@ -31,7 +31,7 @@ class Event(Struct, frozen=True):
 
 
 def news(before: Iterable[Condition], after: Iterable[Condition]) -> list[Event]:
-    """Events for what changed between two statuses: by status and reason, since messages count replicas."""
+    """Events for the conditions whose status or reason changed between two statuses."""
     old = {each.type: each for each in before}
     found: dict[str, Event] = {}
     for each in after:

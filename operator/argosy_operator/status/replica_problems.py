@@ -24,7 +24,7 @@ def failed_create(view: ServiceView) -> Problem | None:
 
 
 def container_problem(view: ServiceView) -> Problem | None:
-    """The problem of the newest revision's pods first: that is the change being made."""
+    """A container that does not run; pods of the planned revision first, since they show whether the change works."""
     alive = [pod for pod in view.observed.pods if pod.is_alive and pod.problem is not None]
     alive.sort(key=lambda pod: (pod.revision != view.plan.revision, pod.name))
     for pod in alive:
@@ -49,13 +49,13 @@ def unschedulable(view: ServiceView) -> Problem | None:
 
 
 def _lacks_claim(pod: Pod) -> bool:
-    """Whether the scheduler misses a PersistentVolumeClaim: that does not heal by itself."""
+    """Whether the scheduler misses a PersistentVolumeClaim: waiting alone does not change that."""
     return "persistentvolumeclaim" in pod.unschedulable and "not found" in pod.unschedulable
 
 
 def unschedulable_too_long(view: ServiceView) -> Problem | None:
-    """A replica that no node has taken for long, or ever can. A rollout that waits for a GPU is no defect; it has a
-    deadline of its own."""
+    """A replica that no node has taken for UNSCHEDULABLE_SECONDS, or ever can. A rollout that waits for a GPU does not
+    count: it has a deadline of its own."""
     if view.plan.rollout.phase in ("in-place", "waiting-for-capacity"):
         return None
     left = [
@@ -67,7 +67,7 @@ def unschedulable_too_long(view: ServiceView) -> Problem | None:
 
 
 def seconds_until_degraded(pod: Pod, now: str) -> float:
-    """How much longer a pod that cannot be scheduled counts as merely waiting."""
+    """Seconds until a pod that cannot be scheduled makes its service degraded; 0 or less if it does now."""
     if _lacks_claim(pod):
         return 0.0
     try:

@@ -36,7 +36,7 @@ def status(
     now: str,
     failure: Problem | None = None,
 ) -> InferenceServiceStatus:
-    """The status to report. `failure` says why the plan could not be applied; `now` is RFC 3339."""
+    """The status to report. `failure` says why the plan could not be carried out; `now` is RFC 3339."""
     counts = Counts.of(observed.pods, desired=service.spec.replicas, revision=plan.revision)
     view = ServiceView(
         service=service, observed=observed, plan=plan, config=config, counts=counts, failure=failure, now=now
@@ -87,7 +87,7 @@ def conditions(
 
 
 def invalid_status(obj: Mapping[str, Any], message: str, *, now: str) -> dict[str, Any]:
-    """Status of a resource this operator cannot read: the CRD is newer, or older, than the operator."""
+    """Status of a resource that this operator cannot read, because the CRD is newer, or older, than the operator."""
     previous = msgspec.convert(obj.get("status", {}).get("conditions", ()), tuple[Condition, ...])
     states: dict[ConditionType, ConditionState] = {
         "Ready": ConditionState("False", "InvalidSpec", message),

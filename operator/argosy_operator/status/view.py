@@ -1,6 +1,6 @@
 """What the conditions of a service are computed from: its resource, one observation, the plan, and counts of replicas.
 
-Must not judge anything: what a view means is said in `conditions`.
+Must not judge what a view means: `conditions` does.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ServiceView(Struct, frozen=True, kw_only=True):
 
     @property
     def is_current(self) -> bool:
-        """Whether the Deployment controller has taken up this plan."""
+        """Whether the Deployment is as planned, and its controller has observed that."""
         deployment = self.observed.deployment
         if deployment is None:
             return False
@@ -73,12 +73,12 @@ class ServiceView(Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether exactly the wanted pods exist, however far each of them is."""
+        """Whether exactly the wanted pods exist, ready or not."""
         return self.is_current and self.counts.updated == self.counts.alive == self.counts.desired
 
     @property
     def wanted_routable(self) -> int:
-        """Routable replicas that Ready asks for: never none, unless none is desired."""
+        """Number of routable replicas that Ready requires: at least one, unless none is desired."""
         desired = self.counts.desired
         return min(desired, max(1, desired - self.service.spec.rollout.unavailable))
 
