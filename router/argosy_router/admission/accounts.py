@@ -1,10 +1,10 @@
-"""Accounts: what a key's holder may ask for, and what it has under way.
+"""Accounts: what the holder of a key may ask for, and what it has under way.
 
 Owns: a key's terms applied to requests. Must not know: keys themselves, queues, HTTP.
-Of several routers each has its share of the limits; together they keep them, but for one request each where a limit is
-smaller than their number.
-Invariant: a reservation is closed once; what a request took and did not use comes back, and what it used beyond that is
-owed.
+Each of several routers has its share of the limits; together they keep the limits, except for one request each if a
+limit is smaller than the number of routers.
+Invariant: a reservation is closed once; tokens that a request reserved and did not use are returned, and those that it
+used beyond its reservation are owed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MAX_PRIORITY = (1 << 31) - 1
 
 
 USUAL_OUTPUT_TOKENS = 256.0
-"""Of an answer without `max_tokens`, until the account's own answers tell: an ordinary chat answer."""
+"""Output of a request without `max_tokens`, until the account has answers to learn from: an ordinary chat answer."""
 _LEARNING_RATE = 0.1
-"""Some twenty answers until a new habit is known."""
+"""A new habit is learnt in some twenty answers."""
 
 
 class RateLimited(TooManyRequests):
@@ -40,7 +40,7 @@ class RateLimited(TooManyRequests):
 
 
 class Account:
-    """One key's holder. Times are a monotonic clock's."""
+    """The holder of one key. Times are a monotonic clock's."""
 
     def __init__(self, terms: KeyTerms, now: float, secret: bytes = b"", routers: int = 1) -> None:
         """`routers` divide the limits."""
@@ -49,11 +49,11 @@ class Account:
         self._active = 0
         """Requests with an open reservation."""
         self.usual_output_tokens = USUAL_OUTPUT_TOKENS
-        """Mean output of answers without `max_tokens`; of this key alone, so that other keys cannot drive it up."""
+        """Mean output of requests without `max_tokens`; of this key alone, so that other keys cannot drive it up."""
         self.apply(terms, now, secret)
 
     def apply(self, terms: KeyTerms, now: float, secret: bytes = b"") -> None:
-        """New terms, as of the next request; what was used of the old limits stays used.
+        """Apply new terms from the next request on; what was used of the old limits stays used.
 
         Args:
             secret: up to 64 bytes that no other account knows; empty only where the cache is shared.
@@ -67,37 +67,37 @@ class Account:
         self.is_limited = self._limits.is_limited or terms.max_parallel_requests > 0
 
     def divide(self, routers: int, now: float) -> None:
-        """So many routers serve the account from now on, this one among them."""
+        """Divide the limits by the number of routers, this one included, that serve the account from now on."""
         if routers != self._routers:
             self._routers = routers
             self._divide(now)
 
     def _divide(self, now: float) -> None:
-        """Takes this router's share of the limits: rates exactly, of parallel requests at least one."""
+        """Set this router's share of the limits: of rates exactly, of parallel requests at least one."""
         terms, routers = self._terms, self._routers
         self._limits.apply(terms.requests_per_minute / routers, terms.tokens_per_minute / routers, now)
         parallel = terms.max_parallel_requests
         self._max_parallel_requests = max(1, parallel // routers) if parallel else 0
 
     def may_use(self, *names: str) -> bool:
-        """Whether it may use the model that has these names."""
+        """Return whether it may use the model that has these names."""
         models = self._terms.models
         return not models or any(name in models for name in names)
 
     def priority(self, asked: int) -> int:
-        """The priority of a request that asks for `asked`: nobody gets ahead of the key's own class."""
+        """Return the priority of a request that asks for `asked`: no request gets ahead of the key's own class."""
         return min(MAX_PRIORITY, self._terms.priority + max(0, asked))
 
     def cache_salt(self, asked: str | None) -> str | None:
-        """The `cache_salt` of a request that asks for `asked`. Where the cache is private nobody else can have the same
-        one: it is a keyed hash, and the same in every router that has the key."""
+        """Return the `cache_salt` of a request that asks for `asked`. If the cache is private, no other account can
+        have the same salt: it is a keyed hash, and the same in every router that has the key."""
         if self._terms.cache == "shared":
             return asked
         salt = (asked or "").encode("utf-8", "surrogatepass")
         return hashlib.blake2b(salt, key=self._secret, digest_size=24, person=b"argosy-salt/1").hexdigest()
 
     def reserve(self, tokens: int, now: float) -> Reservation:
-        """Takes one request of about so many tokens off the limits.
+        """Take one request of about so many tokens off the limits.
 
         Raises:
             RateLimited: one of the limits is reached; nothing was taken.
@@ -117,23 +117,23 @@ class Account:
                 limits=self._limits.header_lines(),
             )
         if self._limits.tokens is not None:
-            tokens = min(tokens, int(self._limits.tokens.capacity))  # a full bucket is all there is to take
+            tokens = min(tokens, int(self._limits.tokens.capacity))  # a full bucket is all that can be taken
         self._active += 1
         self._limits.take(1, tokens)
         return Reservation(self, tokens, self._limits.header_lines())
 
     def learn_output(self, tokens: float) -> None:
-        """An answer to a request without `max_tokens` took so many for each of its sequences."""
+        """Learn from an answer to a request without `max_tokens`, which took so many tokens for each sequence."""
         self.usual_output_tokens += _LEARNING_RATE * (tokens - self.usual_output_tokens)
 
     def close(self, requests: int, tokens: int) -> None:
-        """For `Reservation` alone: takes the difference to what was reserved."""
+        """Take the difference to what was reserved; for `Reservation` only."""
         self._active -= 1
         self._limits.take(requests, tokens)
 
 
 class Anyone(Account):
-    """Whoever asks a router without keys: everything is allowed, and `priority` is taken at its word."""
+    """The account of all clients of a router without keys: everything is allowed, and `priority` is honoured."""
 
     def __init__(self) -> None:
         super().__init__(KeyTerms(name="anyone"), 0.0)
@@ -147,7 +147,7 @@ ANYONE = Anyone()
 
 
 class Reservation:
-    """What one request took off its account's limits."""
+    """The tokens that one request took off its account's limits."""
 
     __slots__ = ("_account", "_is_open", "_tokens", "header_lines")
 
@@ -156,15 +156,15 @@ class Reservation:
         self._tokens = tokens
         self._is_open = True
         self.header_lines = header_lines
-        """For the answer: what is left of the limits."""
+        """Header lines of the answer, which tell what is left of the limits."""
 
     def settle(self, tokens: int) -> None:
-        """The request is over, having used so many tokens. What it used beyond its reservation is owed: the bucket goes
-        into debt, and nothing passes until that is refilled."""
+        """Close with what the request used. What it used beyond its reservation is owed: the bucket goes into debt, and
+        no request passes until the debt is refilled."""
         self._close(0, tokens - self._tokens)
 
     def cancel(self) -> None:
-        """The request never reached a replica: it counts for nothing."""
+        """Close without charging anything: the request never reached a replica."""
         self._close(-1, -self._tokens)
 
     def _close(self, requests: int, tokens: int) -> None:

@@ -1,8 +1,8 @@
-"""The API keys clients must present, from the command line, the environment, or a file that may change.
+"""The key file: API keys from a file that may change, besides those of the command line and the environment.
 
-Owns: reading the file, and reading it again. Must not know: its format, requests.
-Invariants: a key file that vanishes or empties locks clients out, it never opens the router; a change interrupts no
-request under way.
+Owns: when the file is read again. Must not know: its format, requests.
+Invariants: a key file that vanishes or becomes empty locks clients out and never opens the router; a change interrupts
+no request under way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLL_S = 1.0
 
 
 class ApiKeys:
-    """The current keys."""
+    """Keeps the key table up to date."""
 
     def __init__(
         self, keys: Sequence[str], path: Path | None, poll_s: float = POLL_S, *, routers: int = 1
@@ -31,14 +31,14 @@ class ApiKeys:
         self._poll_s = poll_s
         self._content: bytes | None = None
         self._problem = ""
-        """Why the file as a whole gives no keys, as it was logged."""
+        """Why the file as a whole gives no keys, as last logged."""
         self.table = KeyTable(keys, is_closed=path is not None, now=time.monotonic())
         self.table.divide(routers, time.monotonic())
         if path is not None:
             self._read(path)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Follow the file until cancelled."""
         while self._path is not None:
             await asyncio.sleep(self._poll_s)
             self._read(self._path)

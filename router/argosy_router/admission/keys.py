@@ -1,8 +1,8 @@
-"""API keys: from the text a client sends to its account.
+"""API keys: the table that maps the key a client sends to its account.
 
 Owns: the format of key files, the table of keys. Must not know: files, requests.
-Invariants: keys are kept as SHA-256 digests only, and a key's text appears in no message; a table with keys or a file
-stays closed, whatever becomes of them; a line that cannot be read denies its own key and no other.
+Invariants: keys are kept as SHA-256 digests only, and a key's text appears in no message; a router that was given keys
+or a file never opens, whatever happens to them; a malformed line denies its own key and no other.
 
 A key file has one key per line: the key itself, or `sha256:` and its digest in hexadecimal, then its terms
 (`terms.KeyTerms`) as NAME=VALUE in any order. `#` begins a comment line.
@@ -10,8 +10,8 @@ A key file has one key per line: the key itself, or `sha256:` and its digest in 
     sha256:5994471abb01112afcc18159f6cc74b4f511b99806da59b3caf5a9c173cacfc5 name=shop models=tiny,large weight=2
     sk-a-plain-key name=batch tokens_per_minute=100000 priority=10
 
-Looking a digest up in a table takes no time from which a key could be guessed: the digest of a guess cannot be steered,
-and its bytes are compared only where the table's own keyed hash already agrees.
+The time of a look-up reveals nothing about a key: the digest of a guess cannot be steered, and its bytes are compared
+only if the dictionary's own keyed hash already agrees.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class KeyTable:
         self._install(self._fixed, now)
 
     def divide(self, routers: int, now: float) -> None:
-        """So many routers serve these keys from now on, and divide their limits."""
+        """Divide the limits of all keys by the number of routers that serve them from now on."""
         self._routers = routers
         for account in self._by_name.values():
             account.divide(routers, now)
 
     def load(self, text: str, now: float) -> list[str]:
-        """Replaces the keys of the file by those of `text`. Accounts that stay keep what they have used.
+        """Replace the keys of the file by those of `text`. Accounts that stay keep what they have used.
 
         Returns:
-            What is wrong with lines that were left out.
+            Messages about lines that were left out.
         """
         keys = dict(self._fixed)
         terms_of: dict[str, KeyTerms] = {terms.name: terms for terms in keys.values()}
@@ -78,7 +78,7 @@ class KeyTable:
         return problems
 
     def account_of(self, authorization: bytes | None) -> Account | None:
-        """The account behind an `Authorization` header (`Bearer KEY`, scheme case-insensitive), or None."""
+        """Return the account behind an `Authorization` header (`Bearer KEY`, scheme case-insensitive), or None."""
         if self.is_open:
             return ANYONE
         scheme, _, key = (authorization or b"").partition(b" ")
@@ -100,7 +100,7 @@ class KeyTable:
 
 
 def parse_line(line: str) -> tuple[bytes, KeyTerms]:
-    """The digest and the terms of one key.
+    """Return the digest and the terms of one key.
 
     Raises:
         KeyFileError: a field is unknown, twice, malformed or out of bounds.

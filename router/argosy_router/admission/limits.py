@@ -1,8 +1,8 @@
-"""Requests and tokens per minute, as token buckets.
+"""Rate limits: requests and tokens per minute, as token buckets.
 
 Owns: how much of its limits an account has left. Must not know: keys, requests.
-Invariants: a bucket never holds more than one minute's worth, or one where that is less; it may owe (an answer was
-longer than reserved), and then nothing passes until the debt is refilled.
+Invariants: a bucket never holds more than one minute's worth, or one token if that is less; it may be in debt (an
+answer was longer than reserved), and then no request passes until the debt is refilled.
 
 Times are a monotonic clock's, passed in. The header names and the forms of their values are OpenAI's.
 """
@@ -26,27 +26,28 @@ class TokenBucket:
         self._time = now
 
     def resize(self, per_minute: float, now: float) -> None:
-        """Another limit from now on; what was used stays used."""
+        """Change the limit from now on; what was used stays used."""
         self._refill(now)
         self.per_minute = per_minute
         self.capacity = max(1.0, per_minute)
         self._level = min(self._level, self.capacity)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` could be taken; zero if it can be now. More than the bucket holds needs all of it."""
+        """Return the seconds until `amount` can be taken; zero if it can be now. If it exceeds the capacity, a full
+        bucket is enough."""
         self._refill(now)
         missing = min(amount, self.capacity) - self._level
         return missing * PERIOD_S / self.per_minute if missing > 0 else 0.0
 
     def take(self, amount: float) -> None:
-        """Takes what `wait_s` allowed, or more afterwards; negative amounts give back."""
+        """Take what `wait_s` allowed, or more afterwards; negative amounts are returned to the bucket."""
         self._level = min(self.capacity, self._level - amount)
 
     def remaining(self) -> int:
         return max(0, math.floor(self._level))
 
     def reset_s(self) -> float:
-        """Seconds until it is full again."""
+        """Return the seconds until the bucket is full again."""
         return (self.capacity - self._level) * PERIOD_S / self.per_minute
 
     def _refill(self, now: float) -> None:
@@ -64,7 +65,7 @@ class RateLimits:
         self.tokens: TokenBucket | None = None
 
     def apply(self, requests_per_minute: float, tokens_per_minute: float, now: float) -> None:
-        """Sets the limits; zero is none."""
+        """Set the limits; zero is no limit."""
         self.requests = _resized(self.requests, requests_per_minute, now)
         self.tokens = _resized(self.tokens, tokens_per_minute, now)
 
@@ -73,20 +74,20 @@ class RateLimits:
         return self.requests is not None or self.tokens is not None
 
     def wait_s(self, tokens: int, now: float) -> float:
-        """Seconds until one more request of so many tokens may pass; zero if it may now."""
+        """Return the seconds until one more request of so many tokens may pass; zero if it may now."""
         requests_s = self.requests.wait_s(1, now) if self.requests is not None else 0.0
         tokens_s = self.tokens.wait_s(tokens, now) if self.tokens is not None else 0.0
         return max(requests_s, tokens_s)
 
     def take(self, requests: int, tokens: int) -> None:
-        """Takes a request that may pass; negative numbers give back."""
+        """Take a request that may pass; negative numbers are returned to the buckets."""
         if self.requests is not None:
             self.requests.take(requests)
         if self.tokens is not None:
             self.tokens.take(tokens)
 
     def header_lines(self) -> bytes:
-        """`x-ratelimit-*` as OpenAI sends them, as of the last `wait_s`."""
+        """Render `x-ratelimit-*` as OpenAI sends them, as of the last `wait_s`."""
         lines = b""
         if self.requests is not None:
             lines = _REQUESTS % _figures(self.requests)
@@ -114,7 +115,7 @@ def _resized(bucket: TokenBucket | None, per_minute: float, now: float) -> Token
 
 
 def duration(seconds: float) -> str:
-    """`120ms`, `1.5s`, `6m0s`, rounded up."""
+    """Render `120ms`, `1.5s` or `6m0s`, rounded up."""
     ms = math.ceil(seconds * 1000)
     if ms < 1000:
         return f"{ms}ms"

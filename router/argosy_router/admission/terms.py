@@ -1,4 +1,4 @@
-"""What stands behind a key in a key file.
+"""The terms of a key: what follows the key in a key file.
 
 Owns: the names, types and bounds of terms. Must not know: requests, how terms are applied.
 """
@@ -25,10 +25,10 @@ class KeyTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tokens_per_minute: Annotated[int, Meta(ge=0, le=MAX_PER_MINUTE)] = 0
     """Prompt and completion together."""
     max_parallel_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Waiting ones included."""
+    """Queued ones included."""
     weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
-    """Share of a saturated service, relative to the other keys that wait for it."""
+    """Share of a saturated service, relative to the other keys with queued requests for it."""
     priority: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)] = 0
     """Class of all its requests: lower goes first."""
     cache: Literal["shared", "private"] = "shared"
-    """Whose prefixes its requests may find computed: those of all shared keys, or those of its own name alone."""
+    """Whose cached prefixes its requests may use: those of all shared keys, or those of its own name only."""

@@ -1,6 +1,6 @@
-"""Who deals with whom when a request is answered.
+"""The interfaces between a server, its application, and what answers one request.
 
-Owns: what a server, its application, and whoever answers one request ask of each other. Must not know: any of them.
+Owns: what they ask of each other. Must not know: any of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from argosy_protocol.errors import ApiError
 from argosy_router.http.messages import Request
 
 
-class Exchange(Protocol):
-    """Whoever is answering a request."""
+class ClientListener(Protocol):
+    """What answers a request, and hears about its client."""
 
     def on_client_lost(self) -> None: ...
 
@@ -22,9 +22,9 @@ class Exchange(Protocol):
 
 
 class Client(Protocol):
-    """Whoever asked, as an exchange sees it (`server.ServerConnection` says what each call does)."""
+    """The client of a request, as its answer's author sees it (`server.ServerConnection` says what each call does)."""
 
-    def attach(self, exchange: Exchange) -> None: ...
+    def attach(self, exchange: ClientListener) -> None: ...
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None: ...
 
@@ -38,22 +38,22 @@ class Client(Protocol):
 
 
 class Application(Protocol):
-    """Whoever answers the requests of a server."""
+    """What answers the requests of a server."""
 
     def on_head(self, request: Request) -> bool:
-        """A request's head is there. Whether its body will be read; a body that will not be must be small.
+        """Take note of a request's head; return whether its body will be used. A body that will not be must be small.
 
         Raises:
-            ApiError: it is refused before its body is taken, and the connection closed.
+            ApiError: the request is refused before its body is read, and the connection closed.
         """
         ...
 
     def on_request(self, client: Client, request: Request) -> None:
-        """Answers now (`respond`) or later (`attach` an exchange first). Must not raise."""
+        """Answer now (`respond`), or later (`attach` a listener first). Must not raise."""
         ...
 
     def on_refused(self, error: ApiError, request: Request | None) -> bytes:
-        """A request, of which perhaps not even the head was understood, is refused before `on_request`.
+        """Take note of a request that is refused before `on_request`; perhaps not even its head could be parsed.
 
         Returns:
             Header lines of the refusal.

@@ -1,8 +1,8 @@
 """The client-facing side of a connection: whose turn it is, deadlines, and how answers are written.
 
 Owns: one accepted connection from its first byte to its close.
-Must not know: routes, keys, replicas: it hands requests to an `Application` and tells the `Exchange` that answers when
-the client leaves or falls behind.
+Must not know: routes, keys, replicas: it hands requests to an `Application` and tells the `ClientListener` that answers
+when the client leaves or falls behind.
 Invariants: requests are answered one at a time and in order; a client that leaves is noticed at once, whatever it has
 sent ahead; one that does not read its answers gets no further ones, and is not read from either.
 """
@@ -19,7 +19,7 @@ from argosy_router.http.limits import BodyRoom, ServerLimits
 from argosy_router.http.messages import Request, status_line
 from argosy_router.http.moderation import Moderator
 from argosy_router.http.request_reader import Phase, RequestReader
-from argosy_router.http.roles import Application, Exchange
+from argosy_router.http.roles import Application, ClientListener
 from argosy_router.http.seats import AddressGroups, Seats
 
 REQUESTS_PER_TURN = 16
@@ -73,7 +73,7 @@ class ServerConnection(asyncio.Protocol):
         self._stall = Deadline(state.wheel, self._on_stall)
         """Of what the client has to read."""
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
-        self.exchange: Exchange | None = None
+        self.exchange: ClientListener | None = None
         self.request: Request | None = None
         """The request being answered."""
         self._held = bytearray()
@@ -384,7 +384,7 @@ class ServerConnection(asyncio.Protocol):
         """Sent ahead of the answer being written."""
         return len(self._held)
 
-    def attach(self, exchange: Exchange) -> None:
+    def attach(self, exchange: ClientListener) -> None:
         """`exchange` answers the current request and hears about the client until it has."""
         self.exchange = exchange
         if self._is_write_paused:

@@ -1,10 +1,10 @@
 """A client whose event stream has begun before there was an answer.
 
-Owns: the comments that such a client hears, and how the answer goes on inside the stream.
+Owns: the comments that such a client gets, and how the answer continues inside the stream.
 Must not know: when comments are due.
 
-Comments keep load balancers from cutting a connection on which nothing is sent for a minute or so. Their price: the
-status is 200 from then on, and what goes wrong later is told by an error event. They are no part of an answer, so the
+Comments keep load balancers from closing a connection on which nothing is sent for a minute or so. Their price: the
+status is 200 from then on, and a later failure becomes an error event. Comments are no part of an answer, so the
 request may still be sent to another replica.
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from argosy_router.http.roles import Client
-from argosy_router.http.roles import Exchange as ClientListener
+from argosy_router.http.roles import Client, ClientListener
 
 STREAM_HEADERS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 COMMENT = b": keep-alive\n\n"
@@ -21,17 +20,17 @@ COMMENT = b": keep-alive\n\n"
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """When the client of a stream without an event hears a comment. Times in seconds."""
+    """When the client of a stream without an event gets a comment. Times in seconds."""
 
     interval_s: float = 10.0
     """A sixth of the idle time that common load balancers allow."""
     after_s: float = 15.0
-    """From here on a request that was sent, but that no replica has accepted, gets comments, too. Most failures happen
-    before, and have their own status then."""
+    """From this age on a request that was sent, but that no replica has accepted, gets comments, too. Most failures
+    happen before, and can still have a status of their own."""
 
 
 class BegunStream:
-    """A client whose event stream has begun before there was an answer: the answer goes on inside it."""
+    """Wraps a client whose event stream has begun, and sends the answer inside that stream."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -40,7 +39,7 @@ class BegunStream:
         self._client.attach(exchange)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """A whole answer becomes one event: it is an error, or the answer of an engine that did not stream."""
+        """Send a whole answer as one event: it is an error, or the answer of an engine that did not stream."""
         self._client.send(b"data: %b\n\n" % b" ".join(body.splitlines()))
         self._client.finish()
 

@@ -1,4 +1,4 @@
-"""Changing a few fields of a request's JSON object while all others keep their bytes.
+"""Changes to a few fields of a request's JSON object, while all others keep their bytes.
 
 Must not know: which fields, and why.
 """
@@ -15,7 +15,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def with_fields(body: bytes, changes: Mapping[str, str | int | StreamOptions]) -> bytes:
-    """`body` with other values of some fields.
+    """Return `body` with other values of some fields.
 
     A key given twice keeps its last value, which is what every JSON decoder on the way reads.
     """
@@ -26,8 +26,8 @@ def with_fields(body: bytes, changes: Mapping[str, str | int | StreamOptions]) -
 
 
 def with_another(body: bytes, field: bytes) -> bytes:
-    """`body`, some field of which is set, with one more behind the others, given as JSON (`"name":value`).
+    """Append a field, given as JSON (`"name":value`), to `body`, which must not be an empty object.
 
-    Nothing is decoded for it. If `body` has one of the name after all, as null, the last one counts.
+    Nothing is decoded for this. If `body` has a field of that name already, as null, the last one counts.
     """
     return b"%b,%b}" % (body[: body.rindex(b"}")], field)

@@ -19,10 +19,10 @@ from argosy_router.admission.accounts import Account
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Prompt, Service
 from argosy_router.proxy.body import with_fields
-from argosy_router.proxy.estimate import TokenEstimate
 from argosy_router.proxy.foreign_body import foreign_body
 from argosy_router.proxy.migration import StreamShape
 from argosy_router.proxy.renaming import Renaming
+from argosy_router.proxy.token_estimate import TokenEstimate
 
 if TYPE_CHECKING:
     from argosy_router.records.tracing import Trace

@@ -32,10 +32,10 @@ from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
 from argosy_router.proxy.body import with_another, with_fields
 from argosy_router.proxy.call import Call
-from argosy_router.proxy.estimate import estimate_of
 from argosy_router.proxy.migration import resumable_shape
 from argosy_router.proxy.model_names import engine_name, find_service, may_use, unknown_model
 from argosy_router.proxy.renaming import Renaming
+from argosy_router.proxy.token_estimate import estimate_of
 from argosy_router.proxy.usage import asking_usage
 
 SESSION_HEADER = b"x-session-id"

@@ -1,4 +1,4 @@
-"""The last choices, and what became of them.
+"""Decision records: the last choices of replicas, and how they turned out.
 
 Owns: a bounded ring of records for the admin port. Must not know: prompts, keys; a record names a request by its id.
 Invariant: at most `CAPACITY` records, whatever the load; a record is complete once its request has ended.
@@ -14,8 +14,8 @@ CAPACITY = 1000
 """A few hundred kilobytes; a minute of a busy service."""
 
 HedgeOutcome = Literal["won", "lost", "failed", "promoted", "abandoned"]
-"""It answered first; the first attempt did; it failed before; the first attempt failed, which made it the only one; the
-client left before."""
+"""won: the hedge responded first; lost: the first attempt did; failed: the hedge failed before that; promoted: the
+first attempt failed, which left the hedge alone; abandoned: the client left before that."""
 
 
 FIELDS = (
@@ -26,7 +26,7 @@ FIELDS = (
 
 
 class DecisionRecord:
-    """One dispatched attempt."""
+    """One attempt that was sent."""
 
     __slots__ = FIELDS
 
@@ -52,26 +52,26 @@ class DecisionRecord:
         self.reason = reason
         self.attempt = attempt
         self.prompt_tokens = prompt_tokens
-        """Estimated before the answer, as the answer's usage says after it."""
+        """Estimated; once the answer has reported its usage, the true number."""
         self.predicted_cached_tokens = predicted_cached_tokens
         self.predicted_ttft_s = predicted_ttft_s
         self.cost_s = cost_s
         self.mode = mode
-        """What was known of the replica: `synced`, `stale` or `foreign`."""
+        """How the router knew the replica: `synced`, `stale` or `foreign`."""
         self.resumed_tokens = 0
-        """Output of a replica that died; this attempt goes on behind it."""
+        """Tokens of a failed replica's output that this attempt continues."""
         self.hedge: Literal["", "racing"] | HedgeOutcome = ""
-        """What became of an attempt that was sent beside one that was overdue. Empty for all others."""
+        """How a hedge ended; empty for attempts that are no hedges."""
         self.status = 0
         """Zero until the request has ended."""
         self.cached_tokens: int | None = None
-        """By the answer's usage; absent when it has none."""
+        """By the answer's usage; None if it reported none."""
         self.completion_tokens: int | None = None
-        """By the same usage; where there is none, what a stream's client was sent."""
+        """By the same usage; without one, what a stream's client was sent."""
         self.ttft_s: float | None = None
         """Streams only."""
         self.upstream_id = b""
-        """What the engine, and its log, call the attempt; empty until it is sent."""
+        """The attempt's request id at the engine and in its log; empty until it is sent."""
 
     def as_dict(self) -> dict[str, object]:
         values: dict[str, object] = {name: getattr(self, name) for name in FIELDS}
@@ -80,7 +80,7 @@ class DecisionRecord:
 
 
 class DecisionLog:
-    """The ring."""
+    """A ring of the newest records."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._records: deque[DecisionRecord] = deque(maxlen=capacity)
@@ -89,7 +89,7 @@ class DecisionLog:
         self._records.append(record)
 
     def latest(self, limit: int, model: str = "") -> Iterator[DecisionRecord]:
-        """Newest first."""
+        """Yield the newest records first, of one model if it is given."""
         for record in reversed(self._records):
             if limit <= 0:
                 return

@@ -1,12 +1,12 @@
 """Which fields of a request reach an engine that is not ours.
 
-Owns: that list. Must not know: what the fields mean to an engine.
+Owns: the list of fields. Must not know: what the fields mean to an engine.
 
-Other makes of engine take fields by which a router of theirs directs them: where to fetch a KV cache, which rank
-computes, which adapter to load, whose session to go on with, which id to abort by. So only documented fields of a
+Engines of other makes take fields by which their own routers direct them: where to fetch a KV cache, which rank
+computes, which adapter to load, which session to continue, which id to abort by. So only documented fields of a
 client's request pass: OpenAI's, and vLLM's and SGLang's for sampling, templates and output. All others are dropped, as
-engines themselves ignore fields they do not know: clients send many fields of other vendors, and refusing those would
-break them. Fields known to be internal are refused by name (`protocol.openai.InternalFields`).
+engines themselves ignore fields they do not know: clients send many fields of other vendors, and to refuse those would
+break the clients. Fields known to be internal are refused by name (`protocol.openai.InternalFields`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def foreign_body(body: bytes) -> bytes:
-    """The JSON object `body` with known fields only; itself where it has no others."""
+    """Return the JSON object `body` with known fields only, unchanged if it has no others."""
     fields = _fields.decode(body)
     if FOREIGN_FIELDS.issuperset(fields):
         return body

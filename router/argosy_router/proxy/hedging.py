@@ -1,9 +1,9 @@
-"""Hedging: what is overdue at one replica is asked for at another, too (Dean and Barroso, "The tail at scale").
+"""Hedging: a request overdue at one replica is sent to another one, too (Dean and Barroso, "The tail at scale").
 
 Owns: when a first token is overdue, and how many requests of a service may be hedged.
 Must not know: attempts, connections, how the other replica is chosen.
-Invariant: of the streams of a service at most `SHARE` are hedged, and one more, `MAX_CREDIT` of them in a row; so a
-service that is slow because it is overloaded gets hardly more to do.
+Invariant: of the streams of a service at most `SHARE` are hedged, plus one, and at most `MAX_CREDIT` in a row; so a
+service that is slow because it is overloaded gets hardly more work.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import Deadline, TimerWheel
 
 SHARE = 0.05
-"""What the paper's example of a deferred hedge costs: it waits for the 95th percentile."""
+"""The cost of the paper's example of a deferred hedge, which waits for the 95th percentile."""
 MAX_CREDIT = 10.0
-"""Earned and not spent: a replica that hangs holds a handful of requests."""
+"""Hedges that may be saved up: a replica that hangs holds a handful of requests."""
 FLOOR_S = 0.1
-"""Below this a first token is not overdue, however short its prediction: that much is a moment's scheduling."""
+"""Below this a first token is not overdue, however short its prediction: scheduling alone may take as long."""
 MIN_FACTOR, MAX_FACTOR = 1.0, 100.0
 """Bounds of the multiple of the predicted time after which a first token is overdue. A prediction is an expectation: at
 1 about every second request is overdue, and the share binds."""
@@ -29,7 +29,7 @@ class Hedging:
     """Shared by all requests of one router."""
 
     def __init__(self, fleet: Fleet, wheel: TimerWheel, factor: float) -> None:
-        """`factor` is that of services without one of their own; zero hedges none of their requests."""
+        """`factor` applies to services without one of their own; zero hedges none of their requests."""
         self._fleet = fleet
         self._wheel = wheel
         self._factor = factor
@@ -39,8 +39,8 @@ class Hedging:
     def watch(
         self, service: Service, predicted_ttft_s: float, on_overdue: Callable[[], None]
     ) -> Deadline | None:
-        """A stream was sent: has `on_overdue` called when its first token is, unless the deadline is ended before. None
-        where the service's requests are not hedged."""
+        """Have `on_overdue` called when the first token of a stream just sent is overdue, unless the deadline is ended
+        before; None if the service's requests are not hedged."""
         factor = service.spec.hedge_after
         if factor is None:
             factor = self._factor
@@ -55,7 +55,7 @@ class Hedging:
         return deadline
 
     def spend(self, service: Service) -> bool:
-        """Takes one hedge; False when the service's share is used up."""
+        """Take one hedge; False when the service's share is used up."""
         credit = self._credit.get(service, 0.0)
         if credit < 1.0:
             return False

@@ -1,7 +1,7 @@
 """A client without a connection: a request that the admin page sends through this router.
 
-Owns: an answer on its way to whoever reads it. Must not know: HTTP framing, routes.
-Invariant: at most `MAX_HELD_BYTES` and one write of the exchange wait to be read; a reader that leaves ends the
+Owns: the answer until it is read. Must not know: HTTP framing, routes.
+Invariant: at most `MAX_HELD_BYTES` and one write of the exchange are held; a reader that stops reading ends the
 exchange as a client that disconnects does.
 """
 
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from argosy_router.http.messages import Headers
-from argosy_router.http.roles import Exchange
+from argosy_router.http.roles import ClientListener
 
 MAX_HELD_BYTES = 256 * 1024
 
@@ -22,12 +22,12 @@ class AnswerCut(Exception):
 
 
 class InnerClient:
-    """The asking side of one exchange."""
+    """The client of one exchange, which reads the answer as an async iterator."""
 
     def __init__(self) -> None:
         self.head: asyncio.Future[tuple[int, Headers]] = asyncio.get_running_loop().create_future()
         """Resolves to the answer's status and headers."""
-        self._exchange: Exchange | None = None
+        self._exchange: ClientListener | None = None
         self._pieces: deque[bytes] = deque()
         self._held_bytes = 0
         self._is_paused = False
@@ -37,7 +37,7 @@ class InnerClient:
 
     # what the exchange calls
 
-    def attach(self, exchange: Exchange) -> None:
+    def attach(self, exchange: ClientListener) -> None:
         self._exchange = exchange
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
@@ -69,10 +69,10 @@ class InnerClient:
     # what the reader calls
 
     async def body(self) -> AsyncIterator[bytes]:
-        """The answer as it arrives.
+        """Yield the answer as it arrives.
 
         Raises:
-            AnswerCut: it ends before its end.
+            AnswerCut: the answer is incomplete.
         """
         try:
             while True:
@@ -96,7 +96,7 @@ class InnerClient:
         return piece
 
     def leave(self) -> None:
-        """Nobody reads on; nothing happens if the answer is complete."""
+        """Stop reading; does nothing if the answer is complete."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.on_client_lost()

@@ -1,12 +1,12 @@
-"""What a stream has said, so that another replica can go on where its own died.
+"""Stream migration: the transcript of a stream, from which another replica can continue it.
 
 Owns: the token ids that a stream's events carry, and the request that continues behind them.
 Must not know: connections, replicas, retries.
-Invariants: only whole events count, and only such as the client was sent. What an engine says is a function of the ids
-before it, so what was sent and what a continuation adds are together the stream of an undisturbed run. A stream costs
-a reference per read until `READ_BYTES` have come together; then they are read, and four bytes per token stay.
+Invariants: only whole events count, and only those that the client was sent. An engine's output is a function of the
+ids before it, so what was sent and what a continuation adds are together the stream of an undisturbed run. A stream
+costs a reference per read until `READ_BYTES` have come together; then they are parsed, and four bytes per token stay.
 
-Not resumed, because the ids do not say what is left: streams without ids (foreign replicas), beam search, and n > 1
+Not continued, because the ids do not say what is left: streams without ids (foreign replicas), beam search, and n > 1
 with `echo` and `logprobs`, where a choice's first chunk repeats what only the first choice computes.
 """
 
@@ -27,23 +27,23 @@ from argosy_router.proxy.stream_event import decode_chunk
 from argosy_router.proxy.usage import num_events
 
 READ_BYTES = 32 * 1024
-"""Some 120 events: most streams end before, and are never read. 5,000 open ones hold 160 MB at most."""
+"""Some 120 events: most streams end before, and are never parsed. 5,000 open ones hold 160 MB at most."""
 MAX_TOKENS = 1 << 20
-"""Of all choices. Beyond it a stream is no longer resumed: 4 MB of memory, 7 MB of request."""
+"""Of all choices. A longer stream is not continued: 4 MB of memory, 7 MB of request."""
 DONE = b"data: [DONE]\n\n"
 _DATA = b"data: "
 
 
 class StreamShape(NamedTuple):
-    """What tells whether a stream is complete."""
+    """What must come for a stream to be complete."""
 
     choices: int
     has_usage: bool
-    """Whether a last chunk tells the usage."""
+    """Whether a last chunk reports the usage."""
 
 
 def resumable_shape(request: ChatCompletionRequest | CompletionRequest) -> StreamShape | None:
-    """The shape of the stream that answers `request`, or None if it is no stream or cannot be resumed.
+    """Return the shape of the stream that answers `request`; None if it is no stream or cannot be continued.
 
     Raises:
         BadRequest: the prompts of a batch are of different kinds, or too many.
@@ -60,7 +60,7 @@ def resumable_shape(request: ChatCompletionRequest | CompletionRequest) -> Strea
 
 
 class Transcript:
-    """What the client has of one stream."""
+    """The part of one stream that the client has."""
 
     __slots__ = (
         "_created",
@@ -86,17 +86,17 @@ class Transcript:
         self._token_ids = [array("i") for _ in range(shape.choices)]
         self._finished = [False] * shape.choices
         self.num_tokens = 0
-        """Of all choices, as far as they were read. Of events that cannot be read each counts as one."""
+        """Of all choices, as far as they were parsed. An event that cannot be parsed counts as one token."""
 
     def add(self, events: bytes) -> None:
-        """The client is sent these whole events."""
+        """Add whole events that the client is sent."""
         self._unread.append(events)
         self._unread_bytes += len(events)
         if self._unread_bytes > READ_BYTES:
             self.read()
 
     def read(self) -> bool:
-        """Brings everything up to date; whether the stream can be resumed."""
+        """Parse what was added; return whether the stream can be continued."""
         events = b"".join(self._unread)
         self._unread = []
         self._unread_bytes = 0
@@ -109,7 +109,7 @@ class Transcript:
         return self._is_readable
 
     def _read_events(self, events: bytes) -> bool:
-        """Whether all of it could be read."""
+        """Return whether all events could be parsed."""
         start = 0
         try:
             while (end := events.find(b"\n\n", start)) >= 0:
@@ -136,18 +136,18 @@ class Transcript:
             self._finished[choice.index] |= choice.finish_reason is not None
             self.num_tokens += len(choice.token_ids)
 
-    # What follows is up to date after `read` has returned True.
+    # What follows is valid after `read` has returned True.
 
     @property
     def missing_end(self) -> bytes | None:
-        """What completes the stream, if no engine is needed for it."""
+        """The end that completes the stream, empty if it is complete; None if an engine must continue it."""
         if self._is_done:
             return b""
         is_complete = all(self._finished) and (self._has_usage or not self._shape.has_usage)
         return DONE if is_complete else None
 
     def continuing(self, body: bytes) -> bytes:
-        """The request with the JSON object `body`, to be answered by what the client still lacks."""
+        """Return the JSON object `body` as a request to be answered with what the client still lacks."""
         resume = Resume(
             created=self._created,
             choices=[

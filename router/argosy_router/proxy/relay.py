@@ -1,7 +1,7 @@
-"""A replica's answer on its way to the client: what may be sent on, and what is kept.
+"""Relays: which bytes of a replica's response are forwarded, and which are held back.
 
-Owns: the bytes of one attempt's answer. Must not know: who sends them where, what follows a failure.
-Invariant: a unary answer is passed on whole or not at all, up to a bound; of a stream only whole events are.
+Owns: the bytes of one attempt's response. Must not know: who forwards them, what follows a failure.
+Invariant: a unary response is forwarded whole or not at all, up to a bound; of a stream only whole events are.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _UNAVAILABLE: Final = b'"type":"service_unavailable"'
 
 
 class UnaryRelay:
-    """A unary answer, held back so that its replica's death can be hidden."""
+    """Holds a unary response back until it is complete, so that another replica can take over until then."""
 
     failure: UpstreamError | None = None
-    """Never: only the connection can fail."""
+    """Always None: only the connection can fail."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -35,11 +35,11 @@ class UnaryRelay:
 
     @property
     def usage(self) -> TokenUsage | None:
-        """What the part that was passed on says of it."""
+        """The usage that the forwarded part reports."""
         return self._finder.usage
 
     def feed(self, data: bytes) -> bytes:
-        """What is to be sent on now."""
+        """Take in data, and return what to forward now."""
         is_passing = self._size > MAX_BUFFERED_BYTES
         self._size += len(data)
         if is_passing:
@@ -49,7 +49,7 @@ class UnaryRelay:
         return self._release() if self._size > MAX_BUFFERED_BYTES else b""
 
     def end(self) -> bytes:
-        """The answer is complete: what is still to be sent on."""
+        """Note that the response is complete, and return what is left to forward."""
         return self._release() if self._parts else b""
 
     def _release(self) -> bytes:
@@ -60,11 +60,11 @@ class UnaryRelay:
 
 
 class StreamRelay:
-    """Events of a stream, sent on as they are, and noted in a transcript if there is one.
+    """Forwards the events of a stream unchanged, and adds them to a transcript if there is one.
 
-    Comments before the first event are dropped: an engine sends them while it has nothing to say, and another may still
-    answer instead. An engine that goes down says so by an event. If the stream can be resumed, that event and what
-    follows are not the client's: they end the attempt. Neither is the usage, if the client did not ask for it.
+    Comments before the first event are dropped: an engine sends them while it has nothing to send, and another one may
+    still answer instead. An engine that shuts down says so in an event. If the stream can be continued, that event and
+    those behind it are not forwarded: they end the attempt. Nor is the usage, if the client did not ask for it.
     """
 
     def __init__(self, transcript: Transcript | None, *, hides_usage: bool = False) -> None:
@@ -78,19 +78,19 @@ class StreamRelay:
 
     @property
     def usage(self) -> TokenUsage | None:
-        """What the end of the stream says of it: usage and `[DONE]` may come in two reads."""
+        """The usage that the end of the stream reports: usage and `[DONE]` may come in two reads."""
         return find_usage(self._before + self._last)
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens that the client was sent, as far as events tell: their ids, else one in each."""
+        """Generated tokens that the client was sent: by the ids in the events, else one for each event."""
         if self._transcript is None:
             return self._events
         self._transcript.read()
         return self._transcript.num_tokens
 
     def feed(self, data: bytes) -> bytes:
-        """Whole events to be sent on now; with `failure` set, the last ones."""
+        """Take in data, and return the whole events to forward now; the last ones if `failure` is set then."""
         try:
             events = self._cutter.feed(data)
         except EventTooLarge:
@@ -111,7 +111,7 @@ class StreamRelay:
         return without_usage(events) if self._hides_usage else events
 
     def end(self) -> bytes:
-        """The response is complete: what is still to be sent on, nothing if that is not the whole stream."""
+        """Note that the response is complete, and return what is left to forward; nothing if the stream was cut."""
         if self._transcript is not None and not self._last.endswith(DONE):
             self.failure = ConnectionLost("the stream ended without [DONE]")
             return b""

@@ -1,4 +1,4 @@
-"""Answers that name the model as the client did, where the engine knows it by another name.
+"""Renaming of the model in answers, if the engine knows it by another name than the client used.
 
 Owns: the value of `model` in answers. Must not know: why the names differ.
 Invariant: nothing but that value changes: quotes inside of JSON strings are escaped, so `"model":"NAME"` is a field.
@@ -11,22 +11,21 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy_router.http.roles import Client
-from argosy_router.http.roles import Exchange as ClientListener
+from argosy_router.http.roles import Client, ClientListener
 
 
 class Renaming(NamedTuple):
-    """One model by two names."""
+    """The two names of one model."""
 
     engine: str
     client: str
 
 
 class RenamingClient:
-    """A client between an exchange and whoever asked.
+    """Wraps a client, and renames the model in everything that it is sent.
 
-    Data comes in whole events or as a whole answer, but for answers over `relay.MAX_BUFFERED_BYTES`: should they be cut
-    within the field, it keeps the engine's name.
+    Data comes in whole events or as a whole answer, except for answers over `relay.MAX_BUFFERED_BYTES`: if one is cut
+    within the field, the field keeps the engine's name.
     """
 
     def __init__(self, client: Client, renaming: Renaming) -> None:

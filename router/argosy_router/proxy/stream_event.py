@@ -1,4 +1,4 @@
-"""What the router reads of an event of a stream it may have to continue."""
+"""The parts of a stream's event that the router needs to have another replica continue the stream."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import msgspec
 from msgspec import Struct
 
 
-class Choice(Struct):
+class ChoiceDelta(Struct):
     """What an event adds to one choice."""
 
     index: int
     token_ids: list[int]
-    """Present in every chunk of a stream that can be resumed."""
+    """Present in every chunk of a stream that can be continued."""
     finish_reason: str | None = None
 
 
 class Usage(Struct):
-    """Its counts are read elsewhere."""
+    """Marks a chunk that reports the usage; `usage` reads the counts."""
 
 
 class Chunk(Struct):
     """The data of one event."""
 
     created: int
-    choices: list[Choice]
+    choices: list[ChoiceDelta]
     usage: Usage | None = None
 
 

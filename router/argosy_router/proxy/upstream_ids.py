@@ -1,10 +1,10 @@
 """Request ids towards engines.
 
-Owns: ids that no client chooses or guesses. Must not know: whose request an id is.
+Owns: ids that no client can choose or guess. Must not know: whose request an id is.
 Invariant: an id has 128 random bits and is given out once.
 
-Engines abort, and some deduplicate, by the id in `x-request-id`. So every attempt has one of its own, a repeated one on
-the same replica included, and the client's id stays between the client and the router.
+Engines abort, and some deduplicate, by the id in `x-request-id`. So every attempt has an id of its own, a repetition on
+the same replica included, and engines never see the client's id.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Final
 
 ID_HEX_DIGITS: Final = 32
 _IDS_PER_READ: Final = 256
-"""Ids made of one read of the kernel's generator, which costs more than all else here."""
+"""Ids made of one read of the kernel's generator, which costs more than everything else here."""
 
 
 class UpstreamIds:
-    """A source of ids."""
+    """Generates ids."""
 
     def __init__(self) -> None:
         self._digits = b""
         self._position = 0
 
     def next(self) -> bytes:
-        """An id, as lower-case hexadecimal digits."""
+        """Return a new id as lower-case hexadecimal digits."""
         start = self._position
         if start == len(self._digits):
             self._digits = os.urandom(_IDS_PER_READ * ID_HEX_DIGITS // 2).hex().encode()

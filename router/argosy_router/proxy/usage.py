@@ -1,6 +1,6 @@
-"""Token counts out of an answer, without parsing it.
+"""Token usage of an answer, found without parsing it.
 
-Owns: having every stream tell its usage, finding it, and keeping it from clients that did not ask.
+Owns: asking every stream for its usage, finding it, and hiding it from clients that did not ask.
 Must not know: anything else about answers.
 
 A quote inside a JSON string is escaped, so `"usage":` unescaped can only be a key.
@@ -15,19 +15,19 @@ from typing import Final
 from argosy_router.proxy.body import with_another
 
 TAIL_BYTES: Final = 2048
-"""Longest usage that is understood; with details it takes a few hundred bytes."""
+"""Longest usage that is found; with details it takes a few hundred bytes."""
 
 _KEY: Final = b'"usage"'
 _BETWEEN: Final = b" \t\r\n:"
 """What may stand between a key and its value."""
 _MAX_COUNT_BYTES: Final = 12
-"""Of a count and what stands before it: nine digits, compact or pretty-printed."""
+"""Longest count with what precedes it: nine digits, compact or pretty-printed."""
 _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _EVENT_END: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 
 
 class TokenUsage:
-    """What one answer used."""
+    """The tokens of one answer."""
 
     __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens")
 
@@ -40,7 +40,7 @@ class TokenUsage:
 
 
 def find_usage(answer: bytes) -> TokenUsage | None:
-    """The last usage in an answer or a part of one, or None when there is none."""
+    """Return the last usage in an answer or a part of one; None if there is none."""
     for usage in _usages(answer):
         prompt_tokens = _count(usage, b'"prompt_tokens"')
         if prompt_tokens is not None:
@@ -50,7 +50,7 @@ def find_usage(answer: bytes) -> TokenUsage | None:
 
 
 def _usages(answer: bytes) -> Iterator[bytes]:
-    """Beginnings of usages, last first. What is null is none, nor is a token of this text among log probabilities."""
+    """Yield beginnings of usages, last first. Neither null nor a token of this text among log probabilities is one."""
     end = len(answer)
     while (start := answer.rfind(_KEY, 0, end)) >= 0:
         value = answer[start + len(_KEY) : start + TAIL_BYTES].lstrip(_BETWEEN)
@@ -60,7 +60,7 @@ def _usages(answer: bytes) -> Iterator[bytes]:
 
 
 def _count(usage: bytes, key: bytes) -> int | None:
-    """The number behind the first `key`. As machine code this takes a tenth of a regular expression's time."""
+    """Return the number behind the first `key`. Compiled, this takes a tenth of a regular expression's time."""
     count, num_digits = 0, 0
     for byte in usage.partition(key)[2][:_MAX_COUNT_BYTES]:
         digit = byte - 48
@@ -73,7 +73,7 @@ def _count(usage: bytes, key: bytes) -> int | None:
 
 
 class UsageFinder:
-    """Finds the usage of an answer that comes in pieces: it may stand anywhere in it."""
+    """Finds the usage, anywhere in an answer that comes in pieces."""
 
     __slots__ = ("_edge", "usage")
 
@@ -81,7 +81,7 @@ class UsageFinder:
         self.usage: TokenUsage | None = None
         """The last one so far."""
         self._edge = b""
-        """The end of what came before, in which a usage may have begun."""
+        """The end of the earlier pieces, in which a usage may have begun."""
 
     def feed(self, data: bytes) -> None:
         window = self._edge + data
@@ -90,17 +90,17 @@ class UsageFinder:
 
 
 def num_events(events: bytes) -> int:
-    """How many whole events these are: no JSON string contains a line break."""
+    """Count whole events: no JSON string contains a line break."""
     return events.count(b"\n\n") or events.count(b"\n\r\n")
 
 
 def asking_usage(body: bytes) -> bytes:
-    """A request with the JSON object `body` and without stream options, whose stream ends by telling its usage."""
+    """Have the stream report its usage; `body` is the JSON object of a request without stream options."""
     return with_another(body, b'"stream_options":{"include_usage":true}')
 
 
 def without_usage(events: bytes) -> bytes:
-    """Whole events, less the one that tells nothing but the usage."""
+    """Drop from whole events the one that reports the usage and nothing else."""
     if events.rfind(_KEY) < 0 or _NO_CHOICES.search(events) is None:  # null may be in every event
         return events
     return b"".join(

@@ -1,13 +1,13 @@
-"""What a request is expected to take of its key's limits, in tokens.
+"""Token estimates: what a request is expected to take of its key's limits.
 
-Owns: the estimate before the answer, and the one for answers that end without telling their usage.
+Owns: the estimate before the answer, and the one for answers that end without reporting their usage.
 Must not know: limits, queues, answers.
 
 Before the answer: the prompts, and for each sequence that is generated its `max_tokens`, or what the key's answers
 without one have taken on average. A batch has a sequence for each prompt, times `n`, or times the beam width.
 
-After an answer that was cut: the prompts, and what the replica's rate allows to have been generated since the expected
-first token, up to what was asked for. A client that leaves thus pays for what was computed, and gets the rest back.
+After an answer that was cut: the prompts, and what the replica can have generated at its rate since the expected first
+token, up to what was asked for. So a client that leaves pays for what was computed, and gets the rest back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from argosy_protocol.openai import MAX_TOKENS, ChatCompletionRequest, Completion
 
 
 class TokenEstimate:
-    """What one request is expected to take."""
+    """The tokens that one request is expected to take."""
 
     __slots__ = ("beams_per_choice", "has_limit", "output_tokens", "prompt_tokens", "sequences")
 
@@ -42,16 +42,16 @@ class TokenEstimate:
 
     @property
     def total(self) -> int:
-        """What is reserved."""
+        """Tokens to reserve."""
         return self.prompt_tokens + self.sequences * self.output_tokens
 
     def used(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """What counts for an answer with this usage."""
+        """Return the tokens that an answer with this usage counts for."""
         return prompt_tokens + int(completion_tokens * self.beams_per_choice)
 
     def generated_in(self, seconds: float, decode_step_s: float, max_tokens: int = MAX_TOKENS) -> int:
-        """What counts for a request that was generating for so long, at most `max_tokens` in a sequence, and told no
-        usage. Before its first token the time is not positive."""
+        """Return the tokens that a request counts for that generated for so long and reported no usage; of a sequence
+        `max_tokens` at most. Before its first token the time is not positive."""
         if seconds <= 0.0:
             return self.prompt_tokens
         bound = min(self.output_tokens, max_tokens) if self.has_limit else max_tokens
@@ -61,7 +61,8 @@ class TokenEstimate:
 def estimate_of(
     request: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, usual_output_tokens: float
 ) -> TokenEstimate:
-    """
+    """Estimate the tokens of a request.
+
     Args:
         usual_output_tokens: of an answer without a limit.
 
