@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from argosy_engine.errors import ConfigError
@@ -21,6 +20,7 @@ from argosy_protocol.engine_limits import (
     MaxNumSeqs,
     Threads,
 )
+from argosy_protocol.flags import Flag, InvalidValue, convert
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -45,7 +45,9 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     """Frozen; crosses the process boundary as msgpack."""
 
     model: Annotated[
-        str, Meta(min_length=1, max_length=4096, description="builtin://tiny or a model directory")
+        str,
+        Meta(min_length=1, max_length=4096, description="builtin://tiny or a model directory"),
+        Flag(is_hidden=True),  # the positional argument
     ]
     served_model_name: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
@@ -61,22 +63,24 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             description="JSON object over the model's config.json; is_matryoshka and matryoshka_dimensions, which say "
             "which `dimensions` embeddings may have"
         ),
+        Flag(is_json=True),
     ] = None
-    tensor_parallel_size: Parallelism = 1
-    pipeline_parallel_size: Parallelism = 1
-    data_parallel_size: Parallelism = 1
+    tensor_parallel_size: Annotated[Parallelism, Flag(short="-tp")] = 1
+    pipeline_parallel_size: Annotated[Parallelism, Flag(short="-pp")] = 1
+    data_parallel_size: Annotated[Parallelism, Flag(short="-dp")] = 1
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
     ] = "auto"
     max_model_len: Annotated[
         MaxModelLen | Literal["auto"] | None,
         Meta(description="longest prompt plus output; default: the model's; auto: what fits into memory"),
+        Flag(is_size=True),
     ] = None
     block_size: Annotated[BlockSize, Meta(description="tokens per KV block")] = 16
     max_num_seqs: Annotated[MaxNumSeqs, Meta(description="requests running at once")] = 256
-    max_num_batched_tokens: Annotated[MaxNumBatchedTokens, Meta(description="token budget of one step")] = (
-        2048
-    )
+    max_num_batched_tokens: Annotated[
+        MaxNumBatchedTokens, Meta(description="token budget of one step"), Flag(is_size=True)
+    ] = 2048
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, le=1 << 20, description="cap on one prompt's share of a step; 0: no cap")
     ] = 0
@@ -121,6 +125,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     kv_cache_memory_bytes: Annotated[
         KvCacheBytes | None,
         Meta(description="KV cache size, instead of sizing it from memory"),
+        Flag(is_size=True),
     ] = None
     num_gpu_blocks_override: Annotated[
         Annotated[int, Meta(ge=2, le=1 << 30)] | None,
@@ -165,7 +170,9 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ] = 300.0
     """Longer than any compilation of a grammar and any step; nothing that works stands still for minutes."""
     structured_outputs_cache_bytes: Annotated[
-        int, Meta(ge=0, le=1 << 40, description="compiled grammars kept for later requests")
+        int,
+        Meta(ge=0, le=1 << 40, description="compiled grammars kept for later requests"),
+        Flag(is_size=True),
     ] = 256 << 20
     threads: Annotated[
         Threads | None,
@@ -195,13 +202,17 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             ConfigError: an unknown field, a wrong type or a value out of bounds.
         """
         try:
-            args = msgspec.convert(fields, cls, strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(str(error).replace("`$.", "`--").replace("_", "-")) from None
-        args.check_parallelism()
-        if isinstance(args.max_model_len, int):
-            args.check_model_len(args.max_model_len)
+            args = convert(fields, cls)
+        except InvalidValue as error:
+            raise ConfigError(str(error)) from None
+        args.check()
         return args
+
+    def check(self) -> None:
+        """Raises ConfigError: values contradict each other or are not supported."""
+        self.check_parallelism()
+        if isinstance(self.max_model_len, int):
+            self.check_model_len(self.max_model_len)
 
     def check_parallelism(self) -> None:
         """Raises ConfigError for more than one device."""

@@ -31,7 +31,6 @@ COMPILED = (
     "flow_control/*",
     "http/client",
     "http/deadlines",
-    "http/limits",
     "http/messages",
     "http/moderation",
     "http/pool",

@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from argosy_protocol.listening import BACKLOG, explain_listen_errors, listen
@@ -28,6 +29,7 @@ from argosy_router.fleet.fleet import Fleet, FleetSnapshot
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server import ServerConnection, ServerState
+from argosy_router.http.tls import ClientTls, ServerTls
 from argosy_router.http.tls import watch as watch_tls
 from argosy_router.http.tls_listener import TlsListener
 from argosy_router.metrics.registry import Metrics
@@ -73,16 +75,16 @@ class Router:
         self.config = config
         self._loop = asyncio.get_running_loop()
         self.wheel = TimerWheel(self._loop, tick_s)
-        self._tls = config.server_tls()
-        self._admin_tls = config.admin_tls()
-        self._replica_tls = config.replica_tls()
+        self._tls = _server_tls(config)
+        self._admin_tls = _admin_tls(config)
+        self._replica_tls = _replica_tls(config)
         self.fleet = Fleet(
             self.wheel,
             config.client,
             tls=self._replica_tls,
             fleet_key=config.fleet_key,
             index_memory=config.index_memory,
-            policy=config.policy,
+            policy=config.policy or "",
         )
         self.metrics = Metrics(self.fleet)
         self._stderr = stderr or LineWriter(2)
@@ -101,7 +103,7 @@ class Router:
         self._recorder = _recorder(config)
         self._tracer = _tracer(config)
         self.accounting = RequestAccounting(
-            self.metrics, self._access_log, self._ledger, recorder=self._recorder, policy=config.policy
+            self.metrics, self._access_log, self._ledger, recorder=self._recorder, policy=config.policy or ""
         )
         self.dispatcher = Dispatcher(
             self.fleet,
@@ -384,6 +386,42 @@ def _tracer(config: RouterConfig) -> Tracer | None:
     except ImportError:
         raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'argosy[otlp]'") from None
     return Tracer(config.otlp_traces_endpoint, socket.gethostname())
+
+
+def _server_tls(config: RouterConfig) -> ServerTls | None:
+    """The endpoint's TLS, or None for plain HTTP.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    if config.ssl_certfile is None:
+        return None
+    try:
+        return ServerTls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
+    except OSError as error:
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs: {error}") from None
+
+
+def _admin_tls(config: RouterConfig) -> ServerTls | None:
+    """The admin port's TLS: the endpoint's certificate. Clients need none: kubelets and operators have none, and the
+    port has a key.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    return _server_tls(replace(config, ssl_ca_certs=None))
+
+
+def _replica_tls(config: RouterConfig) -> ClientTls:
+    """TLS towards https replicas.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    try:
+        return ClientTls(config.replica_ca_certs, verifies=not config.replica_insecure)
+    except OSError as error:
+        raise ConfigError(f"--replica-ca-certs: {error}") from None
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -24,7 +24,7 @@ def test_a_file_gives_flags_and_the_command_line_wins(tmp_path: Path) -> None:
     options, args = parse_args([*given, "--max-num-seqs", "9"])
     assert (args.model, args.max_model_len, args.max_num_seqs) == ("builtin://tiny", 2000, 9)
     assert (args.served_model_name, args.enable_prefix_caching) == (("a", "b"), False)
-    assert (options.port, options.guard_metrics, options.api_key) == (1234, True, ["k1", "k2"])
+    assert (options.port, options.guard_metrics, options.api_key) == (1234, True, ("k1", "k2"))
     assert args.gpu_memory_utilization == 0.5
     options, args = parse_args(["other", *given, "--served-model-name", "c", "--enable-prefix-caching"])
     assert (args.model, args.served_model_name, args.enable_prefix_caching) == ("other", ("c",), True)

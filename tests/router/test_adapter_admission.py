@@ -15,11 +15,11 @@ import pytest
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits, encode_fleet
 from argosy_router.admission.accounts import Account
 from argosy_router.admission.terms import KeyTerms
+from argosy_router.config import FlowControlLimits
 from argosy_router.discovery.base import snapshot_of
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.fleet.service import Service
-from argosy_router.flow_control.controller import FlowControlLimits
 from argosy_router.flow_control.fair_queue import FairQueue
 from argosy_router.flow_control.queued_request import Entry
 

@@ -9,7 +9,8 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.telemetry import Draining, Load
-from argosy_router.http.client import ClientConnection, ClientLimits
+from argosy_router.config import ClientLimits
+from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.pool import ConnectionPool

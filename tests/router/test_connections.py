@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from argosy_router.http.client import ClientLimits
-from argosy_router.http.limits import ServerLimits
+from argosy_router.config import ClientLimits, ServerLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import raw, read_all, rig

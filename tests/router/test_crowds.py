@@ -10,8 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from argosy_router.flow_control.controller import FlowControlLimits
-from argosy_router.http.limits import ServerLimits
+from argosy_router.config import FlowControlLimits, ServerLimits
 from argosy_router.proxy.decisions import DecisionLog
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event

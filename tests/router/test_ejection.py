@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from argosy_router.config import ClientLimits
 from argosy_router.fleet import telemetry
 from argosy_router.fleet.health import BASE_EJECTION_S, Health, panics
-from argosy_router.http.client import ClientLimits
 
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import rig

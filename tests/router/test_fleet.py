@@ -12,9 +12,9 @@ from argosy_protocol.keys import internal_key
 from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import PAGE
+from argosy_router.config import FlowControlLimits
 from argosy_router.fleet import fleet
 from argosy_router.fleet.load import MIN_LESSON_TOKENS, LoadAccount
-from argosy_router.flow_control.controller import FlowControlLimits
 from argosy_router.policy.rates import PRIOR
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from argosy_router.http.limits import ServerLimits
+from argosy_router.config import ServerLimits
 from argosy_router.records.access_log import AccessLog
 from argosy_router.records.line_writer import LineWriter
 

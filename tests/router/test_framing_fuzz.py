@@ -14,8 +14,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from argosy_protocol.errors import ApiError
+from argosy_router.config import ServerLimits
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.limits import ServerLimits
 from argosy_router.http.messages import Request
 from argosy_router.http.server import ServerConnection, ServerState
 

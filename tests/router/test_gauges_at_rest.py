@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from argosy_protocol.fleet import FleetDocument, ServiceLimits, encode_fleet
+from argosy_router.config import FlowControlLimits
 from argosy_router.discovery.base import snapshot_of
 from argosy_router.fleet.replica import Member
-from argosy_router.flow_control.controller import FlowControlLimits
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally, event
 from .harness import Rig, raw, rig, service

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
-from argosy_router.config import ConfigError
-from argosy_router.http.client import ClientLimits
+from argosy_router.config import ClientLimits, ConfigError
 from argosy_router.http.deadlines import Deadline
 from argosy_router.main import build_parser, config_of
 from argosy_router.proxy import hedging

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 
 from argosy_protocol.fleet import FleetDocument
+from argosy_router.config import MIN_INDEX_MEMORY
 from argosy_router.prefixes.index import SHARDS, PrefixIndex
-from argosy_router.prefixes.index_memory import MIN_BYTES, shares
+from argosy_router.prefixes.index_memory import shares
 from argosy_router.prefixes.residency import Residency
 
 from .fake_engine import FakeEngine
@@ -25,7 +26,7 @@ def fill(index: PrefixIndex, residency: Residency, chunks: int, rng: random.Rand
 
 
 @pytest.mark.parametrize("replicas", [2, 600])
-@pytest.mark.parametrize("limit", [MIN_BYTES, 5_000_000])
+@pytest.mark.parametrize("limit", [MIN_INDEX_MEMORY, 5_000_000])
 def test_no_use_takes_more_than_the_cap(limit: int, replicas: int) -> None:
     rng = random.Random(0)
     index = PrefixIndex(0)

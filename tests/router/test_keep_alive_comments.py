@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from argosy_router.config import ConfigError
-from argosy_router.flow_control.controller import FlowControlLimits
+from argosy_router.config import ConfigError, FlowControlLimits
 from argosy_router.main import build_parser, config_of
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event

@@ -62,6 +62,19 @@ def test_flags_win_over_the_environment() -> None:
     assert (config.api_keys, config.replica_key) == (("a", "b"), "c")
 
 
+def test_a_file_gives_flags_below_the_environment_and_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text(
+        "replica: [http://a:1, http://b:1]\nqueue-timeout: 5\napi-key: [file]\nmax_inflight_bytes: 64M\n"
+        "access-log: false\nidle-timeout: 7\n"
+    )
+    flags = ["--config", str(path), "--idle-timeout", "8"]
+    config = config_of(build_parser().parse_args(flags), {"ARGOSY_ROUTER_API_KEY": "env"})
+    assert (config.replicas, config.access_log) == (("http://a:1", "http://b:1"), False)
+    assert (config.admission.queue_timeout_s, config.server.max_inflight_bytes) == (5.0, 64 << 20)
+    assert (config.api_keys, config.client.idle_timeout_s) == (("env",), 8.0)
+
+
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--host", "0.0.0.0", "--replica", "http://a:1"]) == EXIT_USAGE
     assert "--api-key" in capsys.readouterr().err

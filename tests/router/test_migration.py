@@ -14,7 +14,7 @@ from argosy_protocol.errors import InternalError, Unavailable
 from argosy_protocol.fleet import ServiceLimits
 from argosy_protocol.headers import RESPONSE_ID, RESUME
 from argosy_protocol.openai import CompletionRequest, StreamOptions
-from argosy_router.http.client import ClientLimits
+from argosy_router.config import ClientLimits
 from argosy_router.proxy import migration
 from argosy_router.proxy.migration import StreamShape, Transcript, resumable_shape
 

@@ -144,4 +144,4 @@ def test_the_interval_is_bounded(asked: str) -> None:
     with pytest.raises(ConfigError, match="--stream-moderation-us"):
         config_of(build_parser().parse_args(flags), {})
     flags[-1] = "--stream-moderation-us=250"
-    assert config_of(build_parser().parse_args(flags), {}).server.moderation_s == pytest.approx(250e-6)
+    assert config_of(build_parser().parse_args(flags), {}).server.stream_moderation_us == 250

@@ -20,8 +20,7 @@ from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.headers import RESPONSE_ID
 from argosy_protocol.keys import internal_key
 from argosy_protocol.openai import decode_request
-from argosy_router.http.client import ClientLimits
-from argosy_router.http.limits import ServerLimits
+from argosy_router.config import ClientLimits, ServerLimits
 from argosy_router.proxy import retry_budget
 from argosy_router.proxy.headers import error_headers
 from argosy_router.proxy.relay import MAX_BUFFERED_BYTES

@@ -17,8 +17,8 @@ import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
 from argosy_protocol.telemetry import Load
+from argosy_router.config import FlowControlLimits
 from argosy_router.fleet.service import SEATS_PER_SEQ
-from argosy_router.flow_control.controller import FlowControlLimits
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, answer_normally, completion, event
 from .harness import Rig, chat, raw, read_all, rig, service

@@ -68,7 +68,7 @@ async def test_requests_are_dropped_while_the_disk_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("argosy_router.records.recorder.MAX_WAITING_CHUNKS", 10)
-    recorder = Recorder(tmp_path / "trace.jsonl")
+    recorder = Recorder(tmp_path / "trace.jsonl", max_bytes=1 << 20)
     for number in range(10):
         recorder.add(recorded(number))
     assert recorder.dropped == 7

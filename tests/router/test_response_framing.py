@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from argosy_router.http.client import ClientConnection, ClientLimits
+from argosy_router.config import ClientLimits
+from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import UpstreamError
 from argosy_router.http.messages import Headers

@@ -10,9 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from argosy_router.config import ConfigError
+from argosy_router.config import ConfigError, ServerLimits
 from argosy_router.http import seats
-from argosy_router.http.limits import ServerLimits
 from argosy_router.http.seats import MAX_DEFAULT, MIN_DEFAULT, SPARE_DESCRIPTORS, Seats, default_connections
 from argosy_router.http.server import ServerConnection
 from argosy_router.main import build_parser, config_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from argosy_protocol.fleet import FleetDocument, FleetService, ServiceLimits
-from argosy_router.flow_control.controller import FlowControlLimits
+from argosy_router.config import FlowControlLimits
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, rig, service

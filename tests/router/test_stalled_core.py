@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from argosy_protocol.telemetry import Load
+from argosy_router.config import ClientLimits
 from argosy_router.fleet.health import MIN_STALL_S, STALL_STEPS, SUSPECT_STEP_AGE_S, stall_bound_s
-from argosy_router.http.client import ClientLimits
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
 from .harness import Rig, chat, rig

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from argosy_router.config import ClientLimits
 from argosy_router.fleet.health import (
     BASE_EJECTION_S,
     CONSECUTIVE_FAILURES,
@@ -18,7 +19,7 @@ from argosy_router.fleet.health import (
     may_eject,
 )
 from argosy_router.fleet.load import LoadAccount
-from argosy_router.http.client import ClientConnection, ClientLimits
+from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.pool import ConnectionPool

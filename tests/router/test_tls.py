@@ -16,13 +16,11 @@ import pytest
 from argosy.commands.route import main as route_command
 from argosy.errors import CommandError
 from argosy_router.admin import app
-from argosy_router.config import ConfigError, RouterConfig
+from argosy_router.config import ClientLimits, ConfigError, RouterConfig, ServerLimits
 from argosy_router.http import tls
-from argosy_router.http.client import ClientLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.fetch import fetch
-from argosy_router.http.limits import ServerLimits
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.main import EXIT_USAGE, main
 
@@ -368,7 +366,7 @@ async def test_a_replica_that_cannot_be_believed_gets_nothing(
         with pytest.raises(ConnectFailed, match="certificate verify failed"):
             await r.replica(0).pool.connect()
         assert (await r.chat()).status_code == 503
-    async with rig([TlsEngine(certificate)], verifies_replicas=False) as r:
+    async with rig([TlsEngine(certificate)], replica_insecure=True) as r:
         assert (await r.chat()).status_code == 200
 
 

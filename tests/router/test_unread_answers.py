@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
+from argosy_router.config import ServerLimits
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.limits import ServerLimits
 from argosy_router.http.server import REQUESTS_PER_TURN, ServerConnection, ServerState
 
 from .fake_engine import FakeEngine

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from argosy_router.admission.accounts import Account
+from argosy_router.config import ServerLimits
 from argosy_router.fleet.service import Service
-from argosy_router.http.limits import ServerLimits
 from argosy_router.proxy.exchange import Exchange
 
 from .fake_engine import Connection, FakeEngine, Received, event

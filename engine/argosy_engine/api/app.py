@@ -27,6 +27,7 @@ from argosy_engine.api.embeddings import embed
 from argosy_engine.api.error_fields import RequestBody, name_field
 from argosy_engine.api.http_responses import WatchedResponse, event_stream, json_response
 from argosy_engine.api.metrics import Metrics
+from argosy_engine.api.server_args import ITERATION_TIMEOUT_S
 from argosy_engine.api.serving import Serving, to_api_error
 from argosy_engine.api.stats_log import StatsLog
 from argosy_engine.api.telemetry import TelemetryHub
@@ -53,9 +54,6 @@ from argosy_protocol.openai import (
 from argosy_protocol.tokenization import decode_detokenize_request, decode_tokenize_request
 
 logger = logging.getLogger("argosy.api")
-
-ITERATION_TIMEOUT_S = 120.0
-"""A core that said nothing for this long is taken for hung; a step of a large prompt on a slow CPU takes tens."""
 
 _ASLEEP_RETRY_S = 10.0
 """Nobody knows when it will be woken; the router has other replicas to try meanwhile."""

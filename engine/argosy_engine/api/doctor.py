@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from argosy_engine.api.flags import FlagParser
+from argosy_engine.api.flags import EngineFlagParser
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.frontend.budget import budget_table, size
@@ -49,12 +49,13 @@ class Diagnosis(Struct, kw_only=True):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = FlagParser("argosy doctor", "Print device, memory and KV budget before a load.")
+    parser = EngineFlagParser("argosy doctor", "Print device, memory and KV budget before a load.")
     parser.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="format (default: %(default)s)"
     )
     parser.add_engine_flags()
-    options, args = parser.parse(argv)
+    options = parser.parse_args(argv)
+    args = parser.engine_args(options)
     try:
         diagnosis = diagnose(args)
     except ConfigError as error:

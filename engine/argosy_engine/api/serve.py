@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -16,17 +15,18 @@ from typing import Any
 import uvicorn
 
 from argosy_engine.api.api_diagnostics import describe_on_signal
-from argosy_engine.api.app import ITERATION_TIMEOUT_S, Engine, build_app
+from argosy_engine.api.app import Engine, build_app
 from argosy_engine.api.connection_limit import protocol_of
-from argosy_engine.api.flags import FlagParser
+from argosy_engine.api.flags import EngineFlagParser
 from argosy_engine.api.guard import Guard
-from argosy_engine.api.http_protocol import HttpLimits
+from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.descriptors import raise_limit, require_free
 from argosy_engine.core.diagnostics import dump_stacks_on_signal
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.budget import budget_table
+from argosy_protocol.flags import InvalidValue
 from argosy_protocol.keys import KeyRing
 from argosy_protocol.listening import CannotListen, listen
 from argosy_protocol.log_format import configure_logging
@@ -35,8 +35,6 @@ logger = logging.getLogger("argosy.api")
 
 EXIT_ADDRESS = 3
 """As the router's."""
-_KEEP_ALIVE_S = 75
-"""Longer than the router keeps idle connections, so that the router closes first."""
 _MIN_DESCRIPTORS = 128
 """Half of them are for connections; the server and its core take 30, the core's start asks for a few more."""
 _LAST_BYTES_S = 5
@@ -70,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(
-    options: argparse.Namespace,
+    options: ServerArgs,
     args: EngineArgs,
     started: float,
     num_descriptors: int,
@@ -91,13 +89,13 @@ async def _serve(
     server = _Server(
         uvicorn.Config(
             Guard(build_app(engine), keys, options.guard_metrics, admin_keys),
-            http=protocol_of(num_descriptors, _http_limits(options)),
+            http=protocol_of(num_descriptors, options.http_limits),
             ws="none",  # the guard knows HTTP only
             log_config=None,  # its records take our format, too
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=options.timeout_keep_alive,
+            timeout_keep_alive=options.timeout_keep_alive,  # type: ignore[arg-type]  # fractions work, too
             timeout_graceful_shutdown=_LAST_BYTES_S,
             server_header=False,
         )
@@ -128,15 +126,6 @@ async def _serve(
         server.should_exit = True
         await engine.close()
         await asyncio.gather(serving, return_exceptions=True)
-
-
-def _http_limits(options: argparse.Namespace) -> HttpLimits:
-    return HttpLimits(
-        max_head_bytes=options.h11_max_incomplete_event_size,
-        max_headers=options.h11_max_header_count,
-        header_timeout_s=options.timeout_headers,
-        body_timeout_s=options.timeout_body,
-    )
 
 
 async def _load(engine: Engine, args: EngineArgs, stop: asyncio.Event, started: float, url: str) -> None:
@@ -198,102 +187,23 @@ def _print_start_up(config: ResolvedConfig, url: str, imports_s: float, total_s:
     )
 
 
-def build_parser() -> FlagParser:
+def build_parser() -> EngineFlagParser:
     """All flags: the server's and the engine's."""
-    parser = FlagParser("argosy serve", "Serve one model behind an OpenAI API.")
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    server.add_argument("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
-    server.add_argument(
-        "--api-key", action="append", default=[], help="accepted bearer key; repeatable; also ARGOSY_API_KEY"
-    )
-    server.add_argument(
-        "--admin-api-key",
-        action="append",
-        default=[],
-        help="key for /sleep, /wake_up and /reset_prefix_cache, instead of --api-key; repeatable; "
-        "also ARGOSY_ADMIN_API_KEY",
-    )
-    server.add_argument(
-        "--any-model-name",
-        action="store_true",
-        help="answer requests for all model names, by the name asked for: names are resolved in front of the engine",
-    )
-    server.add_argument("--guard-metrics", action="store_true", help="ask for the key on /metrics too")
-    server.add_argument(
-        "--shutdown-timeout",
-        type=_seconds,
-        default=45.0,
-        help="seconds to finish running requests on SIGTERM; 0: abort them (default: 45)",
-    )
-    server.add_argument(
-        "--engine-iteration-timeout",
-        type=_seconds,
-        default=ITERATION_TIMEOUT_S,
-        help="seconds without a sign of life from the engine core after which /health is 503 (default: %(default)s)",
-    )
-    limits = HttpLimits()
-    server.add_argument(
-        "--h11-max-header-count",
-        type=_count,
-        default=limits.max_headers,
-        help="most headers of a request (default: %(default)s)",
-    )
-    server.add_argument(
-        "--h11-max-incomplete-event-size",
-        type=_count,
-        default=limits.max_head_bytes,
-        help="most bytes of a request's line and headers together (default: %(default)s)",
-    )
-    server.add_argument(
-        "--timeout-keep-alive",
-        type=_seconds,
-        default=_KEEP_ALIVE_S,
-        help="seconds until an idle connection is closed (default: %(default)s)",
-    )
-    server.add_argument(
-        "--timeout-headers",
-        type=_seconds,
-        default=limits.header_timeout_s,
-        help="seconds that a client has to send a request's headers (default: %(default)s)",
-    )
-    server.add_argument(
-        "--timeout-body",
-        type=_seconds,
-        default=limits.body_timeout_s,
-        help=f"seconds over which a body must come at {limits.min_body_rate} bytes per second or faster "
-        "(default: %(default)s)",
-    )
-    server.add_argument("--disable-log-stats", action="store_true", help="no line of statistics in the log")
-    server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser = EngineFlagParser("argosy serve", "Serve one model behind an OpenAI API.")
+    parser.add_config(ServerArgs, "server")
     parser.add_engine_flags()
     return parser
 
 
-def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineArgs]:
-    """Server options and engine arguments. Exits with code 2 and a suggestion on an unknown flag."""
-    return build_parser().parse(argv)
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError("must be between 0 and 65535")
-    return port
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 1 << 24:
-        raise argparse.ArgumentTypeError("must be between 1 and 16777216")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 86400:
-        raise argparse.ArgumentTypeError("must be between 0 and 86400 seconds")
-    return value
+def parse_args(argv: Sequence[str] | None) -> tuple[ServerArgs, EngineArgs]:
+    """Server and engine arguments. Exits with code 2 and one line when something is wrong."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    args = parser.engine_args(options)
+    try:
+        return parser.build(ServerArgs, options), args
+    except InvalidValue as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

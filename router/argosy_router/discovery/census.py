@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 
 from argosy_protocol.fleet import FleetDocument, FleetService, ModelName, encode_fleet
+from argosy_router.config import ClientLimits
 from argosy_router.discovery.base import Publish, revision_of
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
-from argosy_router.http.client import ClientLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import UpstreamError
 from argosy_router.http.fetch import fetch

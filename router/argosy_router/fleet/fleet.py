@@ -19,16 +19,16 @@ from xxhash import xxh3_64_intdigest
 from argosy_protocol.fleet import FleetDocument, FleetService, NameTable, resolve_names
 from argosy_protocol.keys import internal_key
 from argosy_protocol.report import RoutableReport
+from argosy_router.config import DEFAULT_INDEX_MEMORY, ClientLimits
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.service import Service
 from argosy_router.fleet.telemetry import TelemetryClient
-from argosy_router.http.client import ClientLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import FirstByteTimeout
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
 from argosy_router.prefixes.index import SHARDS
-from argosy_router.prefixes.index_memory import DEFAULT_BYTES, shares
+from argosy_router.prefixes.index_memory import shares
 from argosy_router.prefixes.residency import Residency
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Fleet:
         *,
         tls: ClientTls | None = None,
         fleet_key: bytes = b"",
-        index_memory: int = DEFAULT_BYTES,
+        index_memory: int = DEFAULT_INDEX_MEMORY,
         policy: str = "",
         rng: random.Random | None = None,
     ) -> None:

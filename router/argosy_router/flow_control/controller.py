@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from argosy_protocol.errors import Unavailable
+from argosy_router.config import FlowControlLimits
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
 from argosy_router.flow_control.queued_request import QueuedRequest
@@ -23,24 +23,6 @@ from argosy_router.metrics.series import Histogram, Labels, Reading, Series
 TICK_S = 0.1
 """How soon a new replica, or capacity that other routers freed, is noticed."""
 WAIT_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
-
-
-@dataclass(frozen=True, slots=True)
-class FlowControlLimits:
-    """Bounds of each service's queue, unless the service has its own."""
-
-    max_queued_requests: int = 4096
-    max_queued_bytes: int = 256 * 1024 * 1024
-    """Of request bodies."""
-    queue_timeout_s: float = 60.0
-    """As long as OpenAI's SDKs wait before they try again."""
-    hold_timeout_s: float = 0.0
-    """Zero: while a service has no replica its requests are refused at once."""
-    keep_alive_s: float = 10.0
-    """Time between the comments that a stream without an event gets (`begun_stream.KeepAlive`). In the queue a refusal
-    before the first still has its own status."""
-    keep_alive_after_s: float = 15.0
-    """When they begin for a request that was sent, and that no replica has accepted."""
 
 
 class FlowController:

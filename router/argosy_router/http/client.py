@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
 import httptools
 
+from argosy_router.config import ClientLimits
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.errors import (
     ConnectionLost,
@@ -24,21 +24,6 @@ from argosy_router.http.errors import (
     UpstreamError,
 )
 from argosy_router.http.messages import Headers
-
-
-@dataclass(frozen=True, slots=True)
-class ClientLimits:
-    """Deadlines and bounds of one connection to a replica. Times in seconds."""
-
-    connect_timeout_s: float = 1.0
-    """Replicas are in the same network: a second is a thousand round trips. Bounds what a black hole costs."""
-    idle_timeout_s: float = 60.0
-    """Between two reads of a response."""
-    keep_alive_s: float = 4.0
-    """Below the shortest keep-alive among engines' servers (uvicorn: 5 s), so that reuse rarely races a close."""
-    max_idle_connections: int = 256
-    max_header_bytes: int = 64 * 1024
-
 
 _JOIN_BELOW_BYTES: Final = 16 * 1024
 """Copying less than this costs less than a second buffer in the system call."""

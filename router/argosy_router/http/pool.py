@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from argosy_router.http.client import ClientConnection, ClientLimits
+from argosy_router.config import ClientLimits
+from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.tls import ClientTls

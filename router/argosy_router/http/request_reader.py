@@ -21,7 +21,8 @@ from argosy_protocol.errors import (
     InternalError,
     PayloadTooLarge,
 )
-from argosy_router.http.limits import BodyRoom, ServerLimits
+from argosy_router.config import ServerLimits
+from argosy_router.http.body_room import BodyRoom
 from argosy_router.http.messages import Headers, Request
 
 _METHODS: Final = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS"))

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from ipaddress import ip_network
 from typing import cast
 
 from argosy_protocol.errors import ApiError, RequestTimeout, Unavailable
+from argosy_router.config import ServerLimits
+from argosy_router.http.body_room import BodyRoom
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.http.limits import BodyRoom, ServerLimits
 from argosy_router.http.messages import Request, status_line
 from argosy_router.http.moderation import Moderator
 from argosy_router.http.request_reader import Phase, RequestReader
@@ -36,8 +38,8 @@ class ServerState:
         self.wheel = wheel
         self.room = BodyRoom(limits.max_inflight_bytes)
         self.seats = Seats(limits.max_connections, limits.max_silent_per_address)
-        self.addresses = AddressGroups(limits.trusted_proxies)
-        self.moderator = Moderator(limits.moderation_s)
+        self.addresses = AddressGroups([ip_network(network) for network in limits.trusted_proxies])
+        self.moderator = Moderator(limits.stream_moderation_us * 1e-6)
         self.connections: set[ServerConnection] = set()
         self.is_draining = False
         """Whether answers tell clients to take their next request elsewhere."""

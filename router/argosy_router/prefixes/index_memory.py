@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-DEFAULT_BYTES = 256 * 1024 * 1024
-"""Some 1.3 million chunks of 256 bytes: a third of a gigabyte of prompts."""
-MIN_BYTES = 1024 * 1024
 FULL = 0.85
 """Filled to this degree, an index could use more memory than it has."""
 SPARE = 2.0

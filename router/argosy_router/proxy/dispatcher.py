@@ -20,13 +20,8 @@ from argosy_router.metrics.registry import Metrics
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.hedging import Hedging
 
-FIRST_BYTE_TIMEOUT_S = 120.0
-"""For streams, unless the first token is expected later. A unary answer begins when it is complete, so its deadline is
-the whole request's."""
 TTFT_FACTOR = 4.0
 """A first token is overdue after this many times its expected time: a prediction off by as much raises an alert."""
-REQUEST_TIMEOUT_S = 600.0
-"""OpenAI's SDK waits as long by default."""
 
 
 class Dispatcher:
@@ -39,8 +34,8 @@ class Dispatcher:
         flow_control: FlowController,
         hedging: Hedging,
         *,
-        first_byte_timeout_s: float = FIRST_BYTE_TIMEOUT_S,
-        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        first_byte_timeout_s: float,
+        request_timeout_s: float,
     ) -> None:
         self.hedging = hedging
         self._fleet = fleet

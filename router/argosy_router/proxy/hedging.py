@@ -20,9 +20,6 @@ MAX_CREDIT = 10.0
 """Hedges that may be saved up: a replica that hangs holds a handful of requests."""
 FLOOR_S = 0.1
 """Below this a first token is not overdue, however short its prediction: scheduling alone may take as long."""
-MIN_FACTOR, MAX_FACTOR = 1.0, 100.0
-"""Bounds of the multiple of the predicted time after which a first token is overdue. A prediction is an expectation: at
-1 about every second request is overdue, and the share binds."""
 
 
 class Hedging:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import lru_cache
-from typing import Literal
 
 import msgspec
 
+from argosy_router.config import AccessFormat
 from argosy_router.metrics.series import Reading
 from argosy_router.records.line_writer import LineWriter
 
 FLUSH_S = 0.2
-
-AccessFormat = Literal["text", "json"]
 
 
 class AccessEntry:

@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 FLUSH_S = 1.0
 MAX_WAITING_CHUNKS = 1_000_000
 """Some 30 MB; a second of a busy router is a hundredth of it."""
-DEFAULT_MAX_BYTES = 1024 * 1024 * 1024
 
 
 class Recorded(NamedTuple):
@@ -45,7 +44,7 @@ class Recorded(NamedTuple):
 class Recorder:
     """Writes a trace file while requests end."""
 
-    def __init__(self, path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    def __init__(self, path: Path, max_bytes: int) -> None:
         """Raises: OSError, when the file cannot be written."""
         self._file = AppendFile(path)
         self._max_bytes = max_bytes

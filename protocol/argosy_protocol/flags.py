@@ -1,0 +1,400 @@
+"""Command-line flags generated from configuration classes, with `--config FILE`.
+
+A configuration class is a msgspec struct or a dataclass. Each of its fields is one flag: type, default and bounds come
+from the field, the help text from `msgspec.Meta(description=...)`, and the rest (group, spelling) from `Flag`. A field
+that is itself a configuration class contributes its own fields. Nothing is stated twice.
+
+Order of sources: command line, environment, file, default. The keys of a file are flag names, with `-` or `_`; a key
+without a flag is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+MAX_CONFIG_FILE_BYTES = 1 << 20
+_SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+"""vLLM's suffixes: small letters are decimal, capitals binary."""
+
+T = TypeVar("T")
+
+
+class InvalidValue(Exception):
+    """A value that its field does not take; the message names the flag."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """What a field's flag needs beyond type, default and description. Add it to the field's `Annotated`."""
+
+    name: str = ""
+    """Spelling without `--`; by default the field's name without its unit (`_s`)."""
+    group: str = ""
+    """Title of its group in the help text."""
+    metavar: str = ""
+    short: str = ""
+    """Short form, such as `-tp`."""
+    is_repeatable: bool = False
+    """A tuple whose values are given one flag each, instead of all behind one flag."""
+    is_size: bool = False
+    """Takes `4k`, `2.5M`, `16G` as well as numbers."""
+    is_json: bool = False
+    environment: str = ""
+    """Variable that gives the value where the command line does not."""
+    is_hidden: bool = False
+    """No flag: the field is set by the environment or by other means."""
+    default: str = ""
+    """Describes the default where the field's own says nothing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a configuration class, as a flag."""
+
+    path: tuple[str, ...]
+    """Names of the fields that lead to it."""
+    kind: Any
+    """Its type without annotations and `None`."""
+    default: Any
+    meta: tuple[msgspec.Meta, ...]
+    flag: Flag
+
+    @property
+    def name(self) -> str:
+        """The flag without `--`."""
+        return self.flag.name or self.path[-1].removesuffix("_s").replace("_", "-")
+
+    @property
+    def description(self) -> str:
+        return next((meta.description for meta in self.meta if meta.description), "")
+
+    @property
+    def dest(self) -> str:
+        """Name of the value on argparse's namespace."""
+        return ".".join(self.path)
+
+    def bound(self, name: str) -> Any:
+        """A bound of the value (`ge`, `gt`, `le` or `lt` of its annotation), or None."""
+        return next((found for meta in self.meta if (found := getattr(meta, name)) is not None), None)
+
+    def requirement(self) -> str:
+        """What a value must be, in words; empty where the type says nothing simple."""
+        if choices := _choices(self.kind):
+            return "one of " + ", ".join(choices)
+        noun = {int: "a whole number", float: "a number"}.get(self.kind)
+        if noun is None:
+            return ""
+        low, above = self.bound("ge"), self.bound("gt")
+        high, below = self.bound("le"), self.bound("lt")
+        if low is not None and high is not None:
+            return f"{noun} from {_plain(low)} to {_plain(high)}"
+        limits = [
+            f"{word} {_plain(value)}"
+            for word, value in (("at least", low), ("above", above), ("at most", high), ("below", below))
+            if value is not None
+        ]
+        return " ".join([noun, " and ".join(limits)]).strip()
+
+
+def fields_of(config: Any, path: tuple[str, ...] = ()) -> Iterator[Field]:
+    """The fields of a configuration class (or of an instance, whose values are then the defaults), nested ones
+    included."""
+    cls = config if isinstance(config, type) else type(config)
+    defaults = _defaults(config)
+    for name, annotation in get_type_hints(cls, include_extras=True).items():
+        if name not in defaults:
+            continue
+        kind, metadata = _unwrap(annotation)
+        if _is_config(kind) and _is_config(type(defaults[name])):
+            yield from fields_of(defaults[name], (*path, name))
+            continue
+        flag = next((item for item in metadata if isinstance(item, Flag)), Flag())
+        meta = tuple(item for item in metadata if isinstance(item, msgspec.Meta))
+        yield Field((*path, name), kind, defaults[name], meta, flag)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse with the flags of configuration classes, `--config FILE`, and suggestions for unknown flags."""
+
+    def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+        self.add_argument(
+            "--config", type=Path, metavar="FILE", help="YAML file of flags; the command line wins over it"
+        )
+        self._configs: dict[type, list[Field]] = {}
+
+    def add_config(self, cls: type, group: str = "options") -> None:
+        """Adds one flag per field of a configuration class; booleans also get vLLM's `--no-` form.
+
+        Args:
+            group: title of the fields that name no group of their own.
+        """
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        self._configs[cls] = list(fields_of(cls))
+        for field in self._configs[cls]:
+            if field.flag.is_hidden:
+                continue
+            title = field.flag.group or group
+            if title not in groups:
+                groups[title] = self.add_argument_group(title)
+            _add_flag(groups[title], field)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Reads the command line and the file it names. A field's value is None where neither gives one.
+
+        Leaves the process with exit code 2 and one line when something is wrong.
+        """
+        blank = {action.dest: None for action in self._actions}  # keeps argparse from filling in defaults
+        options, unknown = self.parse_known_args(args, argparse.Namespace(**blank))
+        if unknown:
+            self.error(f"unknown argument {unknown[0]}{_suggestion(unknown[0], self._option_string_actions)}")
+        path = options.config
+        try:
+            below, _ = self.parse_known_args(self._file_arguments(path) if path else [])
+        except InvalidValue as error:
+            self.error(str(error))
+        options.from_file = set()
+        for name, value in vars(below).items():
+            if getattr(options, name) is None:
+                setattr(options, name, value)
+                options.from_file.add(name)
+        return options
+
+    def build(
+        self,
+        cls: type[T],
+        options: argparse.Namespace,
+        environment: Mapping[str, str] | None = None,
+        *,
+        dec_hook: Callable[[type, Any], Any] | None = None,
+        **others: Any,
+    ) -> T:
+        """Builds a configuration from what `parse_args` read, the environment, and `others`: values of further fields.
+
+        Args:
+            environment: None for none.
+            dec_hook: as msgspec's, for types that msgspec does not know.
+
+        Raises:
+            InvalidValue: a value is of the wrong type or out of bounds; the message names its flag.
+        """
+        values: dict[str, Any] = dict(others)
+        for field in self._configs[cls]:
+            value = getattr(options, field.dest, None)
+            if value is None or field.dest in options.from_file:
+                text = (environment or {}).get(field.flag.environment)
+                if text:
+                    value = (
+                        [text] if field.flag.is_repeatable else text.encode() if field.kind is bytes else text
+                    )
+            if value is None:
+                continue
+            if field.flag.is_size:
+                value = _size(value, field.name)
+            elif field.flag.is_json:
+                value = _json_value(value, field.name)
+            inner = values
+            for name in field.path[:-1]:
+                inner = inner.setdefault(name, {})
+            inner[field.path[-1]] = value
+        return convert(values, cls, dec_hook)
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one line instead of argparse's page of usage."""
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists the flags\n")
+
+    def _file_arguments(self, path: Path) -> list[str]:
+        """The file's values as a command line.
+
+        Raises:
+            InvalidValue: not a YAML mapping, an unknown key, or a value its flag does not take.
+        """
+        flags = self._flags()
+        arguments: list[str] = []
+        for key, value in _read_yaml(path).items():
+            name = str(key).replace("_", "-")
+            action = flags.get(name)
+            if action is None:
+                known = [flag.replace("-", "_") for flag in flags] if "_" in str(key) else flags
+                raise InvalidValue(f"{path}: unknown key {key!r}{_suggestion(str(key), known)}")
+            if not action.option_strings:
+                arguments.insert(0, str(value))
+            elif isinstance(action, argparse.BooleanOptionalAction):
+                if not isinstance(value, bool):
+                    raise InvalidValue(f"{path}: {key} must be true or false")
+                arguments.append(action.option_strings[0 if value else 1])
+            elif action.nargs == 0:
+                if value is True:
+                    arguments.append(action.option_strings[0])
+            elif value is not None:
+                if isinstance(value, dict):
+                    value = json.dumps(value, default=str)
+                values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+                if isinstance(action, argparse._AppendAction):
+                    arguments += [f"{action.option_strings[0]}={item}" for item in values]
+                elif action.nargs == "+":
+                    arguments += [action.option_strings[0], *values]
+                elif len(values) == 1:
+                    arguments.append(f"{action.option_strings[0]}={values[0]}")
+                else:
+                    raise InvalidValue(f"{path}: {key} takes one value")
+        return arguments
+
+    def _flags(self) -> dict[str, argparse.Action]:
+        """Each flag's long name, and each positional argument's, without dashes."""
+        flags = {}
+        for action in self._actions:
+            if action.dest not in ("help", "config"):
+                name = action.option_strings[0] if action.option_strings else action.dest
+                flags[name.lstrip("-").replace("_", "-")] = action
+        return flags
+
+
+def convert(values: Mapping[str, Any], cls: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
+    """Builds a configuration from values by field name, nested as the classes are; numbers may be text.
+
+    Raises:
+        InvalidValue: a value is of the wrong type or out of bounds.
+    """
+    try:
+        return msgspec.convert(values, cls, strict=False, dec_hook=dec_hook)
+    except msgspec.ValidationError as error:
+        raise InvalidValue(_explained(str(error), cls)) from None
+
+
+def _explained(message: str, cls: type) -> str:
+    """msgspec's message with the flag's name for the path, and the bounds in words."""
+    reason, _, path = message.partition(" - at `$.")
+    names = tuple(re.split(r"[.\[]", path.rstrip("`")))
+    for field in fields_of(cls):
+        if names[: len(field.path)] == field.path:
+            exact = names == field.path
+            requirement = field.requirement() if exact else ""
+            return f"--{field.name}: {f'must be {requirement}' if requirement else reason}"
+    return f"{reason} ({path.rstrip('`')})" if path else reason
+
+
+def _is_config(kind: Any) -> bool:
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct))
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """Field names and defaults; None where a value is required."""
+    if not isinstance(config, type):
+        is_struct = isinstance(config, msgspec.Struct)
+        return msgspec.structs.asdict(config) if is_struct else _shallow(config)
+    is_struct = issubclass(config, msgspec.Struct)
+    listed: Sequence[Any] = msgspec.structs.fields(config) if is_struct else dataclasses.fields(config)
+    return {field.name: _default(field) for field in listed}
+
+
+def _shallow(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _default(field: Any) -> Any:
+    missing = (dataclasses.MISSING, msgspec.NODEFAULT)
+    if not any(field.default_factory is one for one in missing):
+        return field.default_factory()
+    return None if any(field.default is one for one in missing) else field.default
+
+
+def _unwrap(annotation: Any) -> tuple[Any, list[Any]]:
+    """The type below Annotated and Optional, and what the annotations on the way say."""
+    metadata: list[Any] = []
+    while True:
+        if get_origin(annotation) is Annotated:
+            metadata += annotation.__metadata__
+            annotation = annotation.__origin__
+            continue
+        options = [option for option in get_args(annotation) if option is not type(None)]
+        if len(options) == 1 and get_origin(annotation) is not tuple:
+            annotation = options[0]
+            continue
+        return annotation, metadata
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    literals = get_args(kind)
+    return literals if literals and all(isinstance(item, str) for item in literals) else ()
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
+    flag, help_text = field.flag, field.description.replace("%", "%%")
+    names = [f"--{field.name}", *([flag.short] if flag.short else [])]
+    default = flag.default or _shown_default(field.default)
+    if default:
+        help_text += f" (default: {default})".replace("%", "%%")
+    choices = _choices(field.kind)
+    metavar = flag.metavar or (None if choices else field.name.split("-")[-1].upper())
+    if field.kind is bool:
+        group.add_argument(
+            names[0], action=argparse.BooleanOptionalAction, default=None, help=help_text, dest=field.dest
+        )
+    elif flag.is_repeatable:
+        group.add_argument(*names, action="append", metavar=metavar, help=help_text, dest=field.dest)
+    elif isinstance(field.default, tuple):
+        group.add_argument(*names, nargs="+", metavar=metavar, help=help_text, dest=field.dest)
+    else:
+        group.add_argument(*names, choices=choices or None, metavar=metavar, help=help_text, dest=field.dest)
+
+
+def _shown_default(value: Any) -> str:
+    """Empty for what goes without saying."""
+    if isinstance(value, bool):
+        return "on" if value else ""
+    return "" if value in (None, (), "", b"") else _plain(value)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        if path.stat().st_size > MAX_CONFIG_FILE_BYTES:
+            raise InvalidValue(f"{path} is larger than {MAX_CONFIG_FILE_BYTES} bytes")
+        value = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise InvalidValue(f"cannot read {path}: {' '.join(str(error).split())}") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidValue(f"{path} is not a mapping of flags to values")
+    return value
+
+
+def _size(value: str, name: str) -> str | int:
+    """`4k`, `2.5M`, `16G` as numbers; anything else as it is, for the field's type to judge."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)([kmgKMG])", value)
+    if found is None:
+        return value
+    number = float(found[1]) * _SIZES[found[2]]
+    if not number.is_integer():
+        raise InvalidValue(f"--{name} {value} is not a whole number")
+    return int(number)
+
+
+def _json_value(value: str, name: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise InvalidValue(f"--{name} is not JSON: {value[:64]!r}") from None
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word.split("=")[0], list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

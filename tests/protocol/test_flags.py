@@ -1,0 +1,126 @@
+"""Flags made from configuration classes: spelling, order of sources, and what bad values are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from msgspec import Meta, Struct
+
+from argosy_protocol.flags import Flag, FlagParser, InvalidValue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    timeout_s: Annotated[float, Meta(gt=0, le=60, description="how long"), Flag(group="times")] = 5.0
+    retries: Annotated[int, Meta(ge=0), Flag(is_hidden=True)] = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    port: Annotated[int, Meta(ge=0, le=65535, description="where")] = 80
+    urls: Annotated[tuple[str, ...], Meta(description="which"), Flag(name="url", is_repeatable=True)] = ()
+    mode: Annotated[Literal["fast", "safe"], Meta(description="how")] = "fast"
+    check: Annotated[bool, Meta(description="whether")] = True
+    memory: Annotated[int, Meta(ge=1, description="how much"), Flag(is_size=True)] = 1
+    token: Annotated[str, Meta(description="who"), Flag(environment="TOKEN")] = ""
+    secret: Annotated[bytes, Flag(is_hidden=True, environment="SECRET")] = b""
+    tokens: Annotated[
+        tuple[str, ...], Meta(description="all"), Flag(is_repeatable=True, environment="TOKENS")
+    ] = ()
+    limits: Limits = field(default_factory=Limits)
+
+
+class Other(Struct, frozen=True, kw_only=True):
+    names: Annotated[tuple[str, ...], Meta(description="of whom")] = ()
+    options: Annotated[dict[str, int] | None, Meta(description="what else"), Flag(is_json=True)] = None
+
+
+def read(
+    arguments: list[str],
+    environment: dict[str, str] | None = None,
+    *,
+    file: Path | None = None,
+    **others: Any,
+) -> tuple[Config, Other]:
+    parser = FlagParser("prog", "Does it.")
+    parser.add_config(Config)
+    parser.add_config(Other, "others")
+    options = parser.parse_args([*arguments, *(["--config", str(file)] if file else [])])
+    return parser.build(Config, options, environment, **others), parser.build(Other, options)
+
+
+def test_every_field_is_a_flag_nested_ones_too() -> None:
+    numbers = ["--port", "8080", "--memory", "2K", "--timeout", "1.5"]
+    lists = ["--url", "a", "--url", "b", "--names", "x", "y"]
+    config, other = read([*numbers, *lists, "--mode", "safe", "--no-check", "--options", '{"k": 1}'])
+    assert config == Config(
+        port=8080, urls=("a", "b"), mode="safe", check=False, memory=2048, limits=Limits(timeout_s=1.5)
+    )
+    assert other == Other(names=("x", "y"), options={"k": 1})
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert read([]) == (Config(), Other())
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("token: file\nport: 1\ntokens: [a, b]\nlimits: 3\n")
+    with pytest.raises(SystemExit):
+        read([], file=file)  # `limits` is no flag
+    file.write_text("token: file\nport: 1\ntokens: [a, b]\ntimeout: 3\n")
+    environment = {"TOKEN": "environment", "SECRET": "s", "TOKENS": "c", "PORT": "2"}
+    config, _ = read([], file=file)
+    assert (config.token, config.port, config.tokens, config.limits.timeout_s) == ("file", 1, ("a", "b"), 3.0)
+    config, _ = read([], environment, file=file)
+    assert (config.token, config.secret, config.tokens, config.port) == ("environment", b"s", ("c",), 1)
+    config, _ = read(["--token", "line", "--tokens", "d"], environment, file=file)
+    assert (config.token, config.tokens) == ("line", ("d",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "x"], "--port: must be a whole number from 0 to 65535"),
+        (["--port", "65536"], "--port: must be a whole number from 0 to 65535"),
+        (["--timeout", "0"], "--timeout: must be a number above 0 and at most 60"),
+        (["--memory", "0"], "--memory: must be a whole number at least 1"),
+        (["--memory", "1.0001k"], "--memory 1.0001k is not a whole number"),
+        (["--options", "{"], "--options is not JSON"),
+        (["--options", '{"k": "v"}'], "--options: Expected `int`"),
+    ],
+)
+def test_a_bad_value_is_told_by_its_flag_and_in_words(arguments: list[str], message: str) -> None:
+    with pytest.raises(InvalidValue, match=message.replace("{", r"\{")):
+        read(arguments)
+
+
+def test_unknown_flags_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        read(["--prot", "1"])
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "prog: unknown argument --prot; did you mean --port?; `prog --help` lists the flags"
+
+
+def test_hidden_fields_have_no_flag_and_may_be_given_otherwise() -> None:
+    with pytest.raises(SystemExit):
+        read(["--secret", "x"])
+    with pytest.raises(SystemExit):
+        read(["--retries", "1"])
+    config, _ = read([], secret=b"given")
+    assert config.secret == b"given"
+
+
+def test_help_tells_defaults_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    parser = FlagParser("prog", "Does it.")
+    parser.add_config(Config)
+    text = parser.format_help()
+    assert "where (default: 80)" in text
+    assert "whether (default: on)" in text
+    assert "which\n" in text
+    assert "how long (default: 5)" in text
