@@ -582,7 +582,7 @@ async def test_whatever_the_ends_nothing_is_left(count: int) -> None:
 
 
 async def test_one_endpoint_serves_two_services() -> None:
-    """Lanes are of services: a full one does not keep the other's requests waiting."""
+    """Each service has its own queue: a full one does not keep the other's requests waiting."""
     turnstile = Turnstile()
     async with FakeEngine(script=turnstile) as slow, FakeEngine(model="other") as quick:
         endpoint = Endpoint(name="q", url=quick.url)

@@ -92,7 +92,7 @@ def test_ejection_backs_off_and_a_probe_decides() -> None:
     now += 30
     health.dispatched(now)
     health.abandoned()
-    assert health.admits(now), "a probe without a verdict frees the place"
+    assert health.admits(now), "a probe that tells nothing is released"
     assert health.succeeded()
     assert not health.is_ejected
 

@@ -1,10 +1,10 @@
-"""Whether a replica should get requests, judged by what happened to the last ones.
+"""Health: whether a replica should get requests, judged by how the last ones ended.
 
-Owns: one replica's health, the rule how many may be ejected, and the rule when ejections are ignored.
+Owns: one replica's health, how many replicas may be ejected, and when ejections are ignored.
 Must not know: requests, telemetry, how a replica is chosen.
-Invariants: failures eject at most half of a service's routable replicas and never the last; when replicas leave so that
-more than half of the rest are ejected, ejections are ignored (panic); a success ends an ejection. A replica that says
-that it is full is put in cooldown, which is no failure: it neither ejects nor counts towards an ejection.
+Invariants: failures eject at most half of a service's routable replicas and never the last one; when replicas leave so
+that more than half of those left are ejected, ejections are ignored (panic); a success ends an ejection. A replica that
+says that it is full is put in cooldown, which is no failure: it neither ejects nor counts towards an ejection.
 
 healthy --failures--> ejected --back-off over--> half-open (one probe request) --first event--> healthy
                          ^------------------------------- failure ---------------------'
@@ -18,25 +18,29 @@ from typing import Literal
 
 CONSECUTIVE_FAILURES = 3
 """Gateway failures in a row (resets, missed first bytes, malformed answers) before ejection. One refused connection is
-enough: nobody listens."""
+enough: no process listens."""
 BASE_EJECTION_S = 1.0
-"""First ejection; doubles with each in a row up to `MAX_EJECTION_S`."""
+"""The first ejection; each further one in a row doubles, up to `MAX_EJECTION_S`."""
 MAX_EJECTION_S = 30.0
 PANIC_SHARE = 0.5
-"""Beyond this share of ejected replicas failures say more about requests, or about the network, than about replicas,
-and what is left would fall under the load of all. Envoy's panic threshold, seen from the other side."""
+"""Above this share of ejected replicas, failures say more about requests or the network than about replicas, and the
+replicas that are left would break down under the load of all. Envoy's panic threshold counts the healthy ones."""
 SUSPECT_STEP_AGE_S = 15.0
-"""A core that has not turned for this long while its HTTP server reports is stuck in a kernel, or dead. Longer than a
+"""A core that has not stepped for this long while its HTTP server reports is stuck in a kernel, or dead. Longer than a
 long prefill step."""
 MIN_STALL_S = 5.0
 """A core that has work and has been silent for less is not stalled, however short its steps are: kernels are compiled,
 and machines pause."""
 STALL_STEPS = 5.0
-"""Times its longest recent step for which a core with work may be silent."""
+"""A core with work may be silent for this multiple of its longest recent step."""
 
 
 def stall_bound_s(longest_step_s: float) -> float:
-    """How long a core with work may be silent before its requests move on; zero for `longest_step_s` is unknown."""
+    """Return how long a core with work may be silent before its requests move to other replicas.
+
+    Args:
+        longest_step_s: its longest recent step; zero if unknown.
+    """
     if not longest_step_s:
         return SUSPECT_STEP_AGE_S
     return max(MIN_STALL_S, STALL_STEPS * longest_step_s)
@@ -62,9 +66,9 @@ class Health:
         self._ejected_until: float | None = None
         self._is_probing = False
         self._is_on_probation = False
-        """An ejection has ended, and no answer has been whole since: the next failure ejects again."""
+        """Whether an ejection has ended and no answer has been whole since: the next failure ejects again."""
         self.is_suspect = False
-        """Used only when nothing better is there."""
+        """Whether the replica is used only if no better one is left."""
         self.cooldown_until = 0.0
         """Until then the replica is used only if no other is left, because it said that it is full. Not in cooldown if
         in the past."""
@@ -79,7 +83,7 @@ class Health:
         return self._ejected_until is None and not self.is_suspect
 
     def condition(self, now: float) -> Literal["well", "suspect", "ejected", "half-open"]:
-        """For people. Half-open: the next request is a probe, or one is under way."""
+        """Describe the health for people. Half-open: the next request is a probe, or a probe is under way."""
         if self._ejected_until is None:
             return "suspect" if self.is_suspect else "well"
         return "half-open" if now >= self._ejected_until else "ejected"
@@ -110,7 +114,7 @@ class Health:
         return now < self.cooldown_until
 
     def admits(self, now: float) -> bool:
-        """Whether a request may be sent: healthy, or half-open with no probe under way."""
+        """Return whether a request may be sent: not ejected, or half-open without a probe under way."""
         return self._ejected_until is None or (now >= self._ejected_until and not self._is_probing)
 
     def next_change(self, now: float) -> float:
@@ -121,21 +125,24 @@ class Health:
         return min(ends, self.cooldown_until) if now < self.cooldown_until else ends
 
     def dispatched(self, now: float) -> bool:
-        """A request is being sent; during half-open it is the probe. Returns whether it is."""
+        """Note that a request is being sent. Returns whether it is the probe of a half-open replica."""
         is_probe = self._ejected_until is not None and now >= self._ejected_until
         if is_probe:
             self._is_probing = True
         return is_probe
 
     def abandoned(self) -> bool:
-        """A request ended without a verdict on the replica (the client left). Returns whether another request may be
-        sent now that was not admitted before."""
+        """Note a request that ended without telling anything about the replica, for example because its client left.
+
+        Returns:
+            Whether this released a probe, so that a request may be sent now that was not admitted before.
+        """
         was_probing, self._is_probing = self._is_probing, False
         return was_probing
 
     def began(self) -> bool:
-        """An answer has begun, which ends the ejection of a replica that is being probed: a stream may take minutes.
-        Until an answer is whole the next failure ejects it again, for longer.
+        """Note that an answer has begun, which ends the ejection of a replica that is being probed: a stream may take
+        minutes. Until an answer is whole the next failure ejects it again, for longer.
 
         Returns:
             Whether this ended an ejection.
@@ -148,7 +155,7 @@ class Health:
         return True
 
     def succeeded(self) -> bool:
-        """Returns whether this ended an ejection."""
+        """Note a whole answer. Returns whether this ended an ejection."""
         was_ejected = self._ejected_until is not None
         self._failures = 0
         self._ejections = 0
@@ -165,12 +172,15 @@ class Health:
         refused: bool = False,
         after: int = CONSECUTIVE_FAILURES,
     ) -> bool:
-        """Returns whether this failure began or renewed an ejection.
+        """Note a failure.
 
         Args:
-            may_eject: what `may_eject` says of the service's replicas.
-            refused: nobody listens.
+            may_eject: the result of `may_eject` for the service's replicas.
+            refused: no process listens.
             after: how many failures in a row, of any kind, eject if the last one is of this kind.
+
+        Returns:
+            Whether this failure began or renewed an ejection.
         """
         self._failures += 1
         probing, self._is_probing = self._is_probing, False
@@ -178,19 +188,19 @@ class Health:
         if not due or not (may_eject or self.is_ejected):
             return False
         if self._ejected_until is not None and now < self._ejected_until:
-            return False  # sent before the ejection, or in panic: it says nothing new
+            return False  # sent before the ejection, or in panic: it tells nothing new
         self._ejected_until = now + min(MAX_EJECTION_S, BASE_EJECTION_S * 2**self._ejections)
         self._ejections = min(self._ejections + 1, 10)
         return True
 
 
 def may_eject(replicas: Sequence[Health]) -> bool:
-    """Whether one more of a service's routable replicas may be ejected: at most half, never the last."""
+    """Return whether one more of a service's routable replicas may be ejected: at most half, never the last one."""
     ejected = sum(health.is_ejected for health in replicas)
     return ejected + 1 <= len(replicas) // 2
 
 
 def panics(replicas: Sequence[Health]) -> bool:
-    """Whether so many of a service's routable replicas are ejected that ejections are ignored."""
+    """Return whether so many of a service's routable replicas are ejected that ejections are ignored."""
     ejected = sum(health.is_ejected for health in replicas)
     return ejected > PANIC_SHARE * len(replicas)
