@@ -10,6 +10,7 @@ from pathlib import Path
 from argosy_engine.api.serve import build_parser as engine_parser
 from argosy_router.main import build_parser as router_parser
 from docs_reference.chart import chart_page
+from docs_reference.commands import commands_page
 from docs_reference.environment import environment_page
 from docs_reference.flags import groups_of
 from docs_reference.markdown import page
@@ -30,6 +31,7 @@ Flags of `argosy router`. What they are for: [access](../access.md), [replicas](
 def render() -> dict[str, str]:
     """The pages, by file name."""
     return {
+        "command-line.md": commands_page(),
         "engine-flags.md": page("Engine flags", _ENGINE_FLAGS, groups_of(engine_parser())),
         "router-flags.md": page("Router flags", _ROUTER_FLAGS, groups_of(router_parser())),
         "environment.md": environment_page(),

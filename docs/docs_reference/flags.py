@@ -14,11 +14,16 @@ def groups_of(parser: argparse.ArgumentParser) -> list[str]:
     """A section per group of flags, in the order of `--help`."""
     sections = []
     for group in parser._action_groups:
-        rows = [(_spelling(action), _meaning(action)) for action in group._group_actions if _is_told(action)]
+        rows = rows_of(group)
         if rows:
             title = _TITLES.get(group.title or "", group.title or "")
             sections.append(section(title[:1].upper() + title[1:], table(("flag", "meaning"), rows)))
     return sections
+
+
+def rows_of(group: argparse._ArgumentGroup) -> list[tuple[str, str]]:
+    """(spelling, meaning) of each argument."""
+    return [(_spelling(action), _meaning(action)) for action in group._group_actions if _is_told(action)]
 
 
 def _is_told(action: argparse.Action) -> bool:

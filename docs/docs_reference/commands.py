@@ -1,0 +1,72 @@
+"""The page of the command line, from the table of commands and the parsers that they make."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Never
+from unittest import mock
+
+from argosy.main import COMMANDS
+from docs_reference.flags import rows_of
+from docs_reference.markdown import code, page, section, table
+
+_INTRODUCTION = """\
+`argosy COMMAND --help` prints the same. Exit codes: 0 success, 1 failure, 2 wrong usage or a bad manifest, 3 the
+address of a server is not available, 130 interrupted. `-o json`, where a command has it, prints JSON for scripts."""
+_ELSEWHERE = {"serve": "engine-flags.md", "router": "router-flags.md"}
+_SUBCOMMANDS = {"bench": ("router", "argosy.commands.bench_router:main")}
+"""Command -> its only subcommand, and what that runs."""
+
+
+class _Made(Exception):
+    """A command has made its parser and is about to parse."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__(parser.prog)
+        self.parser = parser
+
+
+def commands_page() -> str:
+    rows = [(_link(command.name), command.help) for command in COMMANDS]
+    sections = [section("Commands", table(("command", "what it does"), rows))]
+    for command in COMMANDS:
+        if command.name not in _ELSEWHERE:
+            subcommand, target = _SUBCOMMANDS.get(command.name, ("", command.target))
+            module, _, function = target.partition(":")
+            parser = parser_of(getattr(import_module(module), function))
+            sections.append(_section(f"{command.name} {subcommand}".strip(), parser))
+    return page("Command line", _INTRODUCTION, sections)
+
+
+def parser_of(main: Callable[[Sequence[str]], object]) -> argparse.ArgumentParser:
+    """The parser that a command makes; the command goes no further."""
+
+    def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> Never:
+        raise _Made(parser)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
+        try:
+            main([])
+        except _Made as made:
+            return made.parser
+    raise AssertionError(f"{main} parses nothing")
+
+
+def _section(name: str, parser: argparse.ArgumentParser) -> str:
+    groups = [group for group in parser._action_groups if group.title != "engine"]
+    rows = [row for group in groups for row in rows_of(group)]
+    also = (
+        ""
+        if len(groups) == len(parser._action_groups)
+        else "Also the [engine's flags](engine-flags.md#engine)."
+    )
+    flags = table(("argument", "meaning"), rows) if rows else "It has no flags."
+    return section(f"argosy {name}", parser.description or "", flags, also)
+
+
+def _link(name: str) -> str:
+    subcommand, _ = _SUBCOMMANDS.get(name, ("", ""))
+    full = f"argosy {name} {subcommand}".strip()
+    return f"[{code(full)}]({_ELSEWHERE.get(name) or '#' + full.replace(' ', '-')})"
