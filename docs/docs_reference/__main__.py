@@ -21,11 +21,12 @@ ROOT = Path(__file__).parents[2]
 
 _ENGINE_FLAGS = """\
 Flags of `argosy serve MODEL`; `argosy doctor MODEL` takes those of the engine. `--config FILE` reads a YAML file whose
-keys are flag names with `-` or `_`. A flag on the command line wins over the file, the file over the default. Names and
+keys are flag names with `-` or `_`. The command line wins over the file, and the file over the default. Names and
 meanings are vLLM's where vLLM has the flag. Sizes take the suffixes k, m, g (decimal) and K, M, G (binary)."""
 _ROUTER_FLAGS = """\
-Flags of `argosy router`. What they are for: [access](../access.md), [replicas](../replicas.md),
-[observability](../observability.md). Environment variables are on [a page of their own](environment.md)."""
+Flags of `argosy router`, which [access](../access.md), [replicas](../replicas.md) and
+[observability](../observability.md) explain. `--config FILE` reads a YAML file whose keys are flag names with `-` or `_`. The command line wins over
+[environment variables](environment.md), those over the file, and the file over the default."""
 
 
 def render() -> dict[str, str]:

@@ -50,7 +50,8 @@ VARIABLES = {
 """Program -> variable -> meaning."""
 
 _INTRODUCTION = """\
-Flags win over environment variables, environment variables over defaults. In a cluster the chart and the operator set
+Flags win over environment variables, those over a configuration file, and the file over the defaults.
+In a cluster the chart and the operator set
 what is needed; `spec.engine.env` of a service adds variables to its engine."""
 
 
