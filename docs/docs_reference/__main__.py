@@ -25,8 +25,9 @@ keys are flag names with `-` or `_`. The command line wins over the file, and th
 meanings are vLLM's where vLLM has the flag. Sizes take the suffixes k, m, g (decimal) and K, M, G (binary)."""
 _ROUTER_FLAGS = """\
 Flags of `argosy router`, which [access](../access.md), [replicas](../replicas.md) and
-[observability](../observability.md) explain. `--config FILE` reads a YAML file whose keys are flag names with `-` or `_`. The command line wins over
-[environment variables](environment.md), those over the file, and the file over the default."""
+[observability](../observability.md) explain. `--config FILE` reads a YAML file whose keys are flag names with `-` or
+`_`. The command line wins over [environment variables](environment.md), those over the file, and the file over the
+default."""
 
 
 def render() -> dict[str, str]:
