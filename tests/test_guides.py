@@ -78,3 +78,11 @@ def test_the_manifest_of_the_guide_is_valid() -> None:
     found = re.search(r"^```yaml\n(.*?)^```", SERVING, re.MULTILINE | re.DOTALL)
     assert found
     assert [service.served_name for service in load_manifests(found[1])] == ["qwen3-8b"]
+
+
+def test_reasons_and_conditions_of_the_guide_are_the_operators() -> None:
+    table = re.findall(r"^\| (`[A-Z].*?) \|", (DOCS / "operations.md").read_text("utf-8"), re.MULTILINE)
+    told = {word for cell in table for word in named(cell)}
+    sources = "".join(path.read_text("utf-8") for path in (DOCS.parent / "operator").rglob("*.py"))
+    assert {"Ready", "RolloutHalted"} <= told
+    assert {word for word in told if f'"{word}"' not in sources} == set()
