@@ -8,7 +8,7 @@ import pytest
 from builders import NOW, isvc, isvc_object
 from fake_kubernetes import FakeKubernetes, Object
 from harness import Operator, new_cluster
-from virtual_time import run
+from virtual_time import virtual_time
 
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import EVENTS
@@ -56,62 +56,56 @@ def events(cluster: FakeKubernetes) -> list[Object]:
     return [obj for (kind, _, _), obj in cluster.objects.items() if kind is EVENTS]
 
 
-def test_a_crash_and_a_recovery_are_told_once_each() -> None:
-    async def scenario() -> None:
-        cluster = new_cluster()
-        cluster.broken_images.add("broken:1")
-        async with Operator(cluster) as operator:
-            cluster.create(isvc_object(replicas=2))
-            await operator.settle()
-            cluster.edit("tiny", lambda spec: spec["engine"].update(image="broken:1"))
-            await operator.settle()
-            cluster.broken_images.clear()
-            await operator.settle()
-        found = [(each["type"], each["reason"], each["count"]) for each in events(cluster)]
-        assert sorted(found) == [
-            ("Normal", "ReplicasRoutable", 2),
-            ("Warning", "ImagePullBackOff", 1),
-            ("Warning", "RolloutHalted", 1),
-        ]
-        about = {(each["involvedObject"]["kind"], each["involvedObject"]["uid"]) for each in events(cluster)}
-        assert about == {("InferenceService", cluster.isvc()["metadata"]["uid"])}
-        assert all(each["metadata"]["namespace"] == "team" for each in events(cluster))
-
-    run(scenario())
+@virtual_time
+async def test_a_crash_and_a_recovery_are_told_once_each() -> None:
+    cluster = new_cluster()
+    cluster.broken_images.add("broken:1")
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=2))
+        await operator.settle()
+        cluster.edit("tiny", lambda spec: spec["engine"].update(image="broken:1"))
+        await operator.settle()
+        cluster.broken_images.clear()
+        await operator.settle()
+    found = [(each["type"], each["reason"], each["count"]) for each in events(cluster)]
+    assert sorted(found) == [
+        ("Normal", "ReplicasRoutable", 2),
+        ("Warning", "ImagePullBackOff", 1),
+        ("Warning", "RolloutHalted", 1),
+    ]
+    about = {(each["involvedObject"]["kind"], each["involvedObject"]["uid"]) for each in events(cluster)}
+    assert about == {("InferenceService", cluster.isvc()["metadata"]["uid"])}
+    assert all(each["metadata"]["namespace"] == "team" for each in events(cluster))
 
 
-def test_refused_events_cost_nothing_but_themselves() -> None:
-    async def scenario() -> None:
-        cluster = new_cluster()
-        apply = cluster.apply
+@virtual_time
+async def test_refused_events_cost_nothing_but_themselves() -> None:
+    cluster = new_cluster()
+    apply = cluster.apply
 
-        async def refuse(manifest: Object) -> Object:
-            if manifest["kind"] == "Event":
-                raise ApiError("PATCH", 403, "events are forbidden")
-            return await apply(manifest)
+    async def refuse(manifest: Object) -> Object:
+        if manifest["kind"] == "Event":
+            raise ApiError("PATCH", 403, "events are forbidden")
+        return await apply(manifest)
 
-        cluster.apply = refuse  # type: ignore[method-assign]
-        async with Operator(cluster) as operator:
-            cluster.create(isvc_object())
-            await operator.settle()
-        assert cluster.condition("Ready")["status"] == "True"
-        assert events(cluster) == []
-
-    run(scenario())
+    cluster.apply = refuse  # type: ignore[method-assign]
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+    assert cluster.condition("Ready")["status"] == "True"
+    assert events(cluster) == []
 
 
-def test_a_flapping_service_is_held_to_a_rate() -> None:
-    async def scenario() -> None:
-        cluster = FakeKubernetes()
-        recorder = EventRecorder(cluster, now=lambda: NOW)
-        flood = [Event("Warning", "Flaps", str(number)) for number in range(3 * EVENT_BURST)]
-        await recorder.post(isvc("flaps"), flood)
-        await recorder.post(isvc("calm"), flood[:1])
-        names = [each["involvedObject"]["name"] for each in events(cluster)]
-        assert (names.count("flaps"), names.count("calm")) == (EVENT_BURST, 1)
-        await asyncio.sleep(EVENT_REFILL_SECONDS + 1)
-        await recorder.post(isvc("flaps"), flood)
-        assert len(events(cluster)) == EVENT_BURST + 2 - 1, "an equal event is counted, not added"
-        assert max(each["count"] for each in events(cluster)) == 2
-
-    run(scenario())
+@virtual_time
+async def test_a_flapping_service_is_held_to_a_rate() -> None:
+    cluster = FakeKubernetes()
+    recorder = EventRecorder(cluster, now=lambda: NOW)
+    flood = [Event("Warning", "Flaps", str(number)) for number in range(3 * EVENT_BURST)]
+    await recorder.post(isvc("flaps"), flood)
+    await recorder.post(isvc("calm"), flood[:1])
+    names = [each["involvedObject"]["name"] for each in events(cluster)]
+    assert (names.count("flaps"), names.count("calm")) == (EVENT_BURST, 1)
+    await asyncio.sleep(EVENT_REFILL_SECONDS + 1)
+    await recorder.post(isvc("flaps"), flood)
+    assert len(events(cluster)) == EVENT_BURST + 2 - 1, "an equal event is counted, not added"
+    assert max(each["count"] for each in events(cluster)) == 2

@@ -14,7 +14,7 @@ from harness import Operator, new_cluster
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, precondition, rule
-from virtual_time import run
+from virtual_time import virtual_time
 
 from argosy_operator.cluster.api import ObjectList
 from argosy_operator.cluster.store import Listing, Store
@@ -41,50 +41,45 @@ class SlowLists(FakeKubernetes):
 
 
 @pytest.mark.parametrize("change", ["created", "deleted", "replaced"])
-def test_what_happens_while_a_list_is_under_way_counts(change: str) -> None:
-    async def scenario() -> None:
-        cluster = SlowLists()
-        key = (INFERENCE_SERVICES, "team", "old")
-        changes: dict[str, Callable[[], None]] = {
-            "created": lambda: cluster.create(isvc_object("new")),
-            "deleted": lambda: cluster.remove(key),
-            "replaced": lambda: (cluster.remove(key), cluster.create(isvc_object("old"))),  # type: ignore[dict-item,func-returns-value]
-        }
-        async with Operator(cluster) as operator:
-            cluster.create(isvc_object("old"))
-            await operator.settle()
-            cluster.while_listing = changes[change]
-            await operator.controller.resync()
-            await asyncio.sleep(SOON)
-            published = {each.name: each.uid for each in decode_fleet(cluster.fleet()).services}
-        assert published == {
-            name: obj["metadata"]["uid"]
-            for (kind, _, name), obj in cluster.objects.items()
-            if kind is INFERENCE_SERVICES
-        }
-
-    run(scenario())
+@virtual_time
+async def test_what_happens_while_a_list_is_under_way_counts(change: str) -> None:
+    cluster = SlowLists()
+    key = (INFERENCE_SERVICES, "team", "old")
+    changes: dict[str, Callable[[], None]] = {
+        "created": lambda: cluster.create(isvc_object("new")),
+        "deleted": lambda: cluster.remove(key),
+        "replaced": lambda: (cluster.remove(key), cluster.create(isvc_object("old"))),  # type: ignore[dict-item,func-returns-value]
+    }
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object("old"))
+        await operator.settle()
+        cluster.while_listing = changes[change]
+        await operator.controller.resync()
+        await asyncio.sleep(SOON)
+        published = {each.name: each.uid for each in decode_fleet(cluster.fleet()).services}
+    assert published == {
+        name: obj["metadata"]["uid"]
+        for (kind, _, name), obj in cluster.objects.items()
+        if kind is INFERENCE_SERVICES
+    }
 
 
-def test_after_an_expired_watch_everything_is_read_anew() -> None:
+@virtual_time
+async def test_after_an_expired_watch_everything_is_read_anew() -> None:
     """The event source lists its kind again and tells what is there, but not what has been deleted."""
-
-    async def scenario() -> None:
-        cluster = new_cluster()
-        async with Operator(cluster) as operator:
-            for name in ("stays", "goes"):
-                cluster.create(isvc_object(name))
-            await operator.settle()
-            await asyncio.sleep(SOON)
-            listeners, cluster.listeners = cluster.listeners, []
-            cluster.remove((INFERENCE_SERVICES, "team", "goes"))
-            cluster.listeners = listeners
-            operator.controller.handle(INFERENCE_SERVICES, None, cluster.isvc("stays"))
-            await asyncio.sleep(SOON)
-            published = [each.name for each in decode_fleet(cluster.fleet()).services]
-        assert published == ["stays"]
-
-    run(scenario())
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        for name in ("stays", "goes"):
+            cluster.create(isvc_object(name))
+        await operator.settle()
+        await asyncio.sleep(SOON)
+        listeners, cluster.listeners = cluster.listeners, []
+        cluster.remove((INFERENCE_SERVICES, "team", "goes"))
+        cluster.listeners = listeners
+        operator.controller.handle(INFERENCE_SERVICES, None, cluster.isvc("stays"))
+        await asyncio.sleep(SOON)
+        published = [each.name for each in decode_fleet(cluster.fleet()).services]
+    assert published == ["stays"]
 
 
 class ListAndWatch(RuleBasedStateMachine):

@@ -13,7 +13,7 @@ from fake_kubernetes import FakeKubernetes, Object, is_pod_ready
 from harness import Operator, new_cluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from virtual_time import run
+from virtual_time import virtual_time
 
 from argosy_operator.desired.rollout import input_digest
 from argosy_operator.errors import ApiError
@@ -64,61 +64,55 @@ def watch_lowest(cluster: FakeKubernetes, name: str = "tiny") -> list[int]:
         (1, {}, "the only one"),
     ],
 )
-def test_without_a_gpu_for_the_surge_a_rollout_waits_and_says_so(
+@virtual_time
+async def test_without_a_gpu_for_the_surge_a_rollout_waits_and_says_so(
     replicas: int, rollout: dict[str, int], why: str
 ) -> None:
-    async def scenario() -> None:
-        cluster = new_cluster(gpus=replicas)
-        async with Operator(cluster) as operator:
-            cluster.create(isvc_object(replicas=replicas, rollout=rollout, **GPU))
-            await operator.settle()
-            lowest = watch_lowest(cluster)
-            edit_engine(cluster, threads=2)
-            await operator.settle()
-            assert min(lowest) == replicas
-            assert verdict(cluster, "Progressing") == ("True", "WaitingForCapacity")
-            assert why in cluster.condition("Progressing")["message"]
-            cluster.gpus += 1
-            await operator.settle()
+    cluster = new_cluster(gpus=replicas)
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=replicas, rollout=rollout, **GPU))
+        await operator.settle()
+        lowest = watch_lowest(cluster)
+        edit_engine(cluster, threads=2)
+        await operator.settle()
         assert min(lowest) == replicas
-        assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
-
-    run(scenario())
+        assert verdict(cluster, "Progressing") == ("True", "WaitingForCapacity")
+        assert why in cluster.condition("Progressing")["message"]
+        cluster.gpus += 1
+        await operator.settle()
+    assert min(lowest) == replicas
+    assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
 
 
 @pytest.mark.parametrize(
     "rollout", [{"maxUnavailable": 1}, {"maxSurge": 0}, {"maxSurge": 1, "maxUnavailable": 1}]
 )
-def test_a_spec_that_allows_it_has_its_only_replica_replaced_in_place(rollout: dict[str, int]) -> None:
-    async def scenario() -> None:
-        cluster = new_cluster(gpus=1)
-        async with Operator(cluster) as operator:
-            cluster.create(isvc_object(rollout=rollout, **GPU))
-            await operator.settle()
-            edit_engine(cluster, threads=2)
-            await operator.settle()
-        assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
-        assert verdict(cluster, "Progressing") == ("False", "Complete")
-
-    run(scenario())
+@virtual_time
+async def test_a_spec_that_allows_it_has_its_only_replica_replaced_in_place(rollout: dict[str, int]) -> None:
+    cluster = new_cluster(gpus=1)
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(rollout=rollout, **GPU))
+        await operator.settle()
+        edit_engine(cluster, threads=2)
+        await operator.settle()
+    assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
+    assert verdict(cluster, "Progressing") == ("False", "Complete")
 
 
-def test_scaling_down_to_one_during_a_replacement_in_place_keeps_that_one() -> None:
-    async def scenario() -> None:
-        cluster = new_cluster(gpus=2)
-        cluster.broken_images.add("broken:1")
-        async with Operator(cluster) as operator:
-            cluster.create(isvc_object(replicas=2, **GPU))
-            await operator.settle()
-            lowest = watch_lowest(cluster)
-            edit_engine(cluster, image="broken:1")
-            await operator.settle()
-            cluster.edit("tiny", lambda spec: spec.update(replicas=1))
-            await operator.settle()
-        assert min(lowest) == 1
-        assert DEFAULT_IMAGE in images(cluster)
-
-    run(scenario())
+@virtual_time
+async def test_scaling_down_to_one_during_a_replacement_in_place_keeps_that_one() -> None:
+    cluster = new_cluster(gpus=2)
+    cluster.broken_images.add("broken:1")
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=2, **GPU))
+        await operator.settle()
+        lowest = watch_lowest(cluster)
+        edit_engine(cluster, image="broken:1")
+        await operator.settle()
+        cluster.edit("tiny", lambda spec: spec.update(replicas=1))
+        await operator.settle()
+    assert min(lowest) == 1
+    assert DEFAULT_IMAGE in images(cluster)
 
 
 @pytest.mark.parametrize("gpus", [4, 5], ids=["in place", "with a surge"])
@@ -126,53 +120,51 @@ def test_scaling_down_to_one_during_a_replacement_in_place_keeps_that_one() -> N
     "rollout", [{}, {"maxUnavailable": 3, "maxSurge": 2}, {"maxUnavailable": 4}], ids=str
 )
 @pytest.mark.parametrize("fault", ["broken", "crashing"])
-def test_one_failed_replacement_stops_the_rollout(gpus: int, rollout: dict[str, int], fault: str) -> None:
-    async def scenario() -> None:
-        cluster = new_cluster(gpus=gpus)
-        faulty = cluster.broken_images if fault == "broken" else cluster.crashing_images
-        faulty.add("bad:1")
-        taken: list[str] = []
-        async with Operator(cluster) as operator:
-            cluster.create(isvc_object(replicas=4, rollout=rollout, **GPU))
-            await operator.settle()
-            cluster.on_replaced = lambda deployment, pod: taken.append(pod["metadata"]["name"])
-            edit_engine(cluster, image="bad:1")
-            seen = set()
-            for _ in range(60):  # what crashes never comes to rest
-                await asyncio.sleep(1)
-                cluster.step()
-                seen.add(verdict(cluster, "Progressing"))
-            assert len(taken) <= 1
-            assert images(cluster).count(DEFAULT_IMAGE) >= 3
-            assert ("False", "RolloutHalted") in seen
-            assert cluster.condition("Ready")["status"] == "False"
-            faulty.clear()  # somebody pushed the image
-            await operator.settle()
-            assert images(cluster) == ["bad:1"] * 4
-        assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
-        assert verdict(cluster, "Progressing") == ("False", "Complete")
+@virtual_time
+async def test_one_failed_replacement_stops_the_rollout(
+    gpus: int, rollout: dict[str, int], fault: str
+) -> None:
+    cluster = new_cluster(gpus=gpus)
+    faulty = cluster.broken_images if fault == "broken" else cluster.crashing_images
+    faulty.add("bad:1")
+    taken: list[str] = []
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=4, rollout=rollout, **GPU))
+        await operator.settle()
+        cluster.on_replaced = lambda deployment, pod: taken.append(pod["metadata"]["name"])
+        edit_engine(cluster, image="bad:1")
+        seen = set()
+        for _ in range(60):  # what crashes never comes to rest
+            await asyncio.sleep(1)
+            cluster.step()
+            seen.add(verdict(cluster, "Progressing"))
+        assert len(taken) <= 1
+        assert images(cluster).count(DEFAULT_IMAGE) >= 3
+        assert ("False", "RolloutHalted") in seen
+        assert cluster.condition("Ready")["status"] == "False"
+        faulty.clear()  # somebody pushed the image
+        await operator.settle()
+        assert images(cluster) == ["bad:1"] * 4
+    assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
+    assert verdict(cluster, "Progressing") == ("False", "Complete")
 
-    run(scenario())
 
-
-def test_a_halted_rollout_goes_on_with_the_next_edit() -> None:
-    async def scenario() -> None:
-        cluster = new_cluster(gpus=2)
-        cluster.broken_images.add("broken:1")
-        async with Operator(cluster) as operator:
-            cluster.create(isvc_object(replicas=2, **GPU))
-            await operator.settle()
-            lowest = watch_lowest(cluster)
-            edit_engine(cluster, image="broken:1")
-            await operator.settle()
-            assert verdict(cluster, "Progressing") == ("False", "RolloutHalted")
-            edit_engine(cluster, image="good:2")
-            await operator.settle()
-            assert images(cluster) == ["good:2"] * 2
-            assert min(lowest) >= 1
-        assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
-
-    run(scenario())
+@virtual_time
+async def test_a_halted_rollout_goes_on_with_the_next_edit() -> None:
+    cluster = new_cluster(gpus=2)
+    cluster.broken_images.add("broken:1")
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=2, **GPU))
+        await operator.settle()
+        lowest = watch_lowest(cluster)
+        edit_engine(cluster, image="broken:1")
+        await operator.settle()
+        assert verdict(cluster, "Progressing") == ("False", "RolloutHalted")
+        edit_engine(cluster, image="good:2")
+        await operator.settle()
+        assert images(cluster) == ["good:2"] * 2
+        assert min(lowest) >= 1
+    assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
 
 
 @pytest.mark.parametrize(
@@ -214,125 +206,113 @@ async def three_services(cluster: FakeKubernetes) -> None:
 
 
 @pytest.mark.parametrize("gpus", [3, 4], ids=["no spare GPU", "one spare GPU"])
-def test_a_wrong_default_image_takes_no_service_down(gpus: int) -> None:
-    async def scenario() -> None:
-        cluster = new_cluster(gpus=gpus)
-        await three_services(cluster)
-        lowest = {name: watch_lowest(cluster, name) for name in NAMES}
-        cluster.broken_images.add("broken:1")
-        operator = await upgrade(cluster, "broken:1")
-        await operator.settle()
-        await operator.__aexit__(None, None, None)
-        assert [min(lowest[name]) for name in NAMES] == [1, 1, 1]
-        touched = [name for name in NAMES if "broken:1" in images(cluster, name)]
-        assert len(touched) == 1
-        for name in NAMES:
-            if name in touched:
-                assert cluster.condition("Ready", name)["status"] == "False"
-            else:
-                assert verdict(cluster, "Ready", name) == ("True", "ReplicasRoutable")
-                assert verdict(cluster, "Progressing", name) == ("False", "WaitingForTurn")
-                assert f"team/{touched[0]}" in cluster.condition("Progressing", name)["message"]
-        cluster.gpus = 4
-        operator = await upgrade(cluster, "good:2")
-        await operator.settle()
-        await operator.__aexit__(None, None, None)
-        assert [min(lowest[name]) for name in NAMES] == [1, 1, 1]
-        assert all(images(cluster, name) == ["good:2"] for name in NAMES)
-        assert all(verdict(cluster, "Progressing", name) == ("False", "Complete") for name in NAMES)
-
-    run(scenario())
+@virtual_time
+async def test_a_wrong_default_image_takes_no_service_down(gpus: int) -> None:
+    cluster = new_cluster(gpus=gpus)
+    await three_services(cluster)
+    lowest = {name: watch_lowest(cluster, name) for name in NAMES}
+    cluster.broken_images.add("broken:1")
+    operator = await upgrade(cluster, "broken:1")
+    await operator.settle()
+    await operator.__aexit__(None, None, None)
+    assert [min(lowest[name]) for name in NAMES] == [1, 1, 1]
+    touched = [name for name in NAMES if "broken:1" in images(cluster, name)]
+    assert len(touched) == 1
+    for name in NAMES:
+        if name in touched:
+            assert cluster.condition("Ready", name)["status"] == "False"
+        else:
+            assert verdict(cluster, "Ready", name) == ("True", "ReplicasRoutable")
+            assert verdict(cluster, "Progressing", name) == ("False", "WaitingForTurn")
+            assert f"team/{touched[0]}" in cluster.condition("Progressing", name)["message"]
+    cluster.gpus = 4
+    operator = await upgrade(cluster, "good:2")
+    await operator.settle()
+    await operator.__aexit__(None, None, None)
+    assert [min(lowest[name]) for name in NAMES] == [1, 1, 1]
+    assert all(images(cluster, name) == ["good:2"] for name in NAMES)
+    assert all(verdict(cluster, "Progressing", name) == ("False", "Complete") for name in NAMES)
 
 
-def test_a_new_default_image_reaches_one_service_at_a_time() -> None:
-    async def scenario() -> None:
-        cluster = new_cluster()
-        await three_services(cluster)
-        most: list[int] = []
+@virtual_time
+async def test_a_new_default_image_reaches_one_service_at_a_time() -> None:
+    cluster = new_cluster()
+    await three_services(cluster)
+    most: list[int] = []
 
-        def note(kind: Any, event: str, obj: Object) -> None:
-            rolling = [
-                name for name in NAMES if len(living(cluster, name)) != 1 or not routable(cluster, name)
-            ]
-            most.append(len(rolling))
+    def note(kind: Any, event: str, obj: Object) -> None:
+        rolling = [name for name in NAMES if len(living(cluster, name)) != 1 or not routable(cluster, name)]
+        most.append(len(rolling))
 
-        cluster.listeners.append(note)
-        operator = await upgrade(cluster, "good:2")
-        await operator.settle()
-        await operator.__aexit__(None, None, None)
-        assert max(most) == 1
-        assert all(images(cluster, name) == ["good:2"] for name in NAMES)
-
-    run(scenario())
+    cluster.listeners.append(note)
+    operator = await upgrade(cluster, "good:2")
+    await operator.settle()
+    await operator.__aexit__(None, None, None)
+    assert max(most) == 1
+    assert all(images(cluster, name) == ["good:2"] for name in NAMES)
 
 
-def test_a_service_that_waits_for_its_turn_can_be_scaled_edited_and_brought_back() -> None:
-    async def scenario() -> None:
-        cluster = new_cluster()
-        await three_services(cluster)
-        cluster.broken_images.add("broken:1")
-        operator = await upgrade(cluster, "broken:1")
-        await operator.settle()
-        held = [name for name in NAMES if verdict(cluster, "Progressing", name)[1] == "WaitingForTurn"]
-        assert len(held) == 2
-        cluster.edit(held[0], lambda spec: spec.update(replicas=3))
-        cluster.edit(held[1], lambda spec: spec["engine"].update(image="mine:1"))
-        await operator.settle()
-        assert images(cluster, held[0]) == [DEFAULT_IMAGE] * 3
-        assert verdict(cluster, "Ready", held[0]) == ("True", "ReplicasRoutable")
-        assert images(cluster, held[1]) == ["mine:1"], "the user's own edit does not wait"
-        await operator.__aexit__(None, None, None)
-        operator = await upgrade(cluster, DEFAULT_IMAGE)
-        before = {pod["metadata"]["uid"] for pod in living(cluster, held[0])}
-        await operator.settle()
-        await operator.__aexit__(None, None, None)
-        assert {pod["metadata"]["uid"] for pod in living(cluster, held[0])} == before
-        assert verdict(cluster, "Progressing", held[0]) == ("False", "Complete")
-
-    run(scenario())
+@virtual_time
+async def test_a_service_that_waits_for_its_turn_can_be_scaled_edited_and_brought_back() -> None:
+    cluster = new_cluster()
+    await three_services(cluster)
+    cluster.broken_images.add("broken:1")
+    operator = await upgrade(cluster, "broken:1")
+    await operator.settle()
+    held = [name for name in NAMES if verdict(cluster, "Progressing", name)[1] == "WaitingForTurn"]
+    assert len(held) == 2
+    cluster.edit(held[0], lambda spec: spec.update(replicas=3))
+    cluster.edit(held[1], lambda spec: spec["engine"].update(image="mine:1"))
+    await operator.settle()
+    assert images(cluster, held[0]) == [DEFAULT_IMAGE] * 3
+    assert verdict(cluster, "Ready", held[0]) == ("True", "ReplicasRoutable")
+    assert images(cluster, held[1]) == ["mine:1"], "the user's own edit does not wait"
+    await operator.__aexit__(None, None, None)
+    operator = await upgrade(cluster, DEFAULT_IMAGE)
+    before = {pod["metadata"]["uid"] for pod in living(cluster, held[0])}
+    await operator.settle()
+    await operator.__aexit__(None, None, None)
+    assert {pod["metadata"]["uid"] for pod in living(cluster, held[0])} == before
+    assert verdict(cluster, "Progressing", held[0]) == ("False", "Complete")
 
 
-def test_a_service_that_cannot_be_written_does_not_keep_its_turn() -> None:
-    async def scenario() -> None:
-        cluster = new_cluster()
-        await three_services(cluster)
+@virtual_time
+async def test_a_service_that_cannot_be_written_does_not_keep_its_turn() -> None:
+    cluster = new_cluster()
+    await three_services(cluster)
 
-        async def refused(manifest: Object) -> Object:
-            if manifest["kind"] == "Deployment" and manifest["metadata"]["name"].startswith("a-"):
-                raise ApiError("PATCH", 500, "etcd is busy")
-            return await FakeKubernetes.apply(cluster, manifest)
+    async def refused(manifest: Object) -> Object:
+        if manifest["kind"] == "Deployment" and manifest["metadata"]["name"].startswith("a-"):
+            raise ApiError("PATCH", 500, "etcd is busy")
+        return await FakeKubernetes.apply(cluster, manifest)
 
-        cluster.apply = refused  # type: ignore[method-assign]
-        operator = await upgrade(cluster, "good:2")
-        for _ in range(60):
-            await asyncio.sleep(1)
-            cluster.step()
-        assert [images(cluster, name) for name in NAMES] == [[DEFAULT_IMAGE], ["good:2"], ["good:2"]]
-        cluster.apply = functools.partial(FakeKubernetes.apply, cluster)  # type: ignore[method-assign]
-        await asyncio.sleep(120)
-        await operator.settle()
-        await operator.__aexit__(None, None, None)
-        assert images(cluster, "a") == ["good:2"]
-
-    run(scenario())
+    cluster.apply = refused  # type: ignore[method-assign]
+    operator = await upgrade(cluster, "good:2")
+    for _ in range(60):
+        await asyncio.sleep(1)
+        cluster.step()
+    assert [images(cluster, name) for name in NAMES] == [[DEFAULT_IMAGE], ["good:2"], ["good:2"]]
+    cluster.apply = functools.partial(FakeKubernetes.apply, cluster)  # type: ignore[method-assign]
+    await asyncio.sleep(120)
+    await operator.settle()
+    await operator.__aexit__(None, None, None)
+    assert images(cluster, "a") == ["good:2"]
 
 
-def test_the_next_service_has_its_turn_when_the_one_before_is_deleted() -> None:
-    async def scenario() -> None:
-        cluster = new_cluster()
-        await three_services(cluster)
-        cluster.broken_images.add("broken:1")
-        operator = await upgrade(cluster, "broken:1")
-        await operator.settle()
-        (stuck,) = [name for name in NAMES if "broken:1" in images(cluster, name)]
-        cluster.remove(next(key for key in cluster.objects if key[2] == stuck))
-        await operator.settle()
-        await operator.__aexit__(None, None, None)
-        rest = [name for name in NAMES if name != stuck]
-        assert sum("broken:1" in images(cluster, name) for name in rest) == 1
-        assert all(routable(cluster, name) == 1 for name in rest)
-
-    run(scenario())
+@virtual_time
+async def test_the_next_service_has_its_turn_when_the_one_before_is_deleted() -> None:
+    cluster = new_cluster()
+    await three_services(cluster)
+    cluster.broken_images.add("broken:1")
+    operator = await upgrade(cluster, "broken:1")
+    await operator.settle()
+    (stuck,) = [name for name in NAMES if "broken:1" in images(cluster, name)]
+    cluster.remove(next(key for key in cluster.objects if key[2] == stuck))
+    await operator.settle()
+    await operator.__aexit__(None, None, None)
+    rest = [name for name in NAMES if name != stuck]
+    assert sum("broken:1" in images(cluster, name) for name in rest) == 1
+    assert all(routable(cluster, name) == 1 for name in rest)
 
 
 ROLLOUTS: list[dict[str, int]] = [
@@ -362,63 +342,61 @@ def is_asked(deployment: Object, spec: Object) -> bool:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(ACTIONS, max_size=25))
-def test_whatever_happens_a_rollout_leaves_a_routable_replica(actions: list[tuple[str, Any]]) -> None:
-    async def scenario() -> None:
-        cluster = new_cluster(gpus=4)
-        cluster.broken_images.add("broken:1")
-        cluster.crashing_images.add("crashing:1")
-        faults: list[str] = []
+@virtual_time
+async def test_whatever_happens_a_rollout_leaves_a_routable_replica(actions: list[tuple[str, Any]]) -> None:
+    cluster = new_cluster(gpus=4)
+    cluster.broken_images.add("broken:1")
+    cluster.crashing_images.add("crashing:1")
+    faults: list[str] = []
 
-        def check(deployment: Object, pod: Object) -> None:
-            name = deployment["metadata"]["labels"][SERVICE_LABEL]
-            spec = cluster.isvc(name)["spec"]
-            if is_pod_ready(pod) and routable(cluster, name) == 1 and not is_asked(deployment, spec):
-                faults.append(f"{name} lost its last routable replica: {deployment['spec']['strategy']}")
+    def check(deployment: Object, pod: Object) -> None:
+        name = deployment["metadata"]["labels"][SERVICE_LABEL]
+        spec = cluster.isvc(name)["spec"]
+        if is_pod_ready(pod) and routable(cluster, name) == 1 and not is_asked(deployment, spec):
+            faults.append(f"{name} lost its last routable replica: {deployment['spec']['strategy']}")
 
-        cluster.on_replaced = check
-        image = "default:1"
-        operator = Operator(cluster, engine_image=image)
-        await operator.__aenter__()
-        for name in ("tiny", "other"):
-            cluster.create(isvc_object(name, **GPU))
-        do: dict[str, Callable[[Any], None]] = {
-            "image": lambda image: edit_engine(cluster, image=image),
-            "replicas": lambda count: cluster.edit("tiny", lambda spec: spec.update(replicas=count)),
-            "rollout": lambda rollout: cluster.edit("tiny", lambda spec: spec.update(rollout=rollout)),
-            "gpus": lambda count: setattr(cluster, "gpus", count),
-            "evict": lambda number: _evict(cluster, number),
-            "steps": lambda count: None,
-        }
-        try:
-            for verb, value in actions:
-                if verb == "restart":
-                    await operator.__aexit__(None, None, None)
-                    operator = Operator(cluster, engine_image=value)
-                    await operator.__aenter__()
-                else:
-                    do[verb](value)
-                for _ in range(value if verb == "steps" else 3):
-                    await asyncio.sleep(1)
-                    cluster.step()
-                assert not faults, faults[0]
-            # Afterwards a good image and enough GPUs heal whatever was left.
-            await operator.__aexit__(None, None, None)
-            cluster.gpus = 20
-            cluster.edit("tiny", lambda spec: spec.update(engine={"image": "good:3"}, rollout={}))
-            operator = Operator(cluster, engine_image="default:3")
-            await operator.__aenter__()
-            await operator.settle()
-            assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
-            assert verdict(cluster, "Ready", "other") == ("True", "ReplicasRoutable")
-            assert set(images(cluster, "other")) == {"default:3"}
+    cluster.on_replaced = check
+    image = "default:1"
+    operator = Operator(cluster, engine_image=image)
+    await operator.__aenter__()
+    for name in ("tiny", "other"):
+        cluster.create(isvc_object(name, **GPU))
+    do: dict[str, Callable[[Any], None]] = {
+        "image": lambda image: edit_engine(cluster, image=image),
+        "replicas": lambda count: cluster.edit("tiny", lambda spec: spec.update(replicas=count)),
+        "rollout": lambda rollout: cluster.edit("tiny", lambda spec: spec.update(rollout=rollout)),
+        "gpus": lambda count: setattr(cluster, "gpus", count),
+        "evict": lambda number: _evict(cluster, number),
+        "steps": lambda count: None,
+    }
+    try:
+        for verb, value in actions:
+            if verb == "restart":
+                await operator.__aexit__(None, None, None)
+                operator = Operator(cluster, engine_image=value)
+                await operator.__aenter__()
+            else:
+                do[verb](value)
+            for _ in range(value if verb == "steps" else 3):
+                await asyncio.sleep(1)
+                cluster.step()
             assert not faults, faults[0]
-        finally:
-            await operator.__aexit__(None, None, None)
-        assert not [
-            obj for key, obj in cluster.objects.items() if key[0] is DEPLOYMENTS and obj["spec"]["paused"]
-        ]
-
-    run(scenario())
+        # Afterwards a good image and enough GPUs heal whatever was left.
+        await operator.__aexit__(None, None, None)
+        cluster.gpus = 20
+        cluster.edit("tiny", lambda spec: spec.update(engine={"image": "good:3"}, rollout={}))
+        operator = Operator(cluster, engine_image="default:3")
+        await operator.__aenter__()
+        await operator.settle()
+        assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
+        assert verdict(cluster, "Ready", "other") == ("True", "ReplicasRoutable")
+        assert set(images(cluster, "other")) == {"default:3"}
+        assert not faults, faults[0]
+    finally:
+        await operator.__aexit__(None, None, None)
+    assert not [
+        obj for key, obj in cluster.objects.items() if key[0] is DEPLOYMENTS and obj["spec"]["paused"]
+    ]
 
 
 def _evict(cluster: FakeKubernetes, number: int) -> None:

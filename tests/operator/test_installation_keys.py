@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from builders import CONFIG
 from fake_kubernetes import FakeKubernetes, Object
-from virtual_time import run
+from virtual_time import run, virtual_time
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError, OperatorError
@@ -50,50 +50,41 @@ def test_the_first_start_makes_both() -> None:
     assert run(scenario()).fleet_key != run(scenario()).fleet_key
 
 
-def test_a_restart_keeps_them() -> None:
-    async def scenario() -> None:
-        cluster = FakeKubernetes()
-        first = await ensure_keys(cluster, FIRST)
-        before = {key: cluster.objects[key] for key in (FLEET, ROUTER)}
-        again = await ensure_keys(cluster, dataclasses.replace(FIRST, fleet_key=first.fleet_key))
-        assert again.fleet_key == first.fleet_key
-        assert {key: cluster.objects[key] for key in (FLEET, ROUTER)} == before
-
-    run(scenario())
+@virtual_time
+async def test_a_restart_keeps_them() -> None:
+    cluster = FakeKubernetes()
+    first = await ensure_keys(cluster, FIRST)
+    before = {key: cluster.objects[key] for key in (FLEET, ROUTER)}
+    again = await ensure_keys(cluster, dataclasses.replace(FIRST, fleet_key=first.fleet_key))
+    assert again.fleet_key == first.fleet_key
+    assert {key: cluster.objects[key] for key in (FLEET, ROUTER)} == before
 
 
-def test_keys_of_the_administrator_are_never_overwritten() -> None:
-    async def scenario() -> None:
-        cluster = FakeKubernetes()
-        cluster.create(secret("argosy-router-keys", {"api-keys": "bWluZQ=="}))
-        await ensure_keys(cluster, FIRST)
-        assert value(cluster, ROUTER, "api-keys") == b"mine"
-
-    run(scenario())
+@virtual_time
+async def test_keys_of_the_administrator_are_never_overwritten() -> None:
+    cluster = FakeKubernetes()
+    cluster.create(secret("argosy-router-keys", {"api-keys": "bWluZQ=="}))
+    await ensure_keys(cluster, FIRST)
+    assert value(cluster, ROUTER, "api-keys") == b"mine"
 
 
 @pytest.mark.parametrize("data", [{"key": "c29tZWJvZHkgbWFkZSBpdA=="}, {}], ids=["a race", "no field"])
-def test_a_fleet_key_that_exists_but_was_not_given_stops_the_process(data: Object) -> None:
+@virtual_time
+async def test_a_fleet_key_that_exists_but_was_not_given_stops_the_process(data: Object) -> None:
     """Another start made it after this pod was given its environment: the next one is given it. A Secret without the
     field has to be mended by a person."""
-
-    async def scenario() -> None:
-        cluster = FakeKubernetes()
-        cluster.create(secret("argosy-fleet-key", data))
-        with pytest.raises(OperatorError, match=r"Secret 'argosy-fleet-key'.*field `key`"):
-            await ensure_keys(cluster, FIRST)
-        assert cluster.objects[FLEET]["data"] == data
-
-    run(scenario())
+    cluster = FakeKubernetes()
+    cluster.create(secret("argosy-fleet-key", data))
+    with pytest.raises(OperatorError, match=r"Secret 'argosy-fleet-key'.*field `key`"):
+        await ensure_keys(cluster, FIRST)
+    assert cluster.objects[FLEET]["data"] == data
 
 
-def test_what_the_chart_does_not_ask_for_is_not_made() -> None:
-    async def scenario() -> None:
-        cluster = FakeKubernetes()
-        assert await ensure_keys(cluster, CONFIG) == CONFIG
-        assert not cluster.objects
-
-    run(scenario())
+@virtual_time
+async def test_what_the_chart_does_not_ask_for_is_not_made() -> None:
+    cluster = FakeKubernetes()
+    assert await ensure_keys(cluster, CONFIG) == CONFIG
+    assert not cluster.objects
 
 
 def test_a_refusal_is_an_error_if_it_lasts() -> None:
@@ -114,28 +105,26 @@ def test_a_refusal_is_an_error_if_it_lasts() -> None:
         run(scenario(10**6))
 
 
-def test_a_fleet_key_that_was_deleted_comes_back_as_it_was() -> None:
-    """Else the next start would make another one, and every engine would roll."""
+@virtual_time
+async def test_a_fleet_key_that_was_deleted_comes_back_as_it_was() -> None:
+    """Otherwise the next start would create another one, and every engine would be replaced."""
+    cluster = FakeKubernetes()
+    config = await ensure_keys(cluster, FIRST)
+    made = dict(cluster.objects[FLEET]["data"])
+    keeping = asyncio.create_task(keep_fleet_key(cluster, config))
+    cluster.remove(FLEET)
+    await asyncio.sleep(2 * config.resync_seconds)
+    assert cluster.objects[FLEET]["data"] == made
+    changed = {**cluster.objects[FLEET], "data": {"key": "bmV3"}}
+    cluster.overwrite(FLEET, changed)
 
-    async def scenario() -> None:
-        cluster = FakeKubernetes()
-        config = await ensure_keys(cluster, FIRST)
-        made = dict(cluster.objects[FLEET]["data"])
-        keeping = asyncio.create_task(keep_fleet_key(cluster, config))
-        cluster.remove(FLEET)
-        await asyncio.sleep(2 * config.resync_seconds)
-        assert cluster.objects[FLEET]["data"] == made
-        changed = {**cluster.objects[FLEET], "data": {"key": "bmV3"}}
-        cluster.overwrite(FLEET, changed)
-        cluster.before_write = failing
-        await asyncio.sleep(2 * config.resync_seconds)
-        cluster.before_write = lambda number: None
-        await asyncio.sleep(2 * config.resync_seconds)
-        assert cluster.objects[FLEET]["data"] == {"key": "bmV3"}, "the administrator's change stays"
-        assert not keeping.done(), "an API server that fails for a while stops nothing"
-        keeping.cancel()
-
-    def failing(number: int) -> None:
+    def fail(number: int) -> None:
         raise ApiError("POST", 0, "no answer")
 
-    run(scenario())
+    cluster.before_write = fail
+    await asyncio.sleep(2 * config.resync_seconds)
+    cluster.before_write = lambda number: None
+    await asyncio.sleep(2 * config.resync_seconds)
+    assert cluster.objects[FLEET]["data"] == {"key": "bmV3"}, "the administrator's change stays"
+    assert not keeping.done(), "an API server that fails for a while stops nothing"
+    keeping.cancel()

@@ -1,0 +1,50 @@
+"""Settings from the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy_operator.config import ConfigError, OperatorConfig
+
+ENV = {"POD_NAMESPACE": "n", "ARGOSY_FLEET_KEY": "0123456789abcdef", "ARGOSY_ENGINE_IMAGE": "i"}
+
+
+def test_config_from_the_environment() -> None:
+    config = OperatorConfig.from_env(
+        {**ENV, "ARGOSY_WATCH_NAMESPACES": "a, b,", "ARGOSY_ROUTER_URL": "http://r/"}
+    )
+    assert (config.namespace, config.fleet_key, config.engine_image) == ("n", b"0123456789abcdef", "i")
+    assert (config.watch_namespaces, config.router_url) == (("a", "b"), "http://r")
+    assert not config.router_speaks_tls
+    assert OperatorConfig.from_env({**ENV, "ARGOSY_ROUTER_URL": "https://r"}).router_speaks_tls
+
+
+def test_no_fleet_key_is_needed_where_the_operator_is_to_make_it() -> None:
+    config = OperatorConfig.from_env(
+        {
+            **ENV,
+            "ARGOSY_FLEET_KEY": "",
+            "ARGOSY_FLEET_KEY_SECRET": "argosy-fleet-key",
+            "ARGOSY_ROUTER_KEYS_SECRET": "argosy-router-keys",
+            "ARGOSY_IMAGE_PULL_SECRETS": "registry,other",
+        }
+    )
+    assert (config.fleet_key, config.fleet_key_secret) == (b"", "argosy-fleet-key")
+    assert config.router_keys_secret == "argosy-router-keys"
+    assert config.image_pull_secrets == ("registry", "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "variable"),
+    [
+        ({"POD_NAMESPACE": ""}, "POD_NAMESPACE"),
+        ({"ARGOSY_FLEET_KEY": ""}, "ARGOSY_FLEET_KEY"),
+        ({"ARGOSY_FLEET_KEY": "short", "ARGOSY_FLEET_KEY_SECRET": "s"}, "ARGOSY_FLEET_KEY"),
+        ({"ARGOSY_FLEET_KEY": "short"}, "ARGOSY_FLEET_KEY"),
+        ({"ARGOSY_ENGINE_IMAGE": ""}, "ARGOSY_ENGINE_IMAGE"),
+        ({"ARGOSY_IMAGE_PULL_POLICY": "Sometimes"}, "ARGOSY_IMAGE_PULL_POLICY"),
+    ],
+)
+def test_wrong_settings_are_named(change: dict[str, str], variable: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        OperatorConfig.from_env({**ENV, **change})

@@ -1,0 +1,62 @@
+"""When a live object differs from the wanted manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders import CONFIG, isvc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from argosy_operator.desired.drift import contains, must_apply, with_applied_hash
+from argosy_operator.desired.plan import desired
+from argosy_operator.observed.observation import Observation
+
+
+@pytest.mark.parametrize(
+    ("live", "wanted", "same"),
+    [
+        ({"a": 1, "server": "default"}, {"a": 1}, True),
+        ({"a": 1}, {"a": 2}, False),
+        ({}, {"a": 1}, False),
+        ({}, {"value": ""}, True),
+        ({}, {"readOnly": False}, True),
+        ({}, {"list": []}, True),
+        ({}, {"emptyDir": {}}, False),
+        ({"list": [{"name": "a", "default": 1}]}, {"list": [{"name": "a"}]}, True),
+        ({"list": [{"name": "a"}, {"name": "sidecar"}]}, {"list": [{"name": "a"}]}, False),
+        ({"limits": {"memory": "1Gi"}}, {"limits": {"memory": "1024Mi"}}, True),
+        ({"requests": {"cpu": "1"}}, {"requests": {"cpu": "1000m"}}, True),
+        ({"requests": {"cpu": "1"}}, {"requests": {"cpu": "1001m"}}, False),
+        ({"labels": {"a": "1"}}, {"labels": {"a": "1000m"}}, False),
+        ({"emptyDir": {"sizeLimit": "1Gi"}}, {"emptyDir": {"sizeLimit": "1024Mi"}}, True),
+    ],
+)
+def test_contains(live: Any, wanted: Any, same: bool) -> None:
+    assert contains(live, wanted) is same
+
+
+JSON = st.recursive(
+    st.integers() | st.text(max_size=4) | st.booleans(),
+    lambda nested: st.lists(nested, max_size=3) | st.dictionaries(st.text(max_size=3), nested, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.dictionaries(st.text(max_size=3), JSON, max_size=4))
+def test_an_object_contains_itself(obj: dict[str, Any]) -> None:
+    assert contains(obj, obj)
+    assert contains({**obj, "more": 1}, {key: value for key, value in obj.items() if key != "more"})
+
+
+def test_the_applied_hash_shows_every_change() -> None:
+    wanted = with_applied_hash(desired(isvc(), Observation(), CONFIG).deployment)
+    assert not must_apply(wanted, wanted)
+    assert must_apply(wanted, None)
+    dropped = with_applied_hash(
+        desired(isvc(placement={"nodeSelector": {"a": "b"}}), Observation(), CONFIG).deployment
+    )
+    assert contains(dropped["spec"]["selector"], wanted["spec"]["selector"])
+    assert must_apply(wanted, dropped), "a field that is no longer wanted must go"

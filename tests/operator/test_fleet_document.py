@@ -1,0 +1,88 @@
+"""How resources appear in the fleet document."""
+
+from __future__ import annotations
+
+from builders import isvc, isvc_object
+
+from argosy_operator.desired.fleet_document import fleet_document, fleet_service, name_conflicts
+from argosy_operator.names import selector
+from argosy_operator.resource.types import parse
+from argosy_protocol.fleet import (
+    Canary,
+    Endpoint,
+    ServiceLimits,
+    decode_fleet,
+    encode_fleet,
+    resolve_names,
+)
+
+
+def test_fleet_service() -> None:
+    service = isvc(
+        model={"source": "builtin://tiny", "servedName": "org/Tiny", "aliases": ["t"]},
+        router={
+            "policy": "least-load",
+            "limits": {
+                "maxInflightPerReplica": 1,
+                "maxQueuedRequests": 2,
+                "queueTimeoutSeconds": 3,
+                "holdTimeoutSeconds": 4,
+                "requestTimeoutSeconds": 5,
+            },
+            "hedgeAfter": 6,
+        },
+    )
+    entry = fleet_service(service)
+    assert (entry.key, entry.uid, entry.model, entry.aliases) == (
+        "team/tiny",
+        "uid-team-tiny",
+        "org/Tiny",
+        ("t",),
+    )
+    assert entry.engine_model == "tiny", "whatever clients call it"
+    assert (entry.policy, entry.port, entry.internal_key) == ("least-load", 8000, "")
+    assert entry.limits == ServiceLimits(
+        max_inflight_per_replica=1,
+        max_queued_requests=2,
+        queue_timeout_s=3,
+        hold_timeout_s=4,
+        request_timeout_s=5,
+    )
+    assert fleet_service(isvc(model={"source": "builtin://tiny"})).limits == ServiceLimits()
+    assert entry.hedge_after == 6
+    assert fleet_service(isvc(model={"source": "builtin://tiny"})).hedge_after is None, "the router decides"
+    assert fleet_service(isvc(router={"hedgeAfter": 0})).hedge_after == 0.0, "which it must not"
+    assert entry.canary is None
+    assert fleet_service(isvc(router={"canary": {"service": "next", "weight": 7}})).canary == Canary(
+        service="next", weight=7
+    )
+    assert entry.selector == selector(service)
+    local = fleet_service(
+        service, endpoints=(Endpoint(name="e", url="http://127.0.0.1:1"),), internal_key="k"
+    )
+    assert (local.selector, local.internal_key) == ({}, "k")
+
+
+def test_fleet_document_is_the_same_in_any_order() -> None:
+    services = [isvc("b"), isvc("a"), isvc("c")]
+    text = encode_fleet(fleet_document(services))
+    assert encode_fleet(fleet_document(reversed(services))) == text
+    assert [entry.name for entry in decode_fleet(text).services] == ["a", "b", "c"]
+
+
+def test_deleted_services_are_left_out() -> None:
+    obj = isvc_object()
+    obj["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert fleet_document([parse(obj)]).services == ()
+
+
+def test_the_older_service_wins_a_name() -> None:
+    older, younger = isvc_object("older"), isvc_object("younger")
+    for obj, year in ((older, 2024), (younger, 2025)):
+        obj["metadata"]["creationTimestamp"] = f"{year}-01-01T00:00:00Z"
+        obj["spec"]["model"]["servedName"] = "chat"
+    services = [parse(younger), parse(older)]
+    (conflict,) = name_conflicts(services, services[0])
+    assert (conflict.name, conflict.winner) == ("chat", "team/older")
+    assert name_conflicts(services, services[1]) == ()
+    assert resolve_names(fleet_document(services)).names["team/younger"].name == "younger"

@@ -1,0 +1,178 @@
+"""The Secret with the engines' internal key: never taken over, healed without being read."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from builders import isvc_object
+from fake_kubernetes import FakeKubernetes, Object
+from harness import Operator, new_cluster
+from virtual_time import virtual_time
+
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, SECRETS
+from argosy_operator.names import API_KEY_ENV
+
+SECRET = (SECRETS, "team", "tiny-engine-key")
+RESYNC = 400
+"""Longer than a resync period with its jitter."""
+
+
+def users_secret(**more: object) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "tiny-engine-key", "namespace": "team", **more},
+        "type": "Opaque",
+        "data": {"password": "aHVudGVy", API_KEY_ENV: "b3du"},
+    }
+
+
+def replace_data(cluster: FakeKubernetes, data: Object) -> None:
+    """`kubectl edit` of the Secret's data."""
+    cluster.overwrite(SECRET, {**cluster.objects[SECRET], "data": data})
+
+
+def secret_writes(cluster: FakeKubernetes) -> list[str]:
+    return [verb for verb, kind, _ in cluster.writes if kind == "Secret"]
+
+
+@pytest.mark.parametrize(
+    "owners",
+    [[], [{"apiVersion": "v1", "kind": "ConfigMap", "name": "x", "uid": "uid-x", "controller": True}]],
+    ids=["without an owner", "of another owner"],
+)
+@virtual_time
+async def test_a_users_secret_of_that_name_is_never_written(owners: list[Object]) -> None:
+    cluster = new_cluster()
+    cluster.create(users_secret(ownerReferences=owners))
+    before = cluster.objects[SECRET]
+    async with Operator(cluster):
+        cluster.create(isvc_object())
+        await asyncio.sleep(RESYNC)
+        ready = cluster.condition("Ready")
+        assert (ready["status"], ready["reason"]) == ("False", "ChildNotOwned")
+        assert "Secret 'tiny-engine-key'" in cluster.condition("Degraded")["message"]
+        assert (DEPLOYMENTS, "team", "tiny-engine") not in cluster.objects, "engines would get its key"
+        cluster.remove((INFERENCE_SERVICES, "team", "tiny"))
+        await asyncio.sleep(RESYNC)
+    assert cluster.objects[SECRET] == before
+
+
+@virtual_time
+async def test_when_the_users_secret_is_gone_the_service_starts() -> None:
+    cluster = new_cluster()
+    cluster.create(users_secret())
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await asyncio.sleep(10)
+        cluster.remove(SECRET)
+        await asyncio.sleep(120)
+        await operator.settle()
+    assert cluster.condition("Ready")["status"] == "True"
+    assert list(cluster.objects[SECRET]["data"]) == [API_KEY_ENV]
+
+
+@virtual_time
+async def test_a_users_secret_in_the_place_of_ours_is_left_alone() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        cluster.remove(SECRET)
+        cluster.create(users_secret())
+        before = cluster.objects[SECRET]
+        await asyncio.sleep(RESYNC)
+        assert cluster.condition("Degraded")["reason"] == "ChildNotOwned"
+        assert cluster.objects[SECRET] == before
+
+
+@virtual_time
+async def test_a_secret_made_between_the_check_and_the_creation_is_left_alone() -> None:
+    cluster = new_cluster()
+
+    def interpose(number: int) -> None:
+        if SECRET not in cluster.objects:
+            cluster.create(users_secret())
+
+    cluster.before_write = interpose
+    async with Operator(cluster):
+        cluster.create(isvc_object())
+        await asyncio.sleep(10)
+    assert cluster.objects[SECRET]["data"] == users_secret()["data"]
+    assert cluster.condition("Ready")["reason"] == "ChildNotOwned"
+
+
+@pytest.mark.parametrize(
+    "tampered",
+    [{API_KEY_ENV: "c3RvbGVu"}, {}, {"other": "c3RvbGVu"}],
+    ids=["changed", "emptied", "renamed"],
+)
+@virtual_time
+async def test_a_tampered_key_is_healed_by_the_resync(tampered: Object) -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        right = dict(cluster.objects[SECRET]["data"])
+        replace_data(cluster, tampered)
+        await asyncio.sleep(RESYNC)
+    assert cluster.objects[SECRET]["data"][API_KEY_ENV] == right[API_KEY_ENV]
+    assert cluster.condition("Ready")["status"] == "True"
+
+
+@virtual_time
+async def test_a_deleted_key_is_made_anew_by_the_resync() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        data = cluster.objects[SECRET]["data"]
+        cluster.remove(SECRET)
+        await asyncio.sleep(RESYNC)
+    assert cluster.objects[SECRET]["data"] == data
+
+
+@virtual_time
+async def test_an_intact_key_costs_one_dry_run_a_resync_and_no_write() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster, resync_seconds=300.0) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        cluster.writes.clear()
+        cluster.metadata_reads.clear()
+        await asyncio.sleep(3600)
+    assert secret_writes(cluster) == []
+    assert 10 <= len(cluster.metadata_reads) <= 14, "12 periods, each up to a tenth longer or shorter"
+
+
+@virtual_time
+async def test_another_fleet_key_reaches_the_secret() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        before = cluster.objects[SECRET]["data"]
+    async with Operator(cluster, fleet_key=b"another-fleet-key") as operator:
+        await operator.settle()
+    assert cluster.objects[SECRET]["data"] != before
+
+
+@virtual_time
+async def test_a_namesake_that_took_a_childs_place_unseen_is_not_taken_over() -> None:
+    """The store may lag behind: what it holds as ours can be somebody else's by now."""
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        listeners, cluster.listeners = cluster.listeners, []  # the news does not arrive
+        key = (DEPLOYMENTS, "team", "tiny-engine")
+        users = {**cluster.objects[key], "metadata": {"name": "tiny-engine", "namespace": "team"}}
+        cluster.remove(key)
+        cluster.create(users)
+        before = cluster.objects[key]
+        cluster.listeners = listeners
+        cluster.edit("tiny", lambda spec: spec.update(replicas=3))
+        await asyncio.sleep(10)
+    assert cluster.objects[key]["spec"] == before["spec"]
+    assert "ownerReferences" not in cluster.objects[key]["metadata"]

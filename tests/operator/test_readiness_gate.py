@@ -1,0 +1,65 @@
+"""When a pod's readiness gate opens and closes."""
+
+from __future__ import annotations
+
+import pytest
+from builders import NOW, pod
+
+from argosy_operator.desired.readiness_gate import gate_patch, gate_status
+from argosy_operator.observed.observation import Routers
+from argosy_operator.observed.pod import Pod
+
+UNKNOWN = Routers()
+NONE = Routers(known=True)
+SYNCED = Routers(known=True, alive=1, routable=frozenset({"uid-p"}))
+NOT_SYNCED = Routers(known=True, alive=1)
+DRAINING = Routers(known=True, alive=1, draining=frozenset({"uid-p"}))
+
+CLOSED = pod("p", "r", gate="")
+OPEN = pod("p", "r", gate="True")
+STARTING = pod("p", "r", gate="", ready=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "routers", "change"),
+    [
+        ("a router is synced", CLOSED, SYNCED, "True"),
+        (
+            "a router is synced with a pod that was drained before",
+            pod("p", "r", gate="False"),
+            SYNCED,
+            "True",
+        ),
+        ("open already", OPEN, SYNCED, None),
+        ("routers live, none is synced", CLOSED, NOT_SYNCED, None),
+        ("no router lives", CLOSED, NONE, "True"),
+        ("no router lives, containers start", STARTING, NONE, None),
+        ("nobody has been asked", CLOSED, UNKNOWN, None),
+        ("routers lost it", OPEN, NOT_SYNCED, None),
+        ("routers died", OPEN, NONE, None),
+        ("drains", OPEN, DRAINING, "False"),
+        ("drains, closed already", pod("p", "r", gate="False"), DRAINING, None),
+        ("deleted", pod("p", "r", is_terminating=True), SYNCED, "False"),
+        ("deleted, nobody has been asked", pod("p", "r", is_terminating=True), UNKNOWN, "False"),
+        ("deleted, closed already", pod("p", "r", gate="", is_terminating=True), SYNCED, None),
+        ("evicted", pod("p", "r", gate="", is_finished=True), SYNCED, None),
+    ],
+)
+def test_gate_status(name: str, before: Pod, routers: Routers, change: str | None) -> None:
+    assert gate_status(before, routers) == change, name
+
+
+def test_patch_names_the_pod_by_uid_and_says_why() -> None:
+    patch = gate_patch(CLOSED, "True", now=NOW, router_lives=True)
+    assert patch["metadata"] == {"uid": "uid-p"}
+    (condition,) = patch["status"]["conditions"]
+    assert (condition["type"], condition["status"]) == ("inference.argosy.dev/routable", "True")
+    assert condition["reason"] == "RouterSynced"
+    assert (
+        gate_patch(CLOSED, "True", now=NOW, router_lives=False)["status"]["conditions"][0]["reason"]
+        == "NoRouter"
+    )
+    assert (
+        gate_patch(OPEN, "False", now=NOW, router_lives=True)["status"]["conditions"][0]["reason"]
+        == "Draining"
+    )

@@ -1,0 +1,158 @@
+"""Polling routers, and what is known of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from builders import NOW, pod_object
+from virtual_time import virtual_time
+
+from argosy_operator.cluster.router_watch import GRACE, RouterPod, RouterWatch, read_router_pod
+from argosy_operator.observed.observation import Routers
+from argosy_protocol.report import ReplicaReport, RoutableReport
+
+
+class Scripted:
+    """Routers by address: a report, or None for one that does not answer. Answers are held back until they change."""
+
+    def __init__(self, **reports: RoutableReport | None) -> None:
+        self.reports = reports
+        self.asked: list[tuple[str, int | None]] = []
+        self._changed = asyncio.Event()
+
+    def say(self, address: str, report: RoutableReport | None) -> None:
+        self.reports[address] = report
+        self._changed.set()
+
+    async def __call__(self, address: str, seen: int | None) -> RoutableReport:
+        self.asked.append((address, seen))
+        while True:
+            report = self.reports[address]
+            if report is None:
+                raise ConnectionRefusedError
+            if report.revision != seen:
+                return report
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def report(revision: int, *uids: str, state: str = "synced", service: str = "team/tiny") -> RoutableReport:
+    replicas = tuple(
+        ReplicaReport(
+            service=service,
+            name=uid,
+            uid=uid,
+            url="http://x",
+            state=state,  # type: ignore[arg-type]
+            routable=state == "synced",
+        )
+        for uid in uids
+    )
+    return RoutableReport(router="r", revision=revision, replicas=replicas)
+
+
+def router_pods(*names: str) -> list[RouterPod]:
+    return [RouterPod(uid=name, name=name, address=name) for name in names]
+
+
+@virtual_time
+async def test_view_follows_the_reports_of_all_routers() -> None:
+    routers = Scripted(a=report(1, "p1"), b=report(5, "p2"))
+    changes: list[frozenset[str] | None] = []
+    watch = RouterWatch(routers, changes.append)
+    watch.set_pods(router_pods("a", "b"))
+    assert not watch.view.known
+    await asyncio.sleep(1)
+    assert (watch.view.known, watch.view.alive) == (True, 2)
+    assert watch.view.routable == {"p1", "p2"}
+    changes.clear()
+    routers.say("a", report(2, "p1", "p3"))
+    await asyncio.sleep(1)
+    assert watch.view.routable == {"p1", "p2", "p3"}
+    assert changes == [frozenset({"team/tiny"})], "only the service concerned is reconciled"
+    assert routers.asked[-1] == ("a", 2), "the next poll waits for a change"
+    watch.close()
+
+
+@virtual_time
+async def test_draining_counts_only_when_no_router_routes() -> None:
+    routers = Scripted(a=report(1, "p1", "p2", state="draining"), b=report(1, "p2"))
+    watch = RouterWatch(routers, lambda affected: None)
+    watch.set_pods(router_pods("a", "b"))
+    await asyncio.sleep(1)
+    assert (watch.view.draining, watch.view.routable) == ({"p1"}, {"p2"})
+    watch.close()
+
+
+@virtual_time
+async def test_silence_is_forgiven_for_a_while_only() -> None:
+    routers = Scripted(a=report(1, "p1"))
+    watch = RouterWatch(routers, lambda affected: None)
+    watch.set_pods(router_pods("a"))
+    await asyncio.sleep(1)
+    routers.say("a", None)
+    await asyncio.sleep(GRACE / 2)
+    assert (watch.view.alive, watch.view.routable) == (1, {"p1"}), "its last word still counts"
+    await asyncio.sleep(GRACE)
+    assert not watch.view.known, "it may be restarting"
+    await asyncio.sleep(GRACE)
+    assert watch.view == Routers(known=True), "no router lives"
+    routers.say("a", report(1, "p1"))
+    await asyncio.sleep(2)
+    assert watch.view.routable == {"p1"}
+    watch.close()
+
+
+@virtual_time
+async def test_nothing_is_known_before_a_router_had_the_time_to_answer() -> None:
+    watch = RouterWatch(Scripted(a=None), lambda affected: None)
+    watch.set_pods([])
+    assert not watch.view.known
+    await asyncio.sleep(GRACE / 2)
+    watch.set_pods(router_pods("a"))
+    assert not watch.view.known
+    await asyncio.sleep(2 * GRACE)
+    assert watch.view == Routers(known=True)
+    watch.close()
+
+
+@virtual_time
+async def test_a_router_that_does_not_hold_back_is_not_asked_without_end() -> None:
+    asked = 0
+
+    async def fetch(address: str, seen: int | None) -> RoutableReport:
+        nonlocal asked
+        asked += 1
+        return report(1, "p1")
+
+    watch = RouterWatch(fetch, lambda affected: None)
+    watch.set_pods(router_pods("a"))
+    await asyncio.sleep(60)
+    watch.close()
+    assert asked <= 65
+
+
+@virtual_time
+async def test_a_router_that_is_gone_is_asked_no_more() -> None:
+    routers = Scripted(a=report(1, "p1"), b=report(1, "p2"))
+    watch = RouterWatch(routers, lambda affected: None)
+    watch.set_pods(router_pods("a", "b"))
+    await asyncio.sleep(1)
+    watch.set_pods(router_pods("b"))
+    assert watch.view.routable == {"p2"}
+    routers.asked.clear()
+    routers.say("a", report(2))
+    await asyncio.sleep(5)
+    assert [address for address, _ in routers.asked if address == "a"] == []
+    watch.close()
+    await asyncio.sleep(0)
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith("router")] == []
+
+
+def test_which_pods_are_routers_to_ask() -> None:
+    running = pod_object("r", podIP="10.0.0.1")
+    assert read_router_pod(running) == RouterPod(uid="uid-r", name="r", address="10.0.0.1")
+    assert read_router_pod(pod_object("r")) is None
+    assert read_router_pod(pod_object("r", phase="Pending", podIP="10.0.0.1")) is None
+    running["metadata"]["deletionTimestamp"] = NOW
+    assert read_router_pod(running) is None

@@ -1,0 +1,48 @@
+"""The cache of the cluster: versions, children by service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from argosy_operator.cluster.store import Store
+from argosy_operator.kinds import DEPLOYMENTS, PODS
+
+
+def version(number: int, *, uid: str = "u", service: str = "tiny") -> dict[str, Any]:
+    labels = {"inference.argosy.dev/service": service}
+    return {
+        "metadata": {
+            "name": "p",
+            "namespace": "team",
+            "uid": uid,
+            "resourceVersion": str(number),
+            "labels": labels,
+        }
+    }
+
+
+def test_store_keeps_the_newest() -> None:
+    store = Store()
+    assert store.put(PODS, version(9))
+    assert not store.put(PODS, version(9)), "the echo of a write is not news"
+    assert not store.put(PODS, version(8))
+    assert store.put(PODS, version(10))
+    assert store.put(PODS, version(3, uid="v")), "a namesake is another object"
+    assert not store.remove(PODS, version(10)), "its predecessor's deletion does not concern it"
+    assert store.remove(PODS, version(3, uid="v"))
+    assert list(store.all(PODS)) == []
+
+
+def test_store_indexes_children_by_service() -> None:
+    store = Store()
+    store.put(PODS, version(1))
+    assert [obj["metadata"]["name"] for obj in store.children(PODS, ("team", "tiny"))] == ["p"]
+    store.put(PODS, version(2, service="other"))
+    assert store.children(PODS, ("team", "tiny")) == []
+    assert len(store.children(PODS, ("team", "other"))) == 1
+    with store.listing(PODS, "elsewhere") as listing:
+        assert store.adopt(listing, [], "9") == []
+    with store.listing(PODS, None) as listing:
+        assert len(store.adopt(listing, [], "9")) == 1
+    assert store.children(PODS, ("team", "other")) == []
+    assert list(store.all(DEPLOYMENTS)) == []
