@@ -13,7 +13,8 @@ from argosy_engine.core.messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.errors import EngineBusy, InvalidRequest
 from argosy_engine.frontend.admission import MAX_RETRY_S, AdmissionControl
 from argosy_engine.frontend.async_llm import AsyncLLM
-from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
@@ -126,7 +127,9 @@ class SilentClient:
 
 async def test_a_full_engine_refuses_until_a_client_leaves() -> None:
     client = SilentClient()
-    processor = SimpleNamespace(tokenizer=Tokenizer(resolve_model("builtin://tiny")))
+    processor = SimpleNamespace(
+        renderer=SimpleNamespace(tokenizer=Tokenizer(resolve_model("builtin://tiny")))
+    )
     llm = AsyncLLM(client, processor)  # type: ignore[arg-type]
 
     def ask(name: str) -> asyncio.Task[object]:
@@ -170,8 +173,8 @@ def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused
     prompt = Prompt([5, 6], [])
     if is_refused:
         with pytest.raises(InvalidRequest, match="--scheduling-policy priority"):
-            processor.core_requests(prompt, SamplingParams(), priority=-1)
+            processor.process_inputs(prompt, SamplingParams(), priority=-1)
     else:
-        (request,) = processor.core_requests(prompt, SamplingParams(), priority=-1)
+        (request,) = processor.process_inputs(prompt, SamplingParams(), priority=-1)
         assert request.priority == -1
-    assert processor.core_requests(prompt, SamplingParams())[0].priority == 0
+    assert processor.process_inputs(prompt, SamplingParams())[0].priority == 0

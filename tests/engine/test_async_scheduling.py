@@ -118,7 +118,7 @@ def test_bad_words_see_the_token_that_is_under_way(engine: LLMEngine) -> None:
     prompt = "Tell me about the sea"
     engine.add_request("plain", prompt, params(ignore_eos=True))
     said = finish(engine)["plain"].token_ids
-    pair = engine.processor.tokenizer.decode(said[4:6])
+    pair = engine.renderer.tokenizer.decode(said[4:6])
     engine.add_request("other", "Once", params())  # takes the slot where the same tokens lie still
     engine.add_request("careful", prompt, params(ignore_eos=True, bad_words=[pair]))
     careful = finish(engine)["careful"].token_ids

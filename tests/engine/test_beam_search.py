@@ -116,7 +116,7 @@ def test_equal_to_transformers() -> None:
     prompts = ["Once upon a time", "The capital of"]
     llm = LLM("builtin://tiny", dtype="float32", threads=1, max_num_seqs=16, max_model_len=128)
     found = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True))
-    token_ids = [llm.engine.make_prompt(prompt).token_ids for prompt in prompts]
+    token_ids = [llm.renderer.render_prompt(prompt).token_ids for prompt in prompts]
     too_long = BeamSearchParams(beam_width=2, max_tokens=500)
     with pytest.raises(InvalidRequest, match="context length"):
         llm.beam_search(prompts[0], too_long)

@@ -14,6 +14,7 @@ import torch
 
 from argosy_engine import LLM, LogitsProcessor, SamplingParams
 from argosy_engine.errors import ConfigError, InvalidRequest, RequestFailed
+from argosy_engine.frontend.input_processor import check_extra_args
 from argosy_engine.sample.interface import load_logits_processors, processor_path
 from argosy_engine.sample.sampler import Sampler, SamplerOptions
 from probe_processors import Faulty, NeverTwice
@@ -167,16 +168,10 @@ def test_bad_extra_arguments_are_refused(llm: LLM, extra_args: dict[str, Any], s
 
 
 def test_extra_arguments_without_a_processor_are_refused() -> None:
-    from argosy_engine.frontend.processor import InputProcessor
-
-    class Stub(InputProcessor):
-        def __init__(self, *kinds: type[LogitsProcessor]) -> None:
-            self._logits_processors = kinds
-
     with pytest.raises(InvalidRequest, match="uses only_token"):
-        Stub()._check_extra_args(greedy(only_token=1))
+        check_extra_args(greedy(only_token=1), ())
     with pytest.raises(InvalidRequest, match="must name a method"):
-        Stub(Faulty)._check_extra_args(greedy(fail_in="nothing"))
+        check_extra_args(greedy(fail_in="nothing"), (Faulty,))
     for where in ("validate_params", "is_used_by"):
         with pytest.raises(RequestFailed, match="Faulty"):
-            Stub(Faulty)._check_extra_args(greedy(fail_in=where))
+            check_extra_args(greedy(fail_in=where), (Faulty,))

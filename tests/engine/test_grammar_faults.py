@@ -38,7 +38,7 @@ def ask_all(llm: LLM) -> dict[str, EngineCoreOutput]:
         params = SamplingParams(
             structured_outputs=StructuredOutputsParams(choice=(choice,)), temperature=0.0, max_tokens=40
         )
-        (request,) = llm.processor.core_requests(llm.processor.text_prompt("Fruit:"), params)
+        (request,) = llm.input_processor.process_inputs(llm.renderer.render_text("Fruit:"), params)
         names[request.request_id] = name
         llm.client.add_request(request)
     while llm.client.has_work:

@@ -46,7 +46,7 @@ def prompts() -> list[list[int]]:
         "cloud",
         "north",
     ]
-    template = llm.processor.template
+    template = llm.renderer.template
     assert template is not None
     texts = []
     for _ in range(60):
@@ -58,7 +58,7 @@ def prompts() -> list[list[int]]:
         "<|im_start|>assistant\n"
         for i in range(60)
     ]
-    token_lists = [llm.processor.text_prompt(text, add_special_tokens=False).token_ids for text in texts]
+    token_lists = [llm.renderer.render_text(text, add_special_tokens=False).token_ids for text in texts]
     size = llm.config.vocab_size
     token_lists += [
         [rng.randrange(size) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 97)))] for _ in range(84)

@@ -18,7 +18,7 @@ from argosy_engine.core import residency
 from argosy_engine.core.client import InprocClient
 from argosy_engine.core.messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.frontend.async_llm import AsyncLLM
-from argosy_engine.frontend.processor import InputProcessor
+from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.sample.params import SamplingParams
 from container_census import census
 

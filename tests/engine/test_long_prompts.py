@@ -15,7 +15,7 @@ import pytest
 from argosy_engine.api.app import Engine, build_app
 from argosy_engine.api.serving import Serving
 from argosy_engine.errors import InvalidRequest, PromptTooLong
-from argosy_engine.frontend.processor import InputProcessor
+from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.models.source import resolve_model
 from argosy_protocol.openai import decode_request
@@ -80,7 +80,7 @@ async def test_long_prompts_are_tokenised_in_a_thread(
         heartbeat_age_s=0.0,
         is_sleeping=False,
         admission=SimpleNamespace(check=lambda num_reqs: None),
-        processor=SimpleNamespace(chat_prompt=prompt, completion_prompts=prompt),
+        renderer=SimpleNamespace(render_chat=prompt, render_completion=prompt),
     )
     engine = Engine(("tiny",))
     engine.llm, engine._serving = llm, Serving(llm, ("tiny",))  # type: ignore[assignment, arg-type]
@@ -93,7 +93,7 @@ async def test_long_prompts_are_tokenised_in_a_thread(
 
 
 @pytest.fixture
-def processor() -> InputProcessor:
+def renderer() -> Renderer:
     config = SimpleNamespace(
         model_path=str(resolve_model("builtin://tiny")),
         model_name="tiny",
@@ -101,7 +101,7 @@ def processor() -> InputProcessor:
         max_model_len=64,
         logits_processors=(),
     )
-    return InputProcessor(config)  # type: ignore[arg-type]
+    return Renderer(config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -113,19 +113,19 @@ def processor() -> InputProcessor:
     ],
 )
 def test_what_cannot_fit_is_refused_before_it_is_tokenised(
-    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch, endpoint: Any, body: dict[str, Any]
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, endpoint: Any, body: dict[str, Any]
 ) -> None:
     request = decode_request(endpoint, json.dumps(body).encode())
-    make: Any = processor.chat_prompt if endpoint == "chat/completions" else processor.completion_prompts
-    monkeypatch.setattr(processor.tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenised"))
+    make: Any = renderer.render_chat if endpoint == "chat/completions" else renderer.render_completion
+    monkeypatch.setattr(renderer.tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenised"))
     with pytest.raises(PromptTooLong, match="64 tokens"):
         make(request)
 
 
-def test_the_longest_text_that_fits_is_not_refused(processor: InputProcessor) -> None:
+def test_the_longest_text_that_fits_is_not_refused(renderer: Renderer) -> None:
     """Made of the longest token alone, it has one token less than the context."""
-    tokenizer = processor.tokenizer
+    tokenizer = renderer.tokenizer
     longest = max((tokenizer.token_text(token_id) for token_id in range(1024)), key=len)
     (token_id,) = tokenizer.encode(longest, add_special_tokens=False).ids
-    prompt = processor.text_prompt(longest * 63)
+    prompt = renderer.render_text(longest * 63)
     assert prompt.token_ids == [token_id] * 63

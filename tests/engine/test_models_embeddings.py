@@ -65,7 +65,7 @@ def test_the_sdk_gets_the_offline_vectors(server: Server, offline: LLM) -> None:
 
 
 def test_every_form_of_input_and_option(post: Any, offline: LLM) -> None:
-    ids = [offline.processor.text_prompt(text).token_ids for text in TEXTS]
+    ids = [offline.renderer.render_text(text).token_ids for text in TEXTS]
     mean = PoolingParams(pooling_type="mean", normalize=False, dimensions=9)
     options = {"pooling_type": "mean", "normalize": False, "dimensions": 9}
     expected = [result.outputs.embedding for result in offline.encode(TEXTS, mean, use_tqdm=False)]

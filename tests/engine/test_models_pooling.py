@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from argosy_engine import LLM
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.pooling import encode, pooling_request
-from argosy_engine.frontend.processor import Prompt
+from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
 from random_checkpoints import KINDS, make_checkpoint
@@ -88,8 +88,8 @@ def test_vectors_and_tokens_share_a_step(model: Any) -> None:
         request
         for prompt in prompts
         for request in (
-            *llm.processor.core_requests(Prompt(prompt, []), sampling),
-            pooling_request(llm.processor, Prompt(prompt, []), PoolingParams(pooling_type="mean")),
+            *llm.input_processor.process_inputs(Prompt(prompt, []), sampling),
+            pooling_request(llm.input_processor, Prompt(prompt, []), PoolingParams(pooling_type="mean")),
         )
     ]
     for request in requests:
@@ -149,7 +149,7 @@ def test_an_interrupted_call_leaves_nothing_behind(model: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         encode(
             llm.client,
-            llm.processor,
+            llm.input_processor,
             [Prompt([5] * 40, []), Prompt([6] * 40, []), Prompt([7] * 100, [])],
             PoolingParams(pooling_type="mean"),
             interrupt,

@@ -40,7 +40,7 @@ def test_a_stop_token_is_among_the_ids_and_not_in_the_text(llm: LLM) -> None:
     free = run()
     stop = free.token_ids[3]
     at = free.token_ids.index(stop)
-    decode = llm.processor.tokenizer.decode
+    decode = llm.renderer.tokenizer.decode
     dropped, shown = run(stop_token_ids=(stop,)), run(stop_token_ids=(stop,), include_stop_str_in_output=True)
     assert dropped.token_ids == shown.token_ids == free.token_ids[: at + 1]
     assert dropped.stop_reason == shown.stop_reason == stop
@@ -95,7 +95,7 @@ def test_what_is_no_prompt_is_refused(prompts: Any) -> None:
 
 
 def test_forms_of_a_prompt_have_one_answer(llm: LLM) -> None:
-    ids = llm.processor.text_prompt("The sea").token_ids
+    ids = llm.renderer.render_text("The sea").token_ids
     forms = ["The sea", {"prompt": "The sea"}, {"prompt_token_ids": ids}, np.array(ids)]
     params = SamplingParams(temperature=0.0, max_tokens=4)
     first, *others = llm.generate(forms, params, use_tqdm=False)

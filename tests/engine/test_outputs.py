@@ -30,7 +30,7 @@ from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_engine.frontend.renderer import Prompt, Renderer
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
@@ -45,8 +45,8 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def processor(llm: LLM) -> InputProcessor:
-    return llm.processor
+def renderer(llm: LLM) -> Renderer:
+    return llm.renderer
 
 
 # Collector
@@ -106,7 +106,7 @@ def test_what_came_before_an_error_is_delivered_first() -> None:
 
 async def test_an_output_that_cannot_be_processed_costs_its_request_only(llm: LLM) -> None:
     client = FakeClient(llm)
-    engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
+    engine = AsyncLLM(client, llm.input_processor)  # type: ignore[arg-type]
     good, bad = choices(llm, PROMPT, 1)[0], choices(llm, PROMPT, 1)[0]
     async with aclosing(engine.generate([good])) as stream, aclosing(engine.generate([bad])) as broken:  # type: ignore[type-var]
         first, failing = asyncio.ensure_future(anext(stream)), asyncio.ensure_future(anext(broken))
@@ -159,13 +159,13 @@ class FakeClient:
 
 
 def choices(llm: LLM, prompt: list[int], n: int, **params: Any) -> list[EngineCoreRequest]:
-    return llm.processor.core_requests(Prompt(prompt, []), SamplingParams(n=n, max_tokens=8, **params))
+    return llm.input_processor.process_inputs(Prompt(prompt, []), SamplingParams(n=n, max_tokens=8, **params))
 
 
 async def test_the_sequences_of_a_call_are_told_to_be_of_one_call(llm: LLM) -> None:
     """The core shares seats between calls by it; a call of one sequence needs none."""
     client = FakeClient(llm)
-    engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
+    engine = AsyncLLM(client, llm.input_processor)  # type: ignore[arg-type]
     calls = {
         "choices": (choices(llm, [1, 2], 3), 3),
         "prompts": ([*choices(llm, [1, 2], 1), *choices(llm, [3, 4], 1)], 1),
@@ -188,7 +188,7 @@ async def test_the_sequences_of_a_call_are_told_to_be_of_one_call(llm: LLM) -> N
 
 async def test_the_first_choice_computes_the_prompt_for_the_others(llm: LLM) -> None:
     client = FakeClient(llm)
-    engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
+    engine = AsyncLLM(client, llm.input_processor)  # type: ignore[arg-type]
     requests = choices(llm, PROMPT, 3, prompt_logprobs=1, seed=7)
     assert [request.sampling_params.prompt_logprobs for request in requests] == [1, None, None]
     assert [request.sampling_params.seed for request in requests] == [7, 8, 9]
@@ -211,7 +211,7 @@ async def test_the_first_choice_computes_the_prompt_for_the_others(llm: LLM) -> 
 
 async def test_leaving_before_the_prompt_is_computed_starts_no_other_choice(llm: LLM) -> None:
     client = FakeClient(llm)
-    engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
+    engine = AsyncLLM(client, llm.input_processor)  # type: ignore[arg-type]
     requests = choices(llm, PROMPT, 4)
     stream = engine.generate(requests, 4)
     reading = asyncio.ensure_future(anext(stream))
@@ -271,7 +271,7 @@ def test_two_of_three_choices_find_the_prompt_in_the_cache() -> None:
     ],
 )
 def test_a_run_cut_anywhere_and_resumed_equals_the_undisturbed_one(llm: LLM, fields: dict[str, Any]) -> None:
-    prompt = llm.processor.text_prompt("Tell me about the red lantern and the sea.")
+    prompt = llm.renderer.render_text("Tell me about the red lantern and the sea.")
     params = SamplingParams(max_tokens=14, logprobs=1, **fields)
     (whole,) = run(llm, prompt, params, [()])
     cuts = range(1, len(whole.token_ids) + 1)
@@ -301,9 +301,9 @@ def run(llm: LLM, prompt: Prompt, params: SamplingParams, resumes: list[Any]) ->
                     yield llm.client.step()
 
     async def main() -> list[GenerationOutput]:
-        engine = AsyncLLM(Client(llm), llm.processor)  # type: ignore[arg-type]
+        engine = AsyncLLM(Client(llm), llm.input_processor)  # type: ignore[arg-type]
         requests = [
-            llm.processor.core_requests(prompt, params, resume=[resume] if resume else ())[0]
+            llm.input_processor.process_inputs(prompt, params, resume=[resume] if resume else ())[0]
             for resume in resumes
         ]
         merged = [GenerationOutput(index) for index in range(len(requests))]
@@ -328,14 +328,14 @@ def run(llm: LLM, prompt: Prompt, params: SamplingParams, resumes: list[Any]) ->
     min_tokens=st.integers(0, 8),
 )
 def test_stop_strings_wherever_tokens_are_cut(
-    processor: InputProcessor,
+    renderer: Renderer,
     text: str,
     stops: list[str],
     groups: list[int],
     include: bool,
     min_tokens: int,
 ) -> None:
-    tokenizer = processor.tokenizer
+    tokenizer = renderer.tokenizer
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     text = tokenizer.decode(ids)
 
@@ -416,12 +416,12 @@ def test_logprobs_equal_transformers(random_checkpoint: Any, budget: int) -> Non
             torch.testing.assert_close(torch.tensor(entry.logprobs[1:]), best, atol=2e-4, rtol=1e-4)
 
 
-def test_token_bytes_join_to_the_text(processor: InputProcessor) -> None:
-    tokenizer = processor.tokenizer
+def test_token_bytes_join_to_the_text(renderer: Renderer) -> None:
+    tokenizer = renderer.tokenizer
     text = "Naïve café 😀 costs 5 €\n\tend"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert b"".join(tokenizer.token_bytes(token) for token in ids).decode() == text
-    assert tokenizer.token_bytes(processor.config.vocab_size + 5) == b""
+    assert tokenizer.token_bytes(renderer.config.vocab_size + 5) == b""
     offsets = TextOffsets(tokenizer, skip_special_tokens=True)
     starts = [offsets.advance(token) for token in ids]
     for token, start in zip(ids, starts, strict=True):
@@ -433,12 +433,12 @@ def test_token_bytes_join_to_the_text(processor: InputProcessor) -> None:
                 continue
 
 
-def test_impossible_tokens_are_finite_numbers_in_json(processor: InputProcessor) -> None:
+def test_impossible_tokens_are_finite_numbers_in_json(renderer: Renderer) -> None:
     entry = TokenLogprobs([5, 9, 5], [float("-inf"), -0.1, float("-inf")], 2)
-    formatted = LogprobsFormat(processor.tokenizer, as_token_ids=True)
+    formatted = LogprobsFormat(renderer.tokenizer, as_token_ids=True)
     chat = formatted.chat([entry])
     assert (chat.content[0].logprob, chat.content[0].token) == (-9999.0, "token_id:5")
-    offsets = TextOffsets(processor.tokenizer, skip_special_tokens=True)
+    offsets = TextOffsets(renderer.tokenizer, skip_special_tokens=True)
     completion = formatted.completion([entry], offsets, first_token_id=4)
     assert completion.top_logprobs == [None, {"token_id:9": -0.1, "token_id:5": -9999.0}]
     assert completion.token_logprobs == [None, -9999.0]
@@ -460,7 +460,7 @@ def test_bad_words_do_not_appear(llm: LLM) -> None:
     free = llm.generate([text], params, use_tqdm=False)[0].outputs
     words = sorted({word for output in free for word in output.text.split() if word.isalpha()}, key=len)[-4:]
     assert words
-    ids = [llm.processor.tokenizer.encode(word, add_special_tokens=False).ids for word in words]
+    ids = [llm.renderer.tokenizer.encode(word, add_special_tokens=False).ids for word in words]
     bound = llm.generate([text], params.replace(bad_words=tuple(words)), use_tqdm=False)[0].outputs
     for output in bound:
         for word in ids:
@@ -480,17 +480,17 @@ def test_bad_words_do_not_appear(llm: LLM) -> None:
     ],
 )
 def test_thought_is_expected_where_the_template_leaves_room(
-    processor: InputProcessor,
+    renderer: Renderer,
     monkeypatch: pytest.MonkeyPatch,
     source: str,
     has_thinking: bool,
     is_open: bool | None,
 ) -> None:
-    monkeypatch.setattr(processor, "template", ChatTemplate(source, {}))
-    reasoning = processor.chat_prompt(
+    monkeypatch.setattr(renderer, "template", ChatTemplate(source, {}))
+    reasoning = renderer.render_chat(
         ChatCompletionRequest(messages=[ChatMessage(role="user", content="Hi")])
     ).reasoning
-    assert processor.has_thinking is has_thinking
+    assert renderer.has_thinking is has_thinking
     assert (None if reasoning is None else reasoning.is_open) is is_open
 
 
@@ -509,7 +509,7 @@ class ForgetfulClient(FakeClient):
 async def test_a_request_that_the_core_has_lost_is_failed(llm: LLM) -> None:
     """Its end may be on its way, so the core is asked twice; and nobody is asked for what was not sent yet."""
     client = ForgetfulClient(llm)
-    engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
+    engine = AsyncLLM(client, llm.input_processor)  # type: ignore[arg-type]
     kept, lost = choices(llm, PROMPT, 2), choices(llm, PROMPT, 1)
     async with aclosing(engine.generate(kept, 2)) as known, aclosing(engine.generate(lost)) as forgotten:  # type: ignore[type-var]
         waiting, failing = asyncio.ensure_future(anext(known)), asyncio.ensure_future(anext(forgotten))
@@ -528,7 +528,7 @@ async def test_a_request_that_the_core_has_lost_is_failed(llm: LLM) -> None:
 
 async def test_a_silence_that_is_short_is_not_asked_about(llm: LLM) -> None:
     client = ForgetfulClient(llm)
-    engine = AsyncLLM(client, llm.processor)  # type: ignore[arg-type]
+    engine = AsyncLLM(client, llm.input_processor)  # type: ignore[arg-type]
     (request,) = choices(llm, PROMPT, 1)
     async with aclosing(engine.generate([request])) as stream:  # type: ignore[type-var]
         waiting = asyncio.ensure_future(anext(stream))

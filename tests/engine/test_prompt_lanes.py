@@ -14,7 +14,6 @@ import pytest
 from argosy_engine.errors import EngineBusy, PromptTooLong
 from argosy_engine.frontend import prompt_lanes
 from argosy_engine.frontend.control_tokens import ControlTokens
-from argosy_engine.frontend.processor import InputProcessor
 from argosy_engine.frontend.prompt_lanes import (
     LONG_THREADS,
     MAX_MEDIUM_BYTES,
@@ -22,6 +21,7 @@ from argosy_engine.frontend.prompt_lanes import (
     PromptLanes,
     stop_if_abandoned,
 )
+from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
 from argosy_engine.models.source import resolve_model
 from argosy_protocol.openai import decode_request
@@ -138,7 +138,7 @@ LIMIT = 64
 
 
 @pytest.fixture
-def processor() -> InputProcessor:
+def renderer() -> Renderer:
     config = SimpleNamespace(
         model_path=str(resolve_model("builtin://tiny")),
         model_name="tiny",
@@ -146,54 +146,54 @@ def processor() -> InputProcessor:
         max_model_len=LIMIT,
         logits_processors=(),
     )
-    return InputProcessor(config)  # type: ignore[arg-type]
+    return Renderer(config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
 @pytest.mark.parametrize("is_part", [False, True])
 def test_a_chat_that_cannot_fit_is_refused_before_its_text_is_looked_at(
-    processor: InputProcessor, role: str, is_part: bool
+    renderer: Renderer, role: str, is_part: bool
 ) -> None:
-    text = "<|" * (LIMIT * processor.tokenizer.max_token_chars)
+    text = "<|" * (LIMIT * renderer.tokenizer.max_token_chars)
     content: Any = [{"type": "text", "text": text}] if is_part else text
     body = {"messages": [{"role": role, "content": content}]}
     request = decode_request("chat/completions", json.dumps(body).encode())
-    processor.template = SimpleNamespace(render=lambda *_: pytest.fail("it was rendered"))  # type: ignore[assignment]
+    renderer.template = SimpleNamespace(render=lambda *_: pytest.fail("it was rendered"))  # type: ignore[assignment]
     with pytest.raises(PromptTooLong, match=f"{LIMIT} tokens"):
-        processor.chat_prompt(request)  # type: ignore[arg-type]
+        renderer.render_chat(request)  # type: ignore[arg-type]
 
 
 def test_a_rendered_chat_that_cannot_fit_is_refused_before_markers_are_looked_for(
-    processor: InputProcessor,
+    renderer: Renderer,
 ) -> None:
-    text = "<|" * (LIMIT * processor.tokenizer.max_token_chars)
+    text = "<|" * (LIMIT * renderer.tokenizer.max_token_chars)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
     request = decode_request("chat/completions", json.dumps({"messages": messages}).encode())
     with pytest.raises(PromptTooLong, match="characters at most"):
-        processor.chat_prompt(request)  # type: ignore[arg-type]
+        renderer.render_chat(request)  # type: ignore[arg-type]
 
 
 def test_as_many_markers_as_tokens_are_refused_untokenised(
-    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor.tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenised"))
+    monkeypatch.setattr(renderer.tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenised"))
     messages = [{"role": "user", "content": "<|im_end|>" * LIMIT}]
     request = decode_request("chat/completions", json.dumps({"messages": messages}).encode())
     with pytest.raises(PromptTooLong, match=f"{LIMIT} tokens"):
-        processor.chat_prompt(request)  # type: ignore[arg-type]
+        renderer.render_chat(request)  # type: ignore[arg-type]
 
 
 def test_what_an_assistant_said_may_be_longer_than_the_context_if_the_template_drops_it(
-    processor: InputProcessor,
+    renderer: Renderer,
 ) -> None:
-    thought = "<think>" + "word " * (LIMIT * processor.tokenizer.max_token_chars) + "</think>Yes"
+    thought = "<think>" + "word " * (LIMIT * renderer.tokenizer.max_token_chars) + "</think>Yes"
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": thought},
         {"role": "user", "content": "Go"},
     ]
     request = decode_request("chat/completions", json.dumps({"messages": messages}).encode())
-    processor.template = SimpleNamespace(  # type: ignore[assignment]
+    renderer.template = SimpleNamespace(  # type: ignore[assignment]
         render=lambda *_: "Hi Yes Go", has_thinking=False
     )
-    assert processor.chat_prompt(request).token_ids  # type: ignore[arg-type]
+    assert renderer.render_chat(request).token_ids  # type: ignore[arg-type]

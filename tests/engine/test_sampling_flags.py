@@ -97,7 +97,7 @@ def test_beam_search_equals_the_offline_one(http: httpx.Client) -> None:
     llm = LLM("builtin://tiny", dtype="float32", threads=1, max_num_seqs=16, max_model_len=256)
     params = BeamSearchParams(beam_width=4, max_tokens=6, length_penalty=0.3)
     (offline,) = llm.beam_search(PROMPT, params)
-    num_prompt = len(llm.engine.make_prompt(PROMPT).token_ids)
+    num_prompt = len(llm.renderer.render_prompt(PROMPT).token_ids)
     llm.close()
     answer = complete(
         http, use_beam_search=True, n=2, best_of=4, length_penalty=0.3, logprobs=1, return_token_ids=True

@@ -89,9 +89,7 @@ def test_compact_json_has_no_free_white_space(llm: LLM) -> None:
 
 def test_any_object_parses(llm: LLM) -> None:
     """Closing braces are made likely, so that the outputs end."""
-    texts = {
-        token_id: llm.processor.tokenizer.decode([token_id]) for token_id in range(llm.config.vocab_size)
-    }
+    texts = {token_id: llm.renderer.tokenizer.decode([token_id]) for token_id in range(llm.config.vocab_size)}
     closing = {token_id: 10.0 for token_id, text in texts.items() if "}" in text or text.endswith('"')}
     params = StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
     results = ask(llm, params, logit_bias=closing, n=6)
@@ -178,12 +176,12 @@ def test_neighbours_are_not_touched(llm: LLM) -> None:
 
     free = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     bound = free.replace(structured_outputs=StructuredOutputsParams(json=SCHEMAS["person"]))
-    prompt = llm.processor.text_prompt("Tell me about")
+    prompt = llm.renderer.render_text("Tell me about")
 
     def run(all_params: list[SamplingParams]) -> list[list[int]]:
         requests: list[EngineCoreRequest] = []
         for params in all_params:
-            requests += llm.processor.core_requests(prompt, params)
+            requests += llm.input_processor.process_inputs(prompt, params)
         tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
         for request in requests:
             llm.client.add_request(request)
@@ -243,7 +241,7 @@ def test_what_does_not_compile_costs_its_request_only(
 def test_an_overloaded_compiler_is_a_reason_to_retry(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("argosy_engine.structured.compiler.MAX_QUEUED", 0)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="never seen before"))
-    llm.client.add_request(llm.processor.core_requests(llm.processor.text_prompt("x"), params)[0])
+    llm.client.add_request(llm.input_processor.process_inputs(llm.renderer.render_text("x"), params)[0])
     (output,) = llm.client.step().outputs
     error = to_api_error(request_error(output))
     assert error.http_status == 503
@@ -310,7 +308,7 @@ def test_thoughts_are_free_and_what_follows_is_not(llm: LLM) -> None:
 def test_a_forced_thought_does_not_end_the_output(llm: LLM) -> None:
     """The model is made to think: whatever it does there, the number comes after it."""
     think_id, end_id = (
-        llm.processor.tokenizer.encode(marker, add_special_tokens=False).ids[0]
+        llm.renderer.tokenizer.encode(marker, add_special_tokens=False).ids[0]
         for marker in ("<think>", "</think>")
     )
     params = SamplingParams(
@@ -332,10 +330,10 @@ def test_resumed_outputs_replay_their_grammar(llm: LLM) -> None:
         seed=2,
         max_tokens=200,
     )
-    prompt = llm.processor.text_prompt("Answer:")
+    prompt = llm.renderer.render_text("Answer:")
     (whole,) = llm.generate("Answer:", params, use_tqdm=False)
     for seam in (1, len(whole.token_ids) // 2):
-        (request,) = llm.processor.core_requests(prompt, params, resume=[whole.token_ids[:seam]])
+        (request,) = llm.input_processor.process_inputs(prompt, params, resume=[whole.token_ids[:seam]])
         llm.client.add_request(request)
         tokens: list[int] = []
         while llm.client.has_work:

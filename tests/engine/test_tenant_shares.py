@@ -65,12 +65,12 @@ def test_a_tenant_with_many_salts_has_one_share_of_the_queue() -> None:
 def test_the_tenant_of_a_request_reaches_the_core(name: str | None) -> None:
     told: list[str] = []
 
-    def core_requests(prompt: Any, params: Any, *, tenant: str = "", **_: Any) -> list[Any]:
+    def process_inputs(prompt: Any, params: Any, *, tenant: str = "", **_: Any) -> list[Any]:
         told.append(tenant)
         return []
 
-    processor = SimpleNamespace(sampling_params=lambda request: None, core_requests=core_requests)
-    serving = Serving(cast(Any, SimpleNamespace(processor=processor)), ("tiny",))
+    processor = SimpleNamespace(sampling_params=lambda request: None, process_inputs=process_inputs)
+    serving = Serving(cast(Any, SimpleNamespace(input_processor=processor)), ("tiny",))
     request = CompletionRequest(prompt="a")
     serving.answering_as(name, "tenant").core_requests([cast(Any, "prompt")], request)
     serving.core_requests([cast(Any, "prompt")], request)

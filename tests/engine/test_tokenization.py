@@ -12,7 +12,7 @@ import pytest
 
 from argosy_engine.api.app import Engine, build_app
 from argosy_engine.api.serving import Serving
-from argosy_engine.frontend.processor import InputProcessor
+from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.models.source import resolve_model
 from argosy_protocol.openai import decode_request
 
@@ -22,7 +22,7 @@ CHAT = {"messages": [{"role": "user", "content": TEXT}]}
 
 
 @pytest.fixture(scope="module")
-def processor() -> InputProcessor:
+def renderer() -> Renderer:
     config = SimpleNamespace(
         model_path=str(resolve_model("builtin://tiny")),
         model_name="tiny",
@@ -30,12 +30,12 @@ def processor() -> InputProcessor:
         max_model_len=LIMIT,
         logits_processors=(),
     )
-    return InputProcessor(config)  # type: ignore[arg-type]
+    return Renderer(config)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-async def http(processor: InputProcessor) -> AsyncIterator[httpx.AsyncClient]:
-    llm = SimpleNamespace(is_dead=False, heartbeat_age_s=0.0, is_sleeping=False, processor=processor)
+async def http(renderer: Renderer) -> AsyncIterator[httpx.AsyncClient]:
+    llm = SimpleNamespace(is_dead=False, heartbeat_age_s=0.0, is_sleeping=False, renderer=renderer)
     engine = Engine(("tiny",))
     engine.llm, engine._serving = llm, Serving(llm, ("tiny",))  # type: ignore[assignment, arg-type]
     transport = httpx.ASGITransport(app=build_app(engine))
@@ -52,12 +52,12 @@ async def tokens(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     return answer
 
 
-async def test_they_are_the_ones_a_prompt_has(http: httpx.AsyncClient, processor: InputProcessor) -> None:
+async def test_they_are_the_ones_a_prompt_has(http: httpx.AsyncClient, renderer: Renderer) -> None:
     text = decode_request("completions", msgspec.json.encode({"prompt": TEXT}))
     chat = decode_request("chat/completions", msgspec.json.encode(CHAT))
-    (of_text,) = processor.completion_prompts(text)  # type: ignore[arg-type]
+    (of_text,) = renderer.render_completion(text)  # type: ignore[arg-type]
     assert (await tokens(http, prompt=TEXT))["tokens"] == of_text.token_ids
-    of_chat = processor.chat_prompt(chat)  # type: ignore[arg-type]
+    of_chat = renderer.render_chat(chat)  # type: ignore[arg-type]
     assert (await tokens(http, **CHAT))["tokens"] == of_chat.token_ids
     assert (await tokens(http, **CHAT, add_generation_prompt=False))["count"] < len(of_chat.token_ids)
 

@@ -19,7 +19,7 @@ SECRET = "my diagnosis is"
 async def answer_of(error: Exception, *, stream: bool) -> httpx.Response:
     """What a client gets where making its prompt raises `error`."""
 
-    def chat_prompt(request: object) -> object:
+    def render_chat(request: object) -> object:
         raise error
 
     llm = SimpleNamespace(
@@ -27,7 +27,7 @@ async def answer_of(error: Exception, *, stream: bool) -> httpx.Response:
         heartbeat_age_s=0.0,
         is_sleeping=False,
         admission=SimpleNamespace(check=lambda num_reqs: None),
-        processor=SimpleNamespace(chat_prompt=chat_prompt),
+        renderer=SimpleNamespace(render_chat=render_chat),
     )
     engine = Engine(("tiny",))
     engine.llm, engine._serving = llm, Serving(llm, ("tiny",))  # type: ignore[assignment, arg-type]
@@ -44,7 +44,7 @@ async def test_it_is_logged_once_and_quotes_no_prompt(stream: bool, caplog: pyte
     (record,) = (record for record in caplog.records if record.levelno >= logging.ERROR)
     text = record.getMessage()
     assert "KeyError" in text
-    assert "in chat_prompt" in text, "the traceback reaches to where it was raised"
+    assert "in render_chat" in text, "the traceback reaches to where it was raised"
     assert SECRET not in caplog.text
 
 

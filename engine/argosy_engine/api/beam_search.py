@@ -15,7 +15,7 @@ from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.beam_search import BeamSearch, BeamSearchParams
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.processor import Prompt
+from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.sample.params import SamplingParams
 from argosy_protocol.openai import MAX_CHOICES, CompletionRequest, GenerationRequest
 
@@ -54,7 +54,7 @@ async def beam_search(
     """
     n, width = request.n or 1, _width(request)
     _check(request, len(prompts) * width)
-    sampling = llm.processor.sampling_params(request)
+    sampling = llm.input_processor.sampling_params(request)
     searches = [_search(llm, prompt, request, sampling, width) for prompt in prompts]
     round_params = searches[0].params.round_params(llm.config, sampling.logprobs or 0)
     num_cached: list[int] = []
@@ -72,7 +72,7 @@ async def beam_search(
     for index, (prompt, search) in enumerate(zip(prompts, searches, strict=True)):
         for choice, sequence in enumerate(search.best()[:n]):
             text = search.text(
-                sequence, llm.processor.tokenizer, skip_special_tokens=request.skip_special_tokens
+                sequence, llm.renderer.tokenizer, skip_special_tokens=request.skip_special_tokens
             )
             output = GenerationOutput(
                 index * n + choice, text, sequence.tokens[len(prompt.token_ids) :], sequence.finish_reason
@@ -87,7 +87,7 @@ def _search(
     llm: AsyncLLM, prompt: Prompt, request: GenerationRequest, sampling: SamplingParams, width: int
 ) -> BeamSearch:
     whole = SamplingParams(max_tokens=sampling.max_tokens)
-    (longest,) = llm.processor.core_requests(prompt, whole)  # raises if too long
+    (longest,) = llm.input_processor.process_inputs(prompt, whole)  # raises if too long
     max_tokens = longest.sampling_params.max_tokens
     assert max_tokens is not None
     params = BeamSearchParams(
@@ -108,7 +108,7 @@ async def _next_tokens(
     requests = [
         core_request
         for beam in beams
-        for core_request in llm.processor.core_requests(
+        for core_request in llm.input_processor.process_inputs(
             beam, params, cache_salt=request.cache_salt, priority=request.priority
         )
     ]

@@ -8,7 +8,7 @@ from argosy_engine.api.chat_format import ChatFormat
 from argosy_engine.api.choice_stream import stream_choices, whole_response
 from argosy_engine.api.serving import Serving
 from argosy_engine.core.messages import EngineCoreRequest
-from argosy_engine.frontend.processor import Prompt
+from argosy_engine.frontend.renderer import Prompt
 from argosy_protocol.openai import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 
 
@@ -23,7 +23,7 @@ async def chat(
     model = serving.check_model(request.model)
     prompt = await _prompt(serving, request, size)
     outputs = await serving.generate([prompt], request)
-    chat_format = ChatFormat(serving.llm.processor, request, request_id, model, prompt, len(outputs))
+    chat_format = ChatFormat(serving.llm.renderer, request, request_id, model, prompt, len(outputs))
     return await whole_response(outputs, chat_format)
 
 
@@ -42,7 +42,7 @@ def chat_stream(
         prompt = await _prompt(serving, request, size)
         requests = serving.core_requests([prompt], request)
         return requests, ChatFormat(
-            serving.llm.processor, request, request_id, model, prompt, len(requests), with_ids=resumable
+            serving.llm.renderer, request, request_id, model, prompt, len(requests), with_ids=resumable
         )
 
     return stream_choices(serving.llm, request, prepare)
@@ -50,4 +50,4 @@ def chat_stream(
 
 async def _prompt(serving: Serving, request: ChatCompletionRequest, size: int) -> Prompt:
     serving.llm.admission.check(request.n or 1)
-    return await serving.lanes.run(size, serving.llm.processor.chat_prompt, request)
+    return await serving.lanes.run(size, serving.llm.renderer.render_chat, request)

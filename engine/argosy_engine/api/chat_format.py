@@ -13,7 +13,7 @@ from argosy_engine.api.logprobs_format import LogprobsFormat
 from argosy_engine.api.usage import usage_of
 from argosy_engine.frontend.chat_parser import ChatParser, ParsedCall
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_engine.frontend.renderer import Prompt, Renderer
 from argosy_protocol.openai import (
     ChatChoice,
     ChatChunkChoice,
@@ -40,7 +40,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
 
     def __init__(
         self,
-        processor: InputProcessor,
+        renderer: Renderer,
         request: ChatCompletionRequest,
         request_id: str,
         model: str,
@@ -56,10 +56,10 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         self._created = created_at(request)
         self._prompt = prompt
         self._with_ids = request.return_token_ids or with_ids
-        self._logprobs = LogprobsFormat(processor.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
+        self._logprobs = LogprobsFormat(renderer.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
         self._parsers = [
             ChatParser(
-                parse_reasoning=processor.has_thinking,
+                parse_reasoning=renderer.has_thinking,
                 parse_calls=bool(request.tools) and request.tool_choice != "none",
                 is_reasoning=prompt.reasoning is not None and prompt.reasoning.is_open,
                 calls_end_reasoning=request.tool_choice in (None, "auto"),

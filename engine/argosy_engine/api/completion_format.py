@@ -9,7 +9,7 @@ from argosy_engine.api.choice_stream import ChoiceFormat, created_at
 from argosy_engine.api.logprobs_format import LogprobsFormat, TextOffsets
 from argosy_engine.api.usage import usage_of
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.processor import Prompt
+from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_protocol.openai import (

@@ -8,7 +8,7 @@ from argosy_engine.api.choice_stream import stream_choices, whole_response
 from argosy_engine.api.completion_format import CompletionFormat
 from argosy_engine.api.serving import Serving
 from argosy_engine.core.messages import EngineCoreRequest
-from argosy_engine.frontend.processor import Prompt
+from argosy_engine.frontend.renderer import Prompt
 from argosy_protocol.openai import Completion, CompletionRequest
 
 
@@ -24,7 +24,7 @@ async def completion(serving: Serving, request: CompletionRequest, request_id: s
     for output in outputs:  # each prompt's log probabilities came with its first choice
         output.prompt_logprobs = outputs[output.index // n * n].prompt_logprobs
     completion_format = CompletionFormat(
-        serving.llm.processor.tokenizer, request, request_id, model, prompts, [()] * len(outputs)
+        serving.llm.renderer.tokenizer, request, request_id, model, prompts, [()] * len(outputs)
     )
     return await whole_response(outputs, completion_format)
 
@@ -45,7 +45,7 @@ def completion_stream(
         requests = serving.core_requests(prompts, request)
         resumed = [core_request.resume_token_ids for core_request in requests]
         return requests, CompletionFormat(
-            serving.llm.processor.tokenizer,
+            serving.llm.renderer.tokenizer,
             request,
             request_id,
             model,
@@ -59,4 +59,4 @@ def completion_stream(
 
 async def _prompts(serving: Serving, request: CompletionRequest, size: int) -> list[Prompt]:
     serving.llm.admission.check(request.n or 1)
-    return await serving.lanes.run(size, serving.llm.processor.completion_prompts, request)
+    return await serving.lanes.run(size, serving.llm.renderer.render_completion, request)

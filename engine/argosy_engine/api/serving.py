@@ -12,8 +12,8 @@ from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.processor import Prompt
 from argosy_engine.frontend.prompt_lanes import PromptLanes
+from argosy_engine.frontend.renderer import Prompt
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
@@ -108,11 +108,11 @@ class Serving:
             raise BadRequest("use_beam_search cannot be streamed", param="stream")
         if request.stream and request.prompt_logprobs is not None:
             raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-        params = self.llm.processor.sampling_params(request)
+        params = self.llm.input_processor.sampling_params(request)
         return [
             core_request
             for index, prompt in enumerate(prompts)
-            for core_request in self.llm.processor.core_requests(
+            for core_request in self.llm.input_processor.process_inputs(
                 prompt,
                 params,
                 cache_salt=request.cache_salt,

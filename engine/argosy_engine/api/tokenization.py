@@ -22,19 +22,19 @@ async def tokenize(
         ApiError, EngineError: see `serving.to_api_error`.
     """
     serving.check_model(request.model)
-    processor = serving.llm.processor
+    renderer = serving.llm.renderer
 
     def response(request: TextTokenizeRequest | ChatTokenizeRequest) -> TokenizeResponse:
         if isinstance(request, ChatTokenizeRequest):
-            tokens = processor.chat_tokens(request)
+            tokens = renderer.chat_tokens(request)
         else:
-            tokens = processor.encode(request.prompt, add_special_tokens=request.add_special_tokens).ids
+            tokens = renderer.encode(request.prompt, add_special_tokens=request.add_special_tokens).ids
         stop_if_abandoned()
         return TokenizeResponse(
             count=len(tokens),
-            max_model_len=processor.config.max_model_len,
+            max_model_len=renderer.config.max_model_len,
             tokens=tokens,
-            token_strs=processor.tokenizer.token_strs(tokens) if request.return_token_strs else None,
+            token_strs=renderer.tokenizer.token_strs(tokens) if request.return_token_strs else None,
         )
 
     return await serving.lanes.run(size, response, request)
@@ -47,10 +47,10 @@ async def detokenize(serving: Serving, request: DetokenizeRequest, size: int) ->
         ApiError, EngineError: see `serving.to_api_error`.
     """
     serving.check_model(request.model)
-    processor = serving.llm.processor
+    renderer = serving.llm.renderer
 
     def text_of(request: DetokenizeRequest) -> str:
-        processor.check_token_ids(request.tokens, param="tokens")
-        return processor.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        renderer.check_token_ids(request.tokens, param="tokens")
+        return renderer.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
     return DetokenizeResponse(prompt=await serving.lanes.run(size, text_of, request))

@@ -17,11 +17,11 @@ from argosy_engine.core.async_client import AsyncMPClient
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.errors import EngineAsleep, EngineDead, EngineError, RequestFailed
 from argosy_engine.frontend.admission import AdmissionControl
+from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.processor import InputProcessor
 
 logger = logging.getLogger("argosy.frontend")
 
@@ -32,12 +32,13 @@ _CHUNK = 128
 
 
 class AsyncLLM:
-    def __init__(self, client: AsyncMPClient, processor: InputProcessor) -> None:
+    def __init__(self, client: AsyncMPClient, input_processor: InputProcessor) -> None:
         self.client = client
         self.config = client.config
-        self.processor = processor
+        self.input_processor = input_processor
+        self.renderer = input_processor.renderer
         self.admission = AdmissionControl(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens)
-        self.output_processor = OutputProcessor(processor.tokenizer, self.admission)
+        self.output_processor = OutputProcessor(self.renderer.tokenizer, self.admission)
         self.on_dead: Callable[[], None] | None = None
         self._dead: EngineDead | None = None
         self._last_heard = time.monotonic()
@@ -245,16 +246,17 @@ class AsyncLLM:
         Raises:
             EngineDead, UtilityFailed: the core does not answer.
         """
-        processor = self.output_processor
-        silent = processor.silent_requests(silent_s)
+        silent = self.output_processor.silent_requests(silent_s)
         unknown = set(await self.client.call_utility("unknown_requests", silent)) if silent else set[str]()
         lost = [
-            request_id for request_id in unknown & self._suspects if request_id in processor.request_states
+            request_id
+            for request_id in unknown & self._suspects
+            if request_id in self.output_processor.request_states
         ]
         self._suspects = unknown
         for request_id in lost:
             logger.error("the core has lost request %s", request_id)
-            processor.fail(request_id, RequestFailed("the engine lost this request"))
+            self.output_processor.fail(request_id, RequestFailed("the engine lost this request"))
         if lost:
             for observer in self.observers:
                 observer.on_lost(len(lost))

@@ -16,8 +16,8 @@ from argosy_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, Bea
 from argosy_engine.frontend.llm_engine import LLMEngine
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput, log_failures
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
-from argosy_engine.frontend.processor import Prompt
 from argosy_engine.frontend.prompts import PromptType, as_list
+from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.sample.interface import LogitsProcessor, processor_path
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
@@ -52,7 +52,8 @@ class LLM:
         self.engine = LLMEngine.from_engine_args(args, multiprocess=multiprocess)
         self.client = self.engine.client
         self.config = self.engine.config
-        self.processor = self.engine.processor
+        self.input_processor = self.engine.input_processor
+        self.renderer = self.engine.renderer
         self._request_ids = itertools.count()
 
     def generate(
@@ -98,7 +99,7 @@ class LLM:
                 request = msgspec.convert({"messages": conversation, **fields}, ChatCompletionRequest)
             except msgspec.ValidationError as error:
                 raise InvalidRequest(str(error), param="messages") from None
-            prompts.append(self.processor.chat_prompt(request))
+            prompts.append(self.renderer.render_chat(request))
         return self._run(prompts, sampling_params, use_tqdm)
 
     def beam_search(
@@ -113,8 +114,8 @@ class LLM:
         sampling_params = params.round_params(self.config)
         searches: list[BeamSearch] = []
         for prompt in as_list(prompts):
-            whole = self.engine.make_prompt(prompt)
-            self.processor.core_requests(
+            whole = self.renderer.render_prompt(prompt)
+            self.input_processor.process_inputs(
                 whole, SamplingParams(max_tokens=params.max_tokens)
             )  # raises if too long
             searches.append(BeamSearch(whole.token_ids, params, self.config.eos_token_ids))
@@ -129,7 +130,7 @@ class LLM:
         for search in searches:
             outputs.append(BeamSearchOutput(search.best()))
             for sequence in outputs[-1].sequences:
-                sequence.text = search.text(sequence, self.processor.tokenizer)
+                sequence.text = search.text(sequence, self.renderer.tokenizer)
         return outputs
 
     def encode(
@@ -144,10 +145,12 @@ class LLM:
         Raises:
             InvalidRequest: a prompt is empty or too long, or the model has no vectors of so many dimensions.
         """
-        made = [self.engine.make_prompt(prompt) for prompt in as_list(prompts)]
+        made = [self.renderer.render_prompt(prompt) for prompt in as_list(prompts)]
         params = pooling_params or PoolingParams()
         with _progress(len(made), use_tqdm) as bar:
-            return encode(self.client, self.processor, made, params, lambda tokens: bar.advance(tokens, 1))
+            return encode(
+                self.client, self.input_processor, made, params, lambda tokens: bar.advance(tokens, 1)
+            )
 
     def embed(
         self,

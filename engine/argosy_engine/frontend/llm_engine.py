@@ -19,10 +19,11 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import InprocClient, SyncClient, SyncMPClient
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.budget import budget_table
+from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput
-from argosy_engine.frontend.processor import InputProcessor, Prompt
-from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
+from argosy_engine.frontend.prompts import PromptType
+from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.sample.params import SamplingParams
 
 logger = logging.getLogger("argosy.frontend")
@@ -37,8 +38,9 @@ class LLMEngine:
     def __init__(self, client: SyncClient) -> None:
         self.client = client
         self.config = client.config
-        self.processor = InputProcessor(client.config)
-        self.output_processor = OutputProcessor(self.processor.tokenizer)
+        self.input_processor = InputProcessor(client.config)
+        self.renderer = self.input_processor.renderer
+        self.output_processor = OutputProcessor(self.renderer.tokenizer)
         self._core_ids: dict[str, list[str]] = {}
         """Request id -> the core's ids of its choices, until the last of them ends."""
 
@@ -67,7 +69,7 @@ class LLMEngine:
 
         Args:
             request_id: free again once the request is finished or aborted.
-            prompt: text, token ids, vLLM's dict with either, or what the processor has made of a chat.
+            prompt: text, token ids, vLLM's dict with either, or what the renderer has made of a chat.
 
         Raises:
             InvalidRequest: the id is taken, the prompt is empty or too long, or parameters are out of bounds.
@@ -76,8 +78,8 @@ class LLMEngine:
             raise InvalidRequest(f"a request with id {request_id!r} is running", param="request_id")
         params = params or SamplingParams()
         params.verify()
-        made = self.make_prompt(prompt)
-        requests = self.processor.core_requests(made, params)
+        made = self.renderer.render_prompt(prompt)
+        requests = self.input_processor.process_inputs(made, params)
         result = RequestOutput(
             request_id, made.token_ids, [CompletionOutput(choice) for choice in range(params.n)]
         )
@@ -90,20 +92,6 @@ class LLMEngine:
             for choice, request in enumerate(requests)
         ]
         states[0].siblings = requests[1:]
-
-    def make_prompt(self, prompt: PromptType | Prompt) -> Prompt:
-        """Tokens of a text, or token ids checked against the vocabulary.
-
-        Raises:
-            InvalidRequest: not a prompt, a token id is beyond the vocabulary, or the text is not valid Unicode.
-        """
-        if isinstance(prompt, Prompt):
-            return prompt
-        said = text_or_token_ids(prompt)
-        if isinstance(said, str):
-            return self.processor.text_prompt(said)
-        self.processor.check_token_ids(said)
-        return Prompt(said, [])
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Forget requests; ids that are not running are ignored."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from argosy_engine.core.client import SyncClient
 from argosy_engine.core.messages import EngineCoreRequest, FinishReason
+from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.outputs import log_failures
-from argosy_engine.frontend.processor import InputProcessor, Prompt
+from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
 
@@ -35,7 +36,7 @@ class PoolingRequestOutput:
 
 
 def pooling_request(
-    processor: InputProcessor, prompt: Prompt, params: PoolingParams, *, cache_salt: str | None = None
+    input_processor: InputProcessor, prompt: Prompt, params: PoolingParams, *, cache_salt: str | None = None
 ) -> EngineCoreRequest:
     """The message for the core.
 
@@ -44,17 +45,17 @@ def pooling_request(
     Raises:
         InvalidRequest: the prompt is empty or too long, or the model has no vectors of so many dimensions.
     """
-    config = processor.config
+    config = input_processor.config
     params.check_dimensions(config.embedding_size, config.is_matryoshka, config.matryoshka_dimensions)
     one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    (request,) = processor.core_requests(prompt, one_token, cache_salt=cache_salt)
+    (request,) = input_processor.process_inputs(prompt, one_token, cache_salt=cache_salt)
     request.pooling_params = params
     return request
 
 
 def encode(
     client: SyncClient,
-    processor: InputProcessor,
+    input_processor: InputProcessor,
     prompts: Sequence[Prompt],
     params: PoolingParams,
     on_done: Callable[[int], None],
@@ -68,7 +69,7 @@ def encode(
         InvalidRequest: see `pooling_request`; nothing has run then.
         EngineError: the core could not run a prompt.
     """
-    requests = [pooling_request(processor, prompt, params) for prompt in prompts]
+    requests = [pooling_request(input_processor, prompt, params) for prompt in prompts]
     results = [PoolingRequestOutput(prompt.token_ids, PoolingOutput()) for prompt in prompts]
     live = {request.request_id: result for request, result in zip(requests, results, strict=True)}
     try:

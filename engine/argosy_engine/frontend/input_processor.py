@@ -1,0 +1,182 @@
+"""InputProcessor: a prompt and sampling parameters become the core's requests (vLLM's `v1/engine/input_processor.py`).
+
+All that a core would have to refuse is refused here, in the API process.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
+
+from argosy_engine.config import ResolvedConfig
+from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.errors import InvalidRequest, PromptTooLong, RequestFailed
+from argosy_engine.frontend.renderer import Prompt, Renderer
+from argosy_engine.frontend.request_params import (
+    default_sampling_params,
+    num_logprobs,
+    to_sampling_params,
+)
+from argosy_engine.sample.interface import LogitsProcessor, load_logits_processors
+from argosy_engine.sample.params import MAX_BAD_WORDS_TOKENS, SamplingParams
+from argosy_engine.structured.manager import GrammarRequest
+from argosy_protocol.openai import GenerationRequest
+
+logger = logging.getLogger("argosy.frontend")
+
+_SEED_MASK = (1 << 63) - 1
+
+
+class InputProcessor:
+    """
+    Raises (from the constructor):
+        ConfigError: the model directory lacks a file, or a logits processor cannot be loaded.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.config = config
+        self.renderer = Renderer(config)
+        self.default_sampling_params = default_sampling_params(Path(config.model_path))
+        self._logits_processors = load_logits_processors(config.logits_processors)
+        self._num_unseeded = 0
+        """Choices that got a seed of the engine's sequence."""
+
+    def sampling_params(self, request: GenerationRequest) -> SamplingParams:
+        """The request's parameters over the model's generation config; see `to_sampling_params`."""
+        return to_sampling_params(request, self.default_sampling_params, self.config)
+
+    def process_inputs(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        resume: Sequence[Sequence[int]] = (),
+        tenant: str = "",
+    ) -> list[EngineCoreRequest]:
+        """The messages for the core, one per choice, with internal ids, a bounded `max_tokens` and a seed each.
+
+        Args:
+            resume: per choice the output of an earlier run that it continues.
+            tenant: whose request it is (`headers.TENANT`).
+
+        Raises:
+            PromptTooLong: prompt plus output would exceed the model's context.
+            InvalidRequest: the prompt is empty, a token id is beyond the vocabulary, the structured output cannot be
+                enforced, or a priority is given to an engine that does not schedule by it.
+        """
+        if priority and self.config.scheduling_policy != "priority":
+            raise InvalidRequest(
+                "priority needs an engine started with --scheduling-policy priority", param="priority"
+            )
+        params, grammar = self._resolve(prompt, params), None
+        if params.structured_outputs is not None:
+            grammar = GrammarRequest(params.structured_outputs.spec(), prompt.reasoning)
+            params = params.replace(structured_outputs=None)
+        requests = []
+        for choice in range(params.n):
+            seed = self._next_seed() if params.seed is None else (params.seed + choice) & _SEED_MASK
+            output = list(resume[choice]) if resume else []
+            self.renderer.check_token_ids(output, "resume")
+            if len(output) > (params.max_tokens or 0):
+                raise InvalidRequest("resume has more tokens than max_tokens", param="resume")
+            requests.append(
+                EngineCoreRequest(
+                    request_id=secrets.token_hex(12),
+                    prompt_token_ids=prompt.token_ids,
+                    # The prompt is the same for all choices, and so are its log probabilities.
+                    sampling_params=params.replace(
+                        n=1, seed=seed, prompt_logprobs=None if choice else params.prompt_logprobs
+                    ),
+                    arrival_time=time.time(),
+                    cache_salt=cache_salt,
+                    priority=priority,
+                    chunk_ends=prompt.chunk_ends,
+                    resume_token_ids=output,
+                    grammar=grammar,
+                    tenant=tenant,
+                )
+            )
+        return requests
+
+    def _next_seed(self) -> int:
+        """Seed of a choice that has none: the next of the engine's own sequence, if `--seed` began one."""
+        if self.config.seed is None:
+            return secrets.randbits(63)
+        self._num_unseeded += 1
+        return xxh3_64_intdigest(self._num_unseeded.to_bytes(8, "little"), self.config.seed) & _SEED_MASK
+
+    def _resolve(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        """Parameters with every token id checked, bad words as tokens and `max_tokens` within the context."""
+        count, limit = len(prompt.token_ids), self.config.max_model_len
+        if not count:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        self.renderer.check_length(count)
+        room = limit - count
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise PromptTooLong(
+                f"this model's maximum context length is {limit} tokens: {count} in the prompt and "
+                f"{params.max_tokens} for the output exceed it",
+                param="max_tokens",
+            )
+        for name, token_ids in params.token_ids().items():
+            self.renderer.check_token_ids(token_ids, name)
+        check_extra_args(params, self._logits_processors)
+        return params.replace(
+            max_tokens=params.max_tokens or room,
+            bad_words=(),
+            bad_words_token_ids=self._bad_words(params.bad_words),
+            logprobs=num_logprobs("logprobs", params.logprobs, self.config),
+            prompt_logprobs=num_logprobs("prompt_logprobs", params.prompt_logprobs, self.config),
+        )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as the tokens it has at the start of a text, and as those after a space where these differ."""
+        encode = self.renderer.tokenizer.encode
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare, spaced = (
+                tuple(encode(prefix + word.lstrip(), add_special_tokens=False).ids) for prefix in ("", " ")
+            )
+            found[bare] = None
+            if spaced[:1] != bare[:1] and len(spaced) == len(bare):
+                found[spaced] = None
+        token_ids = tuple(ids for ids in found if ids)
+        if sum(map(len, token_ids)) > MAX_BAD_WORDS_TOKENS:
+            raise InvalidRequest(
+                f"bad_words have more than {MAX_BAD_WORDS_TOKENS} tokens together", param="bad_words"
+            )
+        return token_ids
+
+
+def check_extra_args(params: SamplingParams, logits_processors: Sequence[type[LogitsProcessor]]) -> None:
+    """Have the logits processors that a request uses validate it.
+
+    Raises:
+        InvalidRequest: one of them refuses it, or it has arguments that none of them uses.
+        RequestFailed: one of them failed.
+    """
+    is_used = False
+    for processor in logits_processors:
+        try:
+            if processor.is_used_by(params):
+                is_used = True
+                processor.validate_params(params)
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="vllm_xargs") from None
+        except Exception as error:
+            logger.exception("logits processor %s cannot validate a request", processor.__qualname__)
+            raise RequestFailed(
+                f"logits processor {processor.__qualname__} failed on this request"
+            ) from error
+    if params.extra_args and not is_used:
+        raise InvalidRequest(
+            f"no logits processor of this engine uses {', '.join(sorted(params.extra_args))[:200]}",
+            param="vllm_xargs",
+        )

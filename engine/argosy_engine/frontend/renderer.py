@@ -1,0 +1,222 @@
+"""Renderer: messages, texts and token ids of a request as the tokens of its prompts.
+
+It needs no core and changes no state, so it may run in any thread. A prompt that cannot fit into the model's context is
+refused before it is tokenised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from argosy_engine.config import ResolvedConfig
+from argosy_engine.core.messages import ChunkEnd
+from argosy_engine.errors import InvalidRequest, PromptTooLong
+from argosy_engine.frontend.chat_parser import END_THINK, THINK
+from argosy_engine.frontend.chat_template import ChatTemplate
+from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
+from argosy_engine.frontend.control_tokens import ControlTokens
+from argosy_engine.frontend.prompt_lanes import stop_if_abandoned
+from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
+from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
+from argosy_engine.structured.reasoning import Reasoning, reasoning_after
+from argosy_protocol.chunks import chain_seed
+from argosy_protocol.openai import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+)
+from argosy_protocol.prompt_view import Segment, SegmentKind, prompt_view
+
+
+class Prompt(NamedTuple):
+    """A prompt as the core gets it."""
+
+    token_ids: list[int]
+    chunk_ends: list[ChunkEnd]
+    """For each chunk that the router hashes, the prompt's tokens up to its end."""
+    reasoning: Reasoning | None = None
+    """The markers around the model's reasoning, where it may reason before it answers."""
+
+
+class Renderer:
+    """
+    Raises (from the constructor):
+        ConfigError: the model directory has no readable tokenizer, or a chat template that cannot be compiled.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        path = Path(config.model_path)
+        self.config = config
+        self.tokenizer = Tokenizer(path)
+        self.template = ChatTemplate.load(path)
+        self._control_tokens = ControlTokens(self.tokenizer.control_tokens)
+        self._think_ids = [
+            self.tokenizer.encode(marker, add_special_tokens=False).ids for marker in (THINK, END_THINK)
+        ]
+
+    @property
+    def has_thinking(self) -> bool:
+        """The chat template knows of reasoning."""
+        return self.template is not None and self.template.has_thinking
+
+    def render_chat(self, request: ChatCompletionRequest) -> Prompt:
+        """Apply the chat template, and tokenise what it makes.
+
+        Raises:
+            InvalidRequest: the template cannot take the messages, or the model has no template.
+        """
+        (segments,) = prompt_view(request)
+        text, cuts = self._chat_text(request, segments)
+        self.check_length(len(cuts) + 1)  # each piece is one token at least
+        prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
+        if not self.has_thinking:
+            return prompt
+        return prompt._replace(reasoning=reasoning_after(text, THINK, END_THINK, *self._think_ids))
+
+    def chat_tokens(self, request: ChatCompletionRequest) -> list[int]:
+        """The tokens of a chat's prompt, even if it is too long for the model.
+
+        Raises:
+            InvalidRequest: as `render_chat`.
+        """
+        (segments,) = prompt_view(request)
+        text, cuts = self._chat_text(request, segments)
+        return self.encode(text, add_special_tokens=False, cuts=cuts).ids
+
+    def render_completion(self, request: CompletionRequest) -> list[Prompt]:
+        """Tokenise each prompt of the batch.
+
+        Raises:
+            InvalidRequest: a prompt is too long, has a token id beyond the vocabulary, or is not text.
+        """
+        prompts = request.prompts()
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_characters(len(prompt))
+        return [
+            self._text_prompt(prompt, segments, request, add_special_tokens=True)
+            if isinstance(prompt, str)
+            else self._token_prompt(prompt, segments, request)
+            for prompt, segments in zip(prompts, prompt_view(request), strict=True)
+        ]
+
+    def render_text(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+        """Tokenise a plain text, for offline use."""
+        segment = SegmentKind.TEXT, text.encode("utf-8", "surrogatepass")
+        return self._text_prompt(text, [segment], GenerationRequest(), add_special_tokens=add_special_tokens)
+
+    def render_prompt(self, prompt: PromptType | Prompt) -> Prompt:
+        """Tokens of a text, or token ids checked against the vocabulary, for offline use.
+
+        Raises:
+            InvalidRequest: not a prompt, a token id is beyond the vocabulary, or the text is not valid Unicode.
+        """
+        if isinstance(prompt, Prompt):
+            return prompt
+        given = text_or_token_ids(prompt)
+        if isinstance(given, str):
+            return self.render_text(given)
+        self.check_token_ids(given)
+        return Prompt(given, [])
+
+    def encode(self, text: str, *, add_special_tokens: bool, cuts: Sequence[int] = ()) -> Encoded:
+        """Tokenise a text.
+
+        Args:
+            cuts: offsets in characters that no token crosses.
+
+        Raises:
+            PromptTooLong: no model's token is so long that this could be a prompt.
+            InvalidRequest: it is not text.
+        """
+        self._check_characters(len(text))
+        stop_if_abandoned()
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
+        except UnicodeEncodeError:
+            raise InvalidRequest("the prompt contains lone surrogates, which are not text") from None
+
+    def check_token_ids(self, token_ids: Sequence[int], param: str = "prompt") -> None:
+        """
+        Raises:
+            InvalidRequest: an id is beyond the vocabulary.
+        """
+        vocab_size = self.config.vocab_size
+        if (token_ids and not 0 <= max(token_ids) < vocab_size) or (token_ids and min(token_ids) < 0):
+            raise InvalidRequest(f"token ids must be below the vocabulary size {vocab_size}", param=param)
+
+    def check_length(self, num_tokens: int) -> None:
+        """
+        Raises:
+            PromptTooLong: a prompt of so many tokens leaves no room for output.
+        """
+        limit = self.config.max_model_len
+        if num_tokens >= limit:
+            raise PromptTooLong(
+                f"this model's maximum context length is {limit} tokens, the prompt has {num_tokens}; shorten it",
+                param="prompt",
+            )
+
+    def _chat_text(self, request: ChatCompletionRequest, segments: list[Segment]) -> tuple[str, list[int]]:
+        """The rendered chat, and the offsets at which its tokens are cut. Lengths are checked before the text."""
+        if self.template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        if request.continue_final_message:
+            raise InvalidRequest("continue_final_message is not supported", param="continue_final_message")
+        # Templates may drop what an assistant said or thought, but not what it was told.
+        self._check_characters(
+            sum(len(text) for m in request.messages if m.role != "assistant" for text in _texts(m))
+        )
+        if not self._control_tokens.concern(segments):
+            return self.template.render(request), []
+        rendered = self.template.render(request, self._control_tokens.hide)
+        self._check_characters(len(rendered))
+        return self._control_tokens.reveal(rendered)
+
+    def _text_prompt(
+        self,
+        text: str,
+        segments: list[Segment],
+        request: GenerationRequest,
+        *,
+        add_special_tokens: bool,
+        cuts: Sequence[int] = (),
+    ) -> Prompt:
+        encoded = self.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
+        self.check_length(len(encoded))
+        stop_if_abandoned()
+        return Prompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
+
+    def _token_prompt(
+        self, token_ids: list[int], segments: list[Segment], request: GenerationRequest
+    ) -> Prompt:
+        self.check_token_ids(token_ids)
+        return Prompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
+
+    def _check_characters(self, count: int) -> None:
+        """
+        Raises:
+            PromptTooLong: no model's token is so long that a text of so many characters could be a prompt.
+        """
+        limit = self.config.max_model_len
+        if count > limit and count > (most := limit * self.tokenizer.max_token_chars):
+            raise PromptTooLong(
+                f"this model's maximum context length is {limit} tokens, which are {most} characters at most, "
+                f"the prompt has {count}; shorten it",
+                param="prompt",
+            )
+
+    def _seed(self, request: GenerationRequest) -> int:
+        """Seed of the chain of chunk hashes."""
+        return chain_seed(self.config.model_name, cache_salt=request.cache_salt or "")
+
+
+def _texts(message: ChatMessage) -> list[str]:
+    """A message's content."""
+    if isinstance(message.content, str):
+        return [message.content]
+    texts = (part.get("text") for part in message.content or ())
+    return [text for text in texts if isinstance(text, str)]

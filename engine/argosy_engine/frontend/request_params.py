@@ -1,0 +1,127 @@
+"""Sampling parameters of an API request: its fields over the defaults of the model's generation config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from argosy_engine.config import ResolvedConfig
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.structured_outputs import structured_outputs
+from argosy_engine.models.config import read_json
+from argosy_engine.sample.params import RepetitionDetectionParams, SamplingParams
+from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest, unsupported
+
+_DEFAULT_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for /v1/completions."""
+
+
+def default_sampling_params(model_path: Path) -> dict[str, Any]:
+    """Sampling parameters of generation_config.json; greedy where it says not to sample."""
+    file = model_path / "generation_config.json"
+    config = read_json(file) if file.is_file() else {}
+    if config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {name: config[name] for name in _DEFAULT_NAMES if config.get(name) is not None}
+
+
+def to_sampling_params(
+    request: GenerationRequest, defaults: Mapping[str, Any], config: ResolvedConfig
+) -> SamplingParams:
+    """The request's parameters.
+
+    Args:
+        defaults: see `default_sampling_params`.
+
+    Raises:
+        InvalidRequest: out of bounds, or asks for something this engine does not do.
+    """
+    field = unsupported(request)
+    if field is not None:
+        raise InvalidRequest(f"{field} is not supported by this engine", param=field)
+
+    def value(name: str, neutral: float) -> Any:
+        given = getattr(request, name)
+        return given if given is not None else defaults.get(name, neutral)
+
+    stop, allowed = request.stop, request.allowed_token_ids
+    return SamplingParams(
+        n=request.n or 1,
+        temperature=value("temperature", 1.0),
+        top_p=value("top_p", 1.0),
+        top_k=value("top_k", 0),
+        min_p=value("min_p", 0.0),
+        seed=request.seed,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=value("repetition_penalty", 1.0),
+        logit_bias=request.logit_bias or None,
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        bad_words=tuple(request.bad_words or ()),
+        max_tokens=_max_tokens(request),
+        min_tokens=request.min_tokens or 0,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=request.ignore_eos,
+        repetition_detection=_repetition_detection(request),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        structured_outputs=structured_outputs(request),
+        extra_args=request.vllm_xargs,
+        **_logprobs(request, config),
+    )
+
+
+def num_logprobs(name: str, count: int | None, config: ResolvedConfig) -> int | None:
+    """Alternatives per token, of which -1 asks for the whole vocabulary.
+
+    Args:
+        name: of the parameter, for the error.
+
+    Raises:
+        InvalidRequest: more than the engine's `--max-logprobs`.
+    """
+    vocab_size, limit = config.vocab_size, config.max_logprobs
+    if count is None:
+        return None
+    count = vocab_size if count < 0 else count
+    if limit >= 0 and count > limit:
+        raise InvalidRequest(
+            f"{name} must be at most {limit}, the engine's --max-logprobs; {count} were asked for",
+            param=name,
+        )
+    return min(count, vocab_size)
+
+
+def _logprobs(request: GenerationRequest, config: ResolvedConfig) -> dict[str, Any]:
+    """`logprobs` and `prompt_logprobs` of SamplingParams."""
+    if isinstance(request, ChatCompletionRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        top_logprobs = num_logprobs("top_logprobs", request.top_logprobs, config)
+        logprobs = (top_logprobs or 0) if request.logprobs else None
+        return {"logprobs": logprobs, "prompt_logprobs": request.prompt_logprobs}
+    assert isinstance(request, CompletionRequest)
+    prompt = request.prompt_logprobs
+    if prompt is None and request.echo:
+        prompt = request.logprobs
+    return {"logprobs": request.logprobs, "prompt_logprobs": prompt}
+
+
+def _max_tokens(request: GenerationRequest) -> int | None:
+    if isinstance(request, ChatCompletionRequest):
+        return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    assert isinstance(request, CompletionRequest)
+    if request.max_tokens is None:
+        return _COMPLETION_TOKENS
+    # Scoring a prompt: the token is made and not shown.
+    return 1 if request.is_scoring else request.max_tokens
+
+
+def _repetition_detection(request: GenerationRequest) -> RepetitionDetectionParams | None:
+    asked = request.repetition_detection
+    if asked is None:
+        return None
+    return RepetitionDetectionParams(asked.max_pattern_size, asked.min_pattern_size, asked.min_count)
