@@ -30,16 +30,22 @@ class TookTooLong(Exception):
         self.cpu_s = cpu_s
 
 
+class TooManyStuck(Exception):
+    """The call was not made: as many threads as may be are stuck in others."""
+
+
 class BoundedThread:
     """One caller at a time.
 
     Args:
+        max_given_up: threads stuck at once. While there are as many no call is made, because it might not come back.
         cpu_s: CPU time that one call may use. Behind each call of a run that is given up it is half of that, down to
             `_LEAST_SHARE`: the caller waits for all of them.
     """
 
-    def __init__(self, cpu_s: float) -> None:
+    def __init__(self, cpu_s: float, max_given_up: int = 64) -> None:
         self._cpu_s = cpu_s
+        self._max_given_up = max_given_up
         self._worker: _Worker | None = None
         self._given_up: list[_Worker] = []
 
@@ -53,10 +59,14 @@ class BoundedThread:
         self, calls: Sequence[Callable[[], object]], on_given_up: Callable[[int], None] = lambda index: None
     ) -> dict[int, Exception]:
         """Makes the calls in order; what they raised, by index. `TookTooLong` for one that was given up: whatever it
-        still writes to must not be used again, for which there is `on_given_up(index)`, before the next call."""
+        still writes to must not be used again, for which there is `on_given_up(index)`, before the next call.
+        `TooManyStuck` for those that were not made."""
         errors: dict[int, Exception] = {}
         start, cpu_s = 0, self._cpu_s
         while start < len(calls):
+            if self._given_up and self.num_given_up >= self._max_given_up:
+                errors |= {index: TooManyStuck() for index in range(start, len(calls))}
+                break
             batch = _Batch(calls, start, errors)
             worker = self._worker or self._start()
             if worker is None:  # the system has no more threads

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
-from argosy_engine.structured.bounded_thread import BoundedThread, TookTooLong
+from argosy_engine.structured.bounded_thread import BoundedThread, TookTooLong, TooManyStuck
 from argosy_engine.structured.compiler import GrammarCompiler, NoGrammar
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.params import GrammarSpec
@@ -41,7 +41,13 @@ rest fits: a dozen grammars that are bearable alone would stall all streams toge
 MIN_BLAMED_CPU_S = 0.01
 """What a request must have used of it to be failed for that: a large batch of usual grammars costs nobody anything."""
 MAX_STUCK = 4
-"""Threads stuck in such steps; until one of them is free again there are no new grammars: they might cost more."""
+"""Threads stuck in such steps; until one of them is free again there are no new grammars: they might cost more. Running
+requests whose grammar is that of a stuck one are failed instead of followed."""
+MAX_STUCK_RUNNING = 16
+"""Threads stuck at most. Beyond it requests with a grammar are failed when their next step is due, whatever the
+grammar; those without go on. Each of these threads may use a core, at the lowest priority."""
+_MAX_NAMED = 16
+"""Requests named in one line of the log."""
 REPLAY_SLICE_S = 0.02
 """Between two steps of the engine, for the tokens of earlier runs that grammars have to follow first."""
 _REPLAY_CHUNK = 16
@@ -107,7 +113,11 @@ class StructuredOutputManager:
         self._replays: deque[tuple[str, Sequence[int]]] = deque()
         """Requests whose grammar is there but has yet to follow these tokens."""
         self._compiled = threading.Event()
-        self._steps = BoundedThread(max_step_cpu_s)
+        self._specs: dict[str, GrammarSpec] = {}
+        """Of the requests that have a grammar."""
+        self._stuck_specs: set[GrammarSpec] = set()
+        """Grammars of which a step was given up, until no thread is stuck."""
+        self._steps = BoundedThread(max_step_cpu_s, MAX_STUCK_RUNNING)
         self._bitmask = np.empty((0, self._num_words), np.int32)
 
     @property
@@ -185,6 +195,7 @@ class StructuredOutputManager:
                 logger.exception("the grammar of request %s cannot be followed", request_id)
                 compiled.append(Compiled(request_id, Failure(_FAULT, is_fault=True)))
                 continue
+            self._specs[request_id] = request.spec
             self._replays.append((request_id, output))
         return compiled + self._replay_some()
 
@@ -213,6 +224,7 @@ class StructuredOutputManager:
             if self._waiting.pop(request_id, None) is not None:
                 self.compiler.cancel(request_id)
             self._states.pop(request_id, None)
+            self._specs.pop(request_id, None)
 
     def replay(self, request_id: str, output: Sequence[int]) -> Failure | None:
         """Brings a request's grammar to the end of these tokens, whatever it has followed so far; why it cannot, or
@@ -237,7 +249,8 @@ class StructuredOutputManager:
         if len(self._bitmask) < num_rows:
             self._bitmask = np.empty((num_rows, self._num_words), np.int32)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        errors = self._steps.run(
+        errors = self._run(
+            request_ids,
             [
                 partial(self._fill, self._states[request_id], drafts.get(request_id, ()), start)
                 for request_id, start in zip(request_ids, starts, strict=True)
@@ -248,6 +261,36 @@ class StructuredOutputManager:
             self._bitmask[starts[index] : starts[index] + sizes[index]] = -1
         return self._bitmask[:num_rows].tobytes(), self._failures(
             {request_ids[index]: error for index, error in errors.items()}
+        )
+
+    def _run(
+        self,
+        request_ids: Sequence[str],
+        calls: Sequence[Callable[[], object]],
+        on_given_up: Callable[[int], None] = lambda index: None,
+    ) -> dict[int, Exception]:
+        """Makes a call for each of these requests; see `BoundedThread.run`."""
+        if self._stuck_specs and not self.num_stuck:
+            self._stuck_specs.clear()
+        num_stuck = self.num_stuck
+
+        def make(spec: GrammarSpec, call: Callable[[], object]) -> None:
+            if num_stuck >= MAX_STUCK and spec in self._stuck_specs:
+                raise TooManyStuck
+            call()
+
+        def give_up(index: int) -> None:
+            nonlocal num_stuck
+            num_stuck += 1
+            self._stuck_specs.add(self._specs[request_ids[index]])
+            on_given_up(index)
+
+        return self._steps.run(
+            [
+                partial(make, self._specs[request_id], call)
+                for request_id, call in zip(request_ids, calls, strict=True)
+            ],
+            give_up,
         )
 
     def _fill(self, state: GrammarState, drafts: Sequence[int], row: int) -> None:
@@ -275,7 +318,7 @@ class StructuredOutputManager:
         def follow(request_id: str) -> None:
             results[request_id] = _follow(self._states[request_id], sampled[request_id])
 
-        errors = self._steps.run([partial(follow, request_id) for request_id in followed])
+        errors = self._run(followed, [partial(follow, request_id) for request_id in followed])
         results |= self._most_expensive([i for n, i in enumerate(followed) if n not in errors])
         # A call that was given up may still write to `results`.
         failures = {
@@ -295,15 +338,25 @@ class StructuredOutputManager:
 
     def _failures(self, errors: Mapping[str, Exception]) -> dict[str, Failure]:
         """What became of requests whose matcher raised or did not come back; it is not used again."""
-        failures = {}
+        failures, unmade = {}, list[str]()
         for request_id, error in errors.items():
-            del self._states[request_id]
-            if isinstance(error, TookTooLong):
+            del self._states[request_id], self._specs[request_id]
+            if isinstance(error, TooManyStuck):
+                unmade.append(request_id)
+                failures[request_id] = Failure(_STUCK.reason, is_overload=True)
+            elif isinstance(error, TookTooLong):
                 logger.warning("a step of the grammar of request %s took %s", request_id, error)
                 failures[request_id] = Failure(_TOO_SLOW)
             else:
                 logger.error("the grammar of request %s cannot be followed", request_id, exc_info=error)
                 failures[request_id] = Failure(_FAULT, is_fault=True)
+        if unmade:
+            logger.warning(
+                "%d threads are stuck in steps of grammars; %d requests are failed: %s",
+                self.num_stuck,
+                len(unmade),
+                ", ".join(unmade[:_MAX_NAMED]),
+            )
         return failures
 
     def close(self) -> None:
