@@ -149,7 +149,7 @@ def test_load_balancers_in_front_are_told_to_the_router(networks: Any, is_valid:
     if is_valid:
         flags = [f"--trusted-proxy={network}" for network in networks]
         read = config_of(build_parser().parse_args(["--replica", "http://a:1", *flags]), {})
-        assert [str(network) for network in read.server.trusted_proxies] == [
+        assert [str(ip_network(network)) for network in read.server.trusted_proxies] == [
             str(ip_network(network)) for network in networks
         ]
     text = (CHART / "templates" / "router.yaml").read_text()
