@@ -109,7 +109,8 @@ async def test_what_a_request_held_goes_with_it(script: Any, stream: bool) -> No
 
 
 HOLDERS = {
-    f"argosy_router.proxy.{module}" for module in ("attempt", "call", "exchange", "migration", "relay")
+    f"argosy_router.proxy.{module}"
+    for module in ("answer", "attempt", "call", "exchange", "migration", "outcome", "relay")
 }
 
 

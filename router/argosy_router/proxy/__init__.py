@@ -7,7 +7,8 @@ Invariant: each request is answered exactly once, and its charge is released exa
     application      routes and authentication
     call_decoding    request -> call
     request_handler  a call's way: rate limits, flow control, exchange, accounting
-    exchange         attempts, retries, hedging, migration; what the client is sent
+    exchange         attempts, retries, hedging, migration
+    answer           what the client is sent
     dispatcher       the choice of a replica for each attempt
     attempt          a request at one replica
     outcome          what became of a request, for accounting

@@ -126,6 +126,17 @@ class Attempt:
         if self._overdue is not None:
             self._overdue.end()
 
+    @property
+    def route_headers(self) -> bytes:
+        """Header lines of the answer that tell how the replica was chosen."""
+        decision = self.choice.decision
+        return b"%bx-argosy-route: %b\r\nx-argosy-mode: %b\r\nx-argosy-predicted-tokens: %d\r\n" % (
+            self.replica.name_header,
+            decision.reason.encode(),
+            self.record.mode.encode(),
+            decision.predicted_tokens,
+        )
+
     def end(self) -> None:
         """End the attempt, however it went. A replica that still works on it sees a reset and aborts the work."""
         assert not self.is_over, "an attempt ends once"

@@ -1,7 +1,9 @@
 """One generation request from dispatch to its end: attempts, retries, hedging, forwarding.
 
-Owns: which attempts are made, everything written to the client, and the request's outcome record until its end.
-Must not know: parsing, discovery, policies, flow control, connections to replicas (`attempt`).
+Owns: which attempts are made, which of their responses becomes the answer, and the request's outcome record until its
+end.
+Must not know: parsing, discovery, policies, flow control, connections to replicas (`attempt`), what is written to the
+client (`answer`).
 Invariants: the client's answer begins once; until the client has something of it a failed attempt may be repeated on
 another replica, after that only a stream continues there, behind what the client has; every attempt is ended; a client
 that leaves aborts the replicas' work at once.
@@ -17,20 +19,18 @@ two to respond is the request's attempt from then on, and so is the one that is 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from argosy_protocol.errors import (
     ApiError,
     BadGateway,
     GatewayTimeout,
-    InternalError,
     TooManyRequests,
     Unavailable,
 )
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Choice
-from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import (
     ConnectFailed,
     ConnectionLost,
@@ -38,12 +38,10 @@ from argosy_router.http.errors import (
     FirstByteTimeout,
     UpstreamError,
 )
-from argosy_router.http.roles import Client
 from argosy_router.proxy.accounting import RequestAccounting
+from argosy_router.proxy.answer import Answer
 from argosy_router.proxy.attempt import Attempt, AttemptListener
-from argosy_router.proxy.begun_stream import COMMENT, STREAM_HEADERS, BegunStream, KeepAlive
 from argosy_router.proxy.dispatcher import Dispatcher
-from argosy_router.proxy.headers import error_headers
 from argosy_router.proxy.migration import Transcript
 from argosy_router.proxy.outcome import CLIENT_GONE, RequestOutcome
 from argosy_router.proxy.outlier_detection import OutlierDetector, Suspects
@@ -51,8 +49,6 @@ from argosy_router.proxy.relay import StreamRelay, UnaryRelay
 from argosy_router.proxy.response_status import EngineError, Refused, is_error, refusal
 from argosy_router.proxy.retry_budget import RetryBudget
 from argosy_router.proxy.upstream_ids import UpstreamIds
-
-log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 """Before the answer begins."""
@@ -66,7 +62,7 @@ class Exchange(AttemptListener):
 
     def __init__(
         self,
-        client: Client,
+        answer: Answer,
         outcome: RequestOutcome,
         on_end: Callable[[RequestOutcome], None],
         *,
@@ -76,7 +72,6 @@ class Exchange(AttemptListener):
         accounting: RequestAccounting,
         upstream_ids: UpstreamIds,
         wheel: TimerWheel,
-        keep_alive: KeepAlive,
         now: Callable[[], float],
     ) -> None:
         """
@@ -85,7 +80,7 @@ class Exchange(AttemptListener):
             retry_budget: its service's.
             now: a monotonic clock.
         """
-        self._client = client
+        self._answer = answer
         self.outcome = outcome
         self._call = outcome.call
         self._on_end = on_end
@@ -95,7 +90,6 @@ class Exchange(AttemptListener):
         self._accounting = accounting
         self._upstream_ids = upstream_ids
         self._wheel = wheel
-        self._keep_alive = keep_alive
         self._now = now
         self._attempt: Attempt | None = None
         """The last one."""
@@ -104,15 +98,6 @@ class Exchange(AttemptListener):
         self._tried: list[Replica] = []
         """Since the client was last sent something."""
         self._suspects = Suspects()
-        self._quiet: Deadline | None = None
-        """When a stream's client that has heard nothing gets the next comment."""
-        self._is_client_paused = False
-        self._is_accepted = False
-        """Whether a replica has begun a stream for the request, perhaps without an event yet."""
-        self._is_begun = False
-        """Whether the client has heard something, perhaps comments alone."""
-        self._is_started = False
-        """Whether the client has got something of its answer."""
         self._is_over = False
 
     def describe(self, now: float) -> str:
@@ -121,12 +106,12 @@ class Exchange(AttemptListener):
         line = f"{call.request_id.decode()}: model={call.service.name} age={now - outcome.started:.1f}s"
         if attempt is None:
             return line + " queued"
-        state = "answering" if self._is_started else "accepted" if self._is_accepted else "sent"
+        state = "answering" if self._answer.is_started else "accepted" if self._answer.is_accepted else "sent"
         line += f" {state} replica={attempt.replica.name} since={now - attempt.started:.1f}s"
         line += f" attempts={outcome.attempts} migrations={outcome.migrations}"
         if self._hedge is not None:
             line += f" hedge={self._hedge.replica.name}"
-        return line + (" client is behind" if self._is_client_paused else "")
+        return line + (" client is behind" if self._answer.is_client_paused else "")
 
     # attempts
 
@@ -139,44 +124,13 @@ class Exchange(AttemptListener):
         call, dispatcher = self._call, self._dispatcher
         choice = dispatcher.choose(call, self._tried, self._now())
         self._attempt = attempt = self._send_to(choice)
+        self._answer.is_sent = True
         if call.is_stream:
             attempt.end_when_answering(dispatcher.watch_first_token(call, choice, self.on_overdue))
 
     def refuse(self, error: ApiError) -> None:
         """Answer with an error a request that was not sent."""
-        self._answer_error(error)
-
-    # keep-alive comments
-
-    def begin_keep_alive(self) -> None:
-        """Send comments to a stream's client until its first event."""
-        self._quiet = Deadline(self._wheel, self._on_quiet)
-        self._quiet.set(self._keep_alive.interval_s)
-
-    def _on_quiet(self) -> None:
-        """Send a comment to the client of a stream that has heard nothing for a while."""
-        quiet, times = self._quiet, self._keep_alive
-        if quiet is None or self._is_started:
-            return
-        if not self._is_begun and self._attempt is not None and not self._is_accepted:
-            left_s = self.outcome.started + times.after_s - self._now()
-            if left_s > 0.0:
-                quiet.set(left_s)
-                return
-        if not self._is_begun:
-            self._is_begun = True
-            self._client.start(200, STREAM_HEADERS + self.identity, COMMENT)
-            self._client = BegunStream(self._client)
-        elif not self._is_client_paused:
-            self._client.send(COMMENT)
-        quiet.set(times.interval_s)
-
-    def on_stream_accepted(self) -> None:
-        """A replica has accepted the request, so comments need not wait longer."""
-        self._is_accepted = True
-        if self._quiet is not None and not self._is_begun and not self._is_started:
-            quiet_s = self._now() - self.outcome.started
-            self._quiet.set(max(0.0, self._keep_alive.interval_s - quiet_s))
+        self._end_with_error(error)
 
     # attempts that fail
 
@@ -197,7 +151,7 @@ class Exchange(AttemptListener):
             first_byte_timeout_s=self._dispatcher.first_byte_timeout_s(call, choice),
             now=self._now,
         )
-        if self._is_client_paused:
+        if self._answer.is_client_paused:
             attempt.pause()
         attempt.start()
         return attempt
@@ -215,7 +169,7 @@ class Exchange(AttemptListener):
             self._suspects.add(attempt.replica, error.status)
         if self._hedge is not None:
             self._leave_to_other(attempt, self._hedge)
-        elif self._is_started:
+        elif self._answer.is_started:
             self._continue(attempt)
         else:
             self._retry(error)
@@ -248,8 +202,8 @@ class Exchange(AttemptListener):
         elif transcript.missing_end is not None:
             self._accounting.count_migration(self._call, "completed")
             if transcript.missing_end:
-                self._client.send(transcript.missing_end)
-            self._client.finish()
+                self._answer.send(transcript.missing_end)
+            self._answer.finish()
             self._end()
         elif (successor := self._successor(attempt.fingerprint)) is not None:
             self.outcome.migrations += 1
@@ -271,7 +225,7 @@ class Exchange(AttemptListener):
         if attempt is not self._attempt or self._hedge is not None:
             return
         transcript, choice = None, None
-        if self._is_started:
+        if self._answer.is_started:
             transcript = attempt.transcript
             if transcript is None or not transcript.read():
                 return
@@ -284,7 +238,7 @@ class Exchange(AttemptListener):
         if choice is None:
             self._continue(attempt)  # all that is missing is the stream's end
             return
-        if self._is_started:
+        if self._answer.is_started:
             self.outcome.migrations += 1
         else:
             self._accounting.count_retry(self._call, error.reason)
@@ -294,13 +248,13 @@ class Exchange(AttemptListener):
         """Choose a healthy replica to continue in place of a stalled one."""
         outcome = self.outcome
         sent, most = outcome.attempts, MAX_ATTEMPTS
-        if self._is_started:
+        if self._answer.is_started:
             sent, most = outcome.migrations, MAX_MIGRATIONS
         if sent >= most:
             return None
-        fingerprint = attempt.fingerprint if self._is_started else ""
+        fingerprint = attempt.fingerprint if self._answer.is_started else ""
         choice = self._dispatcher.choose_instead_of_stalled(self._call, self._tried, self._now(), fingerprint)
-        is_free = self._is_started and not outcome.migrations
+        is_free = self._answer.is_started and not outcome.migrations
         return choice if choice is not None and (is_free or self._may_retry()) else None
 
     def _another(self, fingerprint: str = "", *, is_admitted: bool = False) -> Choice | None:
@@ -314,22 +268,24 @@ class Exchange(AttemptListener):
     def _give_up(self, error: UpstreamError) -> None:
         model = self._call.service.spec.model
         if isinstance(error, EngineError):
-            self._answer(error.status, error.head, error.body)
+            self._end_with(error.status, error.head, error.body)
         elif isinstance(error, Refused) and error.is_busy:
             message = f"the replicas of model {model!r} take no more requests"
-            self._answer_error(TooManyRequests(message, retry_after_s=error.retry_after_s))
+            self._end_with_error(TooManyRequests(message, retry_after_s=error.retry_after_s))
         elif isinstance(error, FirstByteTimeout):
-            self._answer_error(GatewayTimeout(f"model {model!r} did not answer in time", retry_after_s=1.0))
+            self._end_with_error(GatewayTimeout(f"model {model!r} did not answer in time", retry_after_s=1.0))
         elif isinstance(error, ConnectFailed):
-            self._answer_error(Unavailable(f"no replica of model {model!r} is reachable", retry_after_s=1.0))
+            self._end_with_error(
+                Unavailable(f"no replica of model {model!r} is reachable", retry_after_s=1.0)
+            )
         else:
-            self._answer_error(BadGateway(f"the replica of model {model!r} failed", retry_after_s=1.0))
+            self._end_with_error(BadGateway(f"the replica of model {model!r} failed", retry_after_s=1.0))
 
     # hedging
 
     def on_overdue(self) -> None:
         """Send a hedge for the overdue answer, if another replica has capacity for it."""
-        if self._is_client_paused:
+        if self._answer.is_client_paused:
             return
         choice = self._dispatcher.choose_hedge(self._call, self._tried, self._now())
         if choice is not None:
@@ -361,12 +317,15 @@ class Exchange(AttemptListener):
             self._attempt = hedge
             self._accounting.count_hedge(self._call, hedge.record, "promoted")
 
-    # the replica's answer
+    # the replica's response
+
+    def on_stream_accepted(self) -> None:
+        self._answer.accepted()
 
     def on_attempt_data(self, attempt: Attempt, data: bytes) -> None:
         """Begin or continue the client's answer with `data`."""
         if attempt.is_answering:
-            self._client.send(data)
+            self._answer.send(data)
             return
         if self._hedge is not None:
             self._win(attempt, self._hedge)
@@ -375,25 +334,20 @@ class Exchange(AttemptListener):
             self._outliers.began(attempt.replica)
             self._find_at_fault()
         self._tried = [attempt.replica]
-        if self._is_started:
+        if self._answer.is_started:
             self._accounting.count_migration(self._call, "resumed")
-            self._client.send(data)
+            self._answer.send(data)
             return
-        self._is_started = True
-        if self._quiet is not None:
-            self._quiet.end()
-        self.outcome.status = attempt.status
-        self.outcome.first_event_s = self._now() - self.outcome.started
-        self._client.start(self.outcome.status, attempt.headers + self._own_headers(), data)
+        self._answer.start(attempt.status, attempt.headers, attempt.route_headers, data)
 
     def on_attempt_ended(self, attempt: Attempt, rest: bytes) -> None:
         """Complete the client's answer, unless the response is a refusal or an error."""
         status, hedge = attempt.status, self._hedge
-        if self._is_started:
+        if self._answer.is_started:
             if rest:
                 self.on_attempt_data(attempt, rest)
             self._settle(attempt)
-            self._client.finish()
+            self._answer.finish()
             self._end()
         elif (refused := refusal(status, attempt.headers)) is not None:
             self.on_attempt_failed(attempt, refused)
@@ -405,7 +359,7 @@ class Exchange(AttemptListener):
             self._settle(attempt)
             if status < 400:
                 self._find_at_fault()
-            self._answer(status, attempt.headers, rest)
+            self._end_with(status, attempt.headers, rest)
 
     def _settle(self, attempt: Attempt) -> None:
         """End an attempt whose whole response becomes the client's answer."""
@@ -438,12 +392,11 @@ class Exchange(AttemptListener):
         """End an answer that nobody continues; a stream's client gets an error event, since the status is sent."""
         self._accounting.count_interruption(self._call, attempt.replica)
         if isinstance(attempt.relay, UnaryRelay):
-            self._client.abort()
+            self._answer.abort()
         else:
             self._accounting.count_migration(self._call, outcome)
             error = BadGateway("the replica failed while generating; the answer is incomplete")
-            self._client.send(b"data: " + error.body() + b"\n\n")
-            self._client.finish()
+            self._answer.interrupt(error)
         self._end()
 
     # the client
@@ -457,62 +410,42 @@ class Exchange(AttemptListener):
         if hedge is not None:
             self._abandon(hedge)
             self._accounting.count_hedge(self._call, hedge.record, "abandoned")
-        if not self._is_started:
+        if not self._answer.is_started:
             self.outcome.status = CLIENT_GONE
         self._accounting.count_disconnect(self._call)
         self._end()
 
     def on_client_paused(self) -> None:
-        self._is_client_paused = True
+        self._answer.is_client_paused = True
         for attempt in (self._attempt, self._hedge):
             if attempt is not None:
                 attempt.pause()
 
     def on_client_resumed(self) -> None:
-        self._is_client_paused = False
+        self._answer.is_client_paused = False
         for attempt in (self._attempt, self._hedge):
             if attempt is not None:
                 attempt.resume()
 
-    # answers
+    # the end
 
-    @property
-    def identity(self) -> bytes:
-        """Header lines of every answer to this request."""
-        lines = b"x-request-id: %b\r\n" % self._call.request_id
-        reservation = self.outcome.reservation
-        return lines if reservation is None else lines + reservation.header_lines
-
-    def _own_headers(self) -> bytes:
-        attempt, identity = self._attempt, self.identity
-        if attempt is None:
-            return identity
-        decision = attempt.choice.decision
-        return b"%b%bx-argosy-route: %b\r\nx-argosy-mode: %b\r\nx-argosy-predicted-tokens: %d\r\n" % (
-            identity,
-            attempt.replica.name_header,
-            decision.reason.encode(),
-            attempt.record.mode.encode(),
-            decision.predicted_tokens,
-        )
-
-    def _answer(self, status: int, headers: bytes, body: bytes) -> None:
-        self.outcome.status = status
-        self._client.respond(status, headers + self._own_headers(), body)
+    def _end_with(self, status: int, headers: bytes, body: bytes) -> None:
+        self._answer.respond(status, headers, self._route_headers(), body)
         self._end()
 
-    def _answer_error(self, error: ApiError) -> None:
-        if isinstance(error, InternalError):
-            log.error("request %s: %s", self._call.request_id.decode(), error.message)
-        self._answer(error.http_status, error_headers(error), error.body())
+    def _end_with_error(self, error: ApiError) -> None:
+        self._answer.respond_error(error, self._route_headers())
+        self._end()
+
+    def _route_headers(self) -> bytes:
+        return self._attempt.route_headers if self._attempt is not None else b""
 
     def _end(self) -> None:
         assert self._attempt is None or self._attempt.is_over, "every attempt was ended"
         assert self._hedge is None, "one attempt answers"
         assert not self._is_over, "a request ends once"
         self._is_over = True
-        if self._quiet is not None:
-            self._quiet.end()
+        self._answer.close()
         for replica, _ in self._suspects.take():
             self._outliers.abandoned(self._call.service, replica)
         self._complete_outcome()

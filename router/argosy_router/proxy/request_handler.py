@@ -17,6 +17,7 @@ from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.roles import Client
 from argosy_router.proxy.accounting import RequestAccounting
+from argosy_router.proxy.answer import Answer
 from argosy_router.proxy.begun_stream import KeepAlive
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.dispatcher import Dispatcher
@@ -66,8 +67,9 @@ class RequestHandler:
         retry_budget = self._retry_budgets.of(call.service, self.now())
         retry_budget.earn()
         outcome = RequestOutcome(call, started)
+        answer = Answer(client, outcome, wheel=self._wheel, keep_alive=self._keep_alive, now=self.now)
         exchange = Exchange(
-            client,
+            answer,
             outcome,
             self._on_end,
             dispatcher=self._dispatcher,
@@ -76,15 +78,12 @@ class RequestHandler:
             accounting=self._accounting,
             upstream_ids=self._upstream_ids,
             wheel=self._wheel,
-            keep_alive=self._keep_alive,
             now=self.now,
         )
         if not self.inflight:
             self.idle.clear()
         self.inflight += 1
         client.attach(exchange)
-        if call.is_stream:
-            exchange.begin_keep_alive()
         try:
             self._reservations.reserve(outcome)
         except RateLimited as limited:

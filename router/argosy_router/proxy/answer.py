@@ -1,0 +1,137 @@
+"""The answer to one request, as its client gets it.
+
+Owns: everything that is written to the client: comments while there is no answer, the head, the body, errors.
+Must not know: attempts, retries, which replica answers.
+Invariant: the answer begins once; a stream's client that gets comments first has its answer inside the same stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from argosy_protocol.errors import ApiError, InternalError
+from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.roles import Client
+from argosy_router.proxy.begun_stream import COMMENT, STREAM_HEADERS, BegunStream, KeepAlive
+from argosy_router.proxy.headers import error_headers
+from argosy_router.proxy.outcome import RequestOutcome
+
+log = logging.getLogger(__name__)
+
+
+class Answer:
+    """Writes to the client, and notes in the outcome what it was sent."""
+
+    def __init__(
+        self,
+        client: Client,
+        outcome: RequestOutcome,
+        *,
+        wheel: TimerWheel,
+        keep_alive: KeepAlive,
+        now: Callable[[], float],
+    ) -> None:
+        """`now` is a monotonic clock."""
+        self._client = client
+        self._outcome = outcome
+        self._keep_alive = keep_alive
+        self._now = now
+        self._quiet: Deadline | None = None
+        """When a stream's client that has got nothing gets the next comment."""
+        self._has_comments = False
+        """Whether the client has got comments."""
+        self.is_sent = False
+        """Whether the request was sent to a replica."""
+        self.is_accepted = False
+        """Whether a replica has begun a stream for the request, perhaps without an event yet."""
+        self.is_started = False
+        """Whether the client has got something of its answer."""
+        self.is_client_paused = False
+        """Whether the client cannot keep up."""
+        if outcome.call.is_stream:
+            self._quiet = Deadline(wheel, self._on_quiet)
+            self._quiet.set(keep_alive.interval_s)
+
+    # comments
+
+    def accepted(self) -> None:
+        """Note that a replica has accepted the request, so comments need not wait longer."""
+        self.is_accepted = True
+        if self._quiet is not None and not self._has_comments and not self.is_started:
+            quiet_s = self._now() - self._outcome.started
+            self._quiet.set(max(0.0, self._keep_alive.interval_s - quiet_s))
+
+    def _on_quiet(self) -> None:
+        """Send a comment to the client of a stream that has got nothing for a while."""
+        quiet, times = self._quiet, self._keep_alive
+        if quiet is None or self.is_started:
+            return
+        if not self._has_comments and self.is_sent and not self.is_accepted:
+            left_s = self._outcome.started + times.after_s - self._now()
+            if left_s > 0.0:
+                quiet.set(left_s)
+                return
+        if not self._has_comments:
+            self._has_comments = True
+            self._client.start(200, STREAM_HEADERS + self._identity, COMMENT)
+            self._client = BegunStream(self._client)
+        elif not self.is_client_paused:
+            self._client.send(COMMENT)
+        quiet.set(times.interval_s)
+
+    # the answer
+
+    def start(self, status: int, headers: bytes, route: bytes, data: bytes) -> None:
+        """Begin an answer that comes in pieces.
+
+        Args:
+            headers: lines of the replica's response.
+            route: lines that tell how the replica was chosen.
+        """
+        outcome = self._outcome
+        self.is_started = True
+        self.close()
+        outcome.status = status
+        outcome.first_event_s = self._now() - outcome.started
+        self._client.start(status, headers + self._identity + route, data)
+
+    def send(self, data: bytes) -> None:
+        """Continue the answer."""
+        self._client.send(data)
+
+    def finish(self) -> None:
+        """Complete the answer."""
+        self._client.finish()
+
+    def respond(self, status: int, headers: bytes, route: bytes, body: bytes) -> None:
+        """Give a whole answer; the arguments are those of `start`."""
+        self._outcome.status = status
+        self._client.respond(status, headers + self._identity + route, body)
+
+    def respond_error(self, error: ApiError, route: bytes) -> None:
+        """Answer with an error of our own."""
+        if isinstance(error, InternalError):
+            log.error("request %s: %s", self._outcome.call.request_id.decode(), error.message)
+        self.respond(error.http_status, error_headers(error), route, error.body())
+
+    def interrupt(self, error: ApiError) -> None:
+        """End a stream by an error event, since the status is sent."""
+        self._client.send(b"data: " + error.body() + b"\n\n")
+        self._client.finish()
+
+    def abort(self) -> None:
+        """Cut the connection: the rest of a unary answer will not come."""
+        self._client.abort()
+
+    def close(self) -> None:
+        """Send no more comments."""
+        if self._quiet is not None:
+            self._quiet.end()
+
+    @property
+    def _identity(self) -> bytes:
+        """Header lines of every answer to this request."""
+        lines = b"x-request-id: %b\r\n" % self._outcome.call.request_id
+        reservation = self._outcome.reservation
+        return lines if reservation is None else lines + reservation.header_lines
