@@ -1,1 +1,1 @@
-
+"""The Kubernetes operator for InferenceServices. `main` starts it."""

@@ -1,4 +1,4 @@
-"""The fake cluster behind HTTP: what kopf and `kubernetes.aio` speak to in the tests of the real clients."""
+"""The fake cluster over HTTP, for tests of kopf and `kubernetes.aio`."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ Key = tuple[Kind, str, str]
 DRAIN_STEPS = 3
 NODE_DIED = "2999-01-01T00:00:00Z"
 CRASH_STEPS = 2
-"""How long the container of a crashing image is ready."""
+"""Steps for which the container of a crashing image is ready."""
 STEP_SECONDS = 4
-"""What a step counts for where a Deployment counts seconds."""
+"""Seconds that a step stands for where a Deployment counts them."""
 READY_STEPS = 3
-"""A cluster is at rest when every ready pod has been so for longer than this."""
+"""A cluster is at rest when every ready pod has been ready for more steps than this."""
 Listener = Callable[[Kind, str, Object], None]
 
 
@@ -56,11 +56,11 @@ class FakeKubernetes:
         self._templates: dict[str, Object] = {}
         """Pod templates by their digest, as ReplicaSets keep them."""
         self.is_node_dead = False
-        """The kubelet says nothing any more; the node controller has marked the pods."""
+        """The kubelet reports nothing any more, and the node controller has marked the pods."""
         self.broken_images: set[str] = set()
         """Images that cannot be pulled."""
         self.crashing_images: set[str] = set()
-        """Images whose container is ready for a moment, ends, and is started again, for ever."""
+        """Images whose container is ready for a moment, exits, and is restarted, forever."""
         self.on_replaced: Callable[[Object, Object], None] = lambda deployment, pod: None
         """Called with the Deployment and a pod that its rollout is about to remove."""
 
@@ -156,7 +156,7 @@ class FakeKubernetes:
         self.before_write(self._written)
         self.writes.append((verb, key[0].name, key[2]))
 
-    # What people do
+    # What users do
 
     def create(self, obj: Object) -> None:
         """`kubectl create` of any object."""
@@ -225,7 +225,7 @@ class FakeKubernetes:
     # The rest of the cluster
 
     def step(self) -> bool:
-        """Lets every controller act once. False if none had anything to do."""
+        """Let every controller act once. False if none had anything to do."""
         before = next(self._counter)
         self._finish_termination()
         for key, obj in list(self.objects.items()):
@@ -273,7 +273,7 @@ class FakeKubernetes:
         self._store(key, {**deployment, "status": {**deployment.get("status", {}), **status}})
 
     def _scale_paused(self, deployment: Object, pods: list[tuple[Key, Object]]) -> None:
-        """A paused Deployment is scaled: its only ReplicaSet to its size; several to its size and surge together."""
+        """Scale a paused Deployment: its only ReplicaSet to its size, several to its size and surge together."""
         wanted, surge = (
             deployment["spec"]["replicas"],
             deployment["spec"]["strategy"]["rollingUpdate"]["maxSurge"],
@@ -396,7 +396,7 @@ class FakeKubernetes:
         return [obj for (kind, _, _), obj in self.objects.items() if kind is PODS]
 
     def _store(self, key: Key, obj: Object) -> Object:
-        """Stores a version, unless nothing changed; tells the watchers."""
+        """Store a version, unless nothing changed, and notify the watchers."""
         live = self.objects.get(key)
         if live == obj:
             return _copy(live)
@@ -485,7 +485,7 @@ def _merge(live: Object, wanted: Object) -> None:
 
 
 def _remove(live: Object, before: Object, wanted: Object) -> None:
-    """Removes what the manager applied before and does not apply any more."""
+    """Remove what the manager applied before and does not apply any more."""
     for name, value in before.items():
         if name not in wanted:
             live.pop(name, None)

@@ -1,4 +1,4 @@
-"""The whole operator but kopf, in virtual time, against the fake cluster and a router that follows it."""
+"""The operator without kopf, in virtual time, against the fake cluster and a fake router."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FakeRouter:
         self.reachable = True
 
     def set(self, *, synced: bool = True, reachable: bool = True) -> None:
-        """Whether it gets to send requests to the replicas it sees, and whether the operator gets to ask it."""
+        """Set whether it is synced with its replicas, and whether the operator reaches it."""
         self.synced, self.reachable = synced, reachable
         self.changed.set()
 
@@ -119,12 +119,12 @@ class Operator:
         await self.controller.run()
 
     def _hand_over(self, kind: Kind, event: str, obj: Object) -> None:
-        """A watch: only what is selected, and after the write has returned."""
+        """Deliver a watch event: only of selected objects, and after the write has returned."""
         if kind in WATCHED and selects(WATCHED[kind], obj):
             asyncio.get_running_loop().call_soon(self.controller.handle, kind, event, obj)
 
     async def settle(self, *, rounds: int = 400, quiet: int = 4) -> None:
-        """Lets operator and cluster act in turn until nothing has happened for a while."""
+        """Let operator and cluster act in turn until nothing has happened for a while."""
         still = 0
         for _ in range(rounds):
             before = len(self.cluster.writes)

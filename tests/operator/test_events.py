@@ -1,4 +1,4 @@
-"""Events: what is news, one object for equal ones, a bounded rate, and never a reconcile's failure."""
+"""Events: which changes are worth one, equal ones are counted, their rate is bounded, and none fails a reconcile."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
 
 
 def certified(folder: Path) -> ssl.SSLContext:
-    """A server with a certificate of its own making, for another name than it is called by."""
+    """A server with a self-signed certificate for another name than the one it is called by."""
     files = folder / "tls.crt", folder / "tls.key"
     new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=llm.example.com -days 2"
     subprocess.run([*new.split(), "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)

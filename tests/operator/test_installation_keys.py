@@ -1,4 +1,4 @@
-"""The keys of an installation: made once by the operator, whoever renders the chart and however often."""
+"""The keys of an installation: created once by the operator, however often the chart is rendered."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_what_the_chart_does_not_ask_for_is_not_made() -> None:
 
 
 def test_a_refusal_is_an_error_if_it_lasts() -> None:
-    """The chart makes permissions and operator together, and they take a moment to count."""
+    """The chart creates permissions and operator together, and permissions take a moment to apply."""
 
     async def scenario(until: int) -> OperatorConfig:
         cluster = FakeKubernetes()

@@ -1,4 +1,4 @@
-"""The Secret with the engines' internal key: never taken over, healed without being read."""
+"""The Secret with the engines' internal key: never taken over, and repaired without being read."""
 
 from __future__ import annotations
 
@@ -160,12 +160,12 @@ async def test_another_fleet_key_reaches_the_secret() -> None:
 
 @virtual_time
 async def test_a_namesake_that_took_a_childs_place_unseen_is_not_taken_over() -> None:
-    """The store may lag behind: what it holds as ours can be somebody else's by now."""
+    """The store may lag behind: an object that it holds as ours may have another owner by now."""
     cluster = new_cluster()
     async with Operator(cluster) as operator:
         cluster.create(isvc_object())
         await operator.settle()
-        listeners, cluster.listeners = cluster.listeners, []  # the news does not arrive
+        listeners, cluster.listeners = cluster.listeners, []  # no event arrives
         key = (DEPLOYMENTS, "team", "tiny-engine")
         users = {**cluster.objects[key], "metadata": {"name": "tiny-engine", "namespace": "team"}}
         cluster.remove(key)

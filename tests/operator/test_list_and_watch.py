@@ -1,4 +1,4 @@
-"""The operator's copy of the cluster equals the cluster, however lists, events, writes and gaps interleave."""
+"""The store equals the cluster, however lists, events, writes and gaps interleave."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_what_happens_while_a_list_is_under_way_counts(change: str) -> Non
 
 @virtual_time
 async def test_after_an_expired_watch_everything_is_read_anew() -> None:
-    """The event source lists its kind again and tells what is there, but not what has been deleted."""
+    """The event source lists its kind again, which shows what is there, but not what was deleted."""
     cluster = new_cluster()
     async with Operator(cluster) as operator:
         for name in ("stays", "goes"):
@@ -154,7 +154,7 @@ class ListAndWatch(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.delivered < len(self.history))
     def expire(self) -> None:
-        """410 Gone: what was not delivered is lost; the watch lists anew and goes on from there."""
+        """410 Gone: undelivered events are lost; the watch lists again and continues from there."""
         self.delivered = len(self.history)
         self.has_gap = True
         for obj in self.truth.values():

@@ -1,4 +1,4 @@
-"""The operator's behaviour over time, against the fake cluster: converge, rest, survive."""
+"""The operator over time, against the fake cluster: it converges, rests, and survives faults."""
 
 from __future__ import annotations
 

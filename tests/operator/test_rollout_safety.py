@@ -1,4 +1,4 @@
-"""A rollout never costs the last routable replica unless the spec says so, and stops where a replacement fails."""
+"""A rollout never removes the last routable replica unless the spec allows it, and stops when a replacement fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def images(cluster: FakeKubernetes, name: str = "tiny") -> list[str]:
     return sorted(pod["spec"]["containers"][0]["image"] for pod in living(cluster, name))
 
 
-def verdict(cluster: FakeKubernetes, kind: str, name: str = "tiny") -> tuple[str, str]:
+def condition(cluster: FakeKubernetes, kind: str, name: str = "tiny") -> tuple[str, str]:
     found = cluster.condition(kind, name)
     return found["status"], found["reason"]
 
@@ -76,12 +76,12 @@ async def test_without_a_gpu_for_the_surge_a_rollout_waits_and_says_so(
         edit_engine(cluster, threads=2)
         await operator.settle()
         assert min(lowest) == replicas
-        assert verdict(cluster, "Progressing") == ("True", "WaitingForCapacity")
+        assert condition(cluster, "Progressing") == ("True", "WaitingForCapacity")
         assert why in cluster.condition("Progressing")["message"]
         cluster.gpus += 1
         await operator.settle()
     assert min(lowest) == replicas
-    assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
+    assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ async def test_a_spec_that_allows_it_has_its_only_replica_replaced_in_place(roll
         await operator.settle()
         edit_engine(cluster, threads=2)
         await operator.settle()
-    assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
-    assert verdict(cluster, "Progressing") == ("False", "Complete")
+    assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+    assert condition(cluster, "Progressing") == ("False", "Complete")
 
 
 @virtual_time
@@ -134,10 +134,10 @@ async def test_one_failed_replacement_stops_the_rollout(
         cluster.on_replaced = lambda deployment, pod: taken.append(pod["metadata"]["name"])
         edit_engine(cluster, image="bad:1")
         seen = set()
-        for _ in range(60):  # what crashes never comes to rest
+        for _ in range(60):  # a crashing replica never comes to rest
             await asyncio.sleep(1)
             cluster.step()
-            seen.add(verdict(cluster, "Progressing"))
+            seen.add(condition(cluster, "Progressing"))
         assert len(taken) <= 1
         assert images(cluster).count(DEFAULT_IMAGE) >= 3
         assert ("False", "RolloutHalted") in seen
@@ -145,8 +145,8 @@ async def test_one_failed_replacement_stops_the_rollout(
         faulty.clear()  # somebody pushed the image
         await operator.settle()
         assert images(cluster) == ["bad:1"] * 4
-    assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
-    assert verdict(cluster, "Progressing") == ("False", "Complete")
+    assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+    assert condition(cluster, "Progressing") == ("False", "Complete")
 
 
 @virtual_time
@@ -159,12 +159,12 @@ async def test_a_halted_rollout_goes_on_with_the_next_edit() -> None:
         lowest = watch_lowest(cluster)
         edit_engine(cluster, image="broken:1")
         await operator.settle()
-        assert verdict(cluster, "Progressing") == ("False", "RolloutHalted")
+        assert condition(cluster, "Progressing") == ("False", "RolloutHalted")
         edit_engine(cluster, image="good:2")
         await operator.settle()
         assert images(cluster) == ["good:2"] * 2
         assert min(lowest) >= 1
-    assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
+    assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ async def test_a_wrong_default_image_takes_no_service_down(gpus: int) -> None:
         if name in touched:
             assert cluster.condition("Ready", name)["status"] == "False"
         else:
-            assert verdict(cluster, "Ready", name) == ("True", "ReplicasRoutable")
-            assert verdict(cluster, "Progressing", name) == ("False", "WaitingForTurn")
+            assert condition(cluster, "Ready", name) == ("True", "ReplicasRoutable")
+            assert condition(cluster, "Progressing", name) == ("False", "WaitingForTurn")
             assert f"team/{touched[0]}" in cluster.condition("Progressing", name)["message"]
     cluster.gpus = 4
     operator = await upgrade(cluster, "good:2")
@@ -231,7 +231,7 @@ async def test_a_wrong_default_image_takes_no_service_down(gpus: int) -> None:
     await operator.__aexit__(None, None, None)
     assert [min(lowest[name]) for name in NAMES] == [1, 1, 1]
     assert all(images(cluster, name) == ["good:2"] for name in NAMES)
-    assert all(verdict(cluster, "Progressing", name) == ("False", "Complete") for name in NAMES)
+    assert all(condition(cluster, "Progressing", name) == ("False", "Complete") for name in NAMES)
 
 
 @virtual_time
@@ -259,13 +259,13 @@ async def test_a_service_that_waits_for_its_turn_can_be_scaled_edited_and_brough
     cluster.broken_images.add("broken:1")
     operator = await upgrade(cluster, "broken:1")
     await operator.settle()
-    held = [name for name in NAMES if verdict(cluster, "Progressing", name)[1] == "WaitingForTurn"]
+    held = [name for name in NAMES if condition(cluster, "Progressing", name)[1] == "WaitingForTurn"]
     assert len(held) == 2
     cluster.edit(held[0], lambda spec: spec.update(replicas=3))
     cluster.edit(held[1], lambda spec: spec["engine"].update(image="mine:1"))
     await operator.settle()
     assert images(cluster, held[0]) == [DEFAULT_IMAGE] * 3
-    assert verdict(cluster, "Ready", held[0]) == ("True", "ReplicasRoutable")
+    assert condition(cluster, "Ready", held[0]) == ("True", "ReplicasRoutable")
     assert images(cluster, held[1]) == ["mine:1"], "the user's own edit does not wait"
     await operator.__aexit__(None, None, None)
     operator = await upgrade(cluster, DEFAULT_IMAGE)
@@ -273,7 +273,7 @@ async def test_a_service_that_waits_for_its_turn_can_be_scaled_edited_and_brough
     await operator.settle()
     await operator.__aexit__(None, None, None)
     assert {pod["metadata"]["uid"] for pod in living(cluster, held[0])} == before
-    assert verdict(cluster, "Progressing", held[0]) == ("False", "Complete")
+    assert condition(cluster, "Progressing", held[0]) == ("False", "Complete")
 
 
 @virtual_time
@@ -381,15 +381,15 @@ async def test_whatever_happens_a_rollout_leaves_a_routable_replica(actions: lis
                 await asyncio.sleep(1)
                 cluster.step()
             assert not faults, faults[0]
-        # Afterwards a good image and enough GPUs heal whatever was left.
+        # Afterwards a good image and enough GPUs repair everything.
         await operator.__aexit__(None, None, None)
         cluster.gpus = 20
         cluster.edit("tiny", lambda spec: spec.update(engine={"image": "good:3"}, rollout={}))
         operator = Operator(cluster, engine_image="default:3")
         await operator.__aenter__()
         await operator.settle()
-        assert verdict(cluster, "Ready") == ("True", "ReplicasRoutable")
-        assert verdict(cluster, "Ready", "other") == ("True", "ReplicasRoutable")
+        assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+        assert condition(cluster, "Ready", "other") == ("True", "ReplicasRoutable")
         assert set(images(cluster, "other")) == {"default:3"}
         assert not faults, faults[0]
     finally:

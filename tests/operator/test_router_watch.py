@@ -1,4 +1,4 @@
-"""Polling routers, and what is known of them."""
+"""Polling routers and merging their reports."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_silence_is_forgiven_for_a_while_only() -> None:
     await asyncio.sleep(GRACE)
     assert not watch.view.known, "it may be restarting"
     await asyncio.sleep(GRACE)
-    assert watch.view == Routers(known=True), "no router lives"
+    assert watch.view == Routers(known=True), "no router is alive"
     routers.say("a", report(1, "p1"))
     await asyncio.sleep(2)
     assert watch.view.routable == {"p1"}

@@ -1,4 +1,4 @@
-"""Tables for conditions: status tells the truth, and only the truth."""
+"""Tables for conditions: the status follows from resource, observation and plan."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def old(number: int, **state: Any) -> Pod:
     return pod(f"old-{number}", "old", **state)
 
 
-def verdicts(made: InferenceServiceStatus) -> dict[str, tuple[str, str]]:
+def states(made: InferenceServiceStatus) -> dict[str, tuple[str, str]]:
     return {each.type: (each.status, each.reason) for each in made.conditions}
 
 
@@ -134,7 +134,7 @@ FINE = ("False", "AsExpected")
          {"Ready": ("False", "FailedCreate"), "Degraded": ("True", "FailedCreate")}),
         ("deadline", report((new(1, **STARTING), old(1)), deployment=live_deployment(conditions=(DEADLINE,))),
          {"Progressing": ("False", "ProgressDeadlineExceeded"), "Degraded": ("True", "ProgressDeadlineExceeded")}),
-        ("no router lives", report((new(1), new(2)), routers=Routers(known=True)),
+        ("no router is alive", report((new(1), new(2)), routers=Routers(known=True)),
          {"Ready": ("False", "NoRouter"), "Routable": ("Unknown", "NoRouter")}),
         ("operator has just started", report((new(1), new(2)), routers=Routers()), {"Ready": READY}),
         ("name lost", report((new(1), new(2)), conflicts=(NameConflict(name="tiny", winner="a/b", loser="team/tiny"),)),
@@ -187,7 +187,7 @@ FINE = ("False", "AsExpected")
     ],
 )  # fmt: skip
 def test_conditions(name: str, made: InferenceServiceStatus, expected: dict[str, tuple[str, str]]) -> None:
-    found = verdicts(made)
+    found = states(made)
     assert {kind: found[kind] for kind in expected} == expected, name
     assert list(found) == [
         "Ready", "Progressing", "WorkloadReady", "Routable", "Degraded", "Reconciling", "Stalled"
@@ -200,8 +200,8 @@ def test_rollout_without_a_spare_gpu_says_so() -> None:
     revision = desired(parse(isvc_object(replicas=2, **gpu)), Observation(), CONFIG).revision
     starved = pod("s", revision, **STARTING, node="", unschedulable="2 Insufficient nvidia.com/gpu.")
     made = report((starved, old(1), old(2)), **gpu)
-    assert verdicts(made)["Progressing"] == ("True", "NoGPUForSurge")
-    assert verdicts(made)["Routable"] == READY
+    assert states(made)["Progressing"] == ("True", "NoGPUForSurge")
+    assert states(made)["Routable"] == READY
 
 
 def test_numbers() -> None:

@@ -24,10 +24,10 @@ def version(number: int, *, uid: str = "u", service: str = "tiny") -> dict[str, 
 def test_store_keeps_the_newest() -> None:
     store = Store()
     assert store.put(PODS, version(9))
-    assert not store.put(PODS, version(9)), "the echo of a write is not news"
+    assert not store.put(PODS, version(9)), "the event of one's own write is nothing new"
     assert not store.put(PODS, version(8))
     assert store.put(PODS, version(10))
-    assert store.put(PODS, version(3, uid="v")), "a namesake is another object"
+    assert store.put(PODS, version(3, uid="v")), "another UID is another object"
     assert not store.remove(PODS, version(10)), "its predecessor's deletion does not concern it"
     assert store.remove(PODS, version(3, uid="v"))
     assert list(store.all(PODS)) == []

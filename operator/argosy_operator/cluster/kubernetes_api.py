@@ -151,7 +151,7 @@ class KubernetesApi:
         try:
             await self._request("delete", self._path(kind, namespace, name), body=options)
         except ApiError as error:
-            if error.status not in (404, 409):  # gone, or replaced by a namesake
+            if error.status not in (404, 409):  # gone, or replaced by another object
                 raise
 
     def _resource(self, kind: Kind) -> Resource:

@@ -1,0 +1,1 @@
+"""Decisions, as pure functions: what should be there, and what has to change."""

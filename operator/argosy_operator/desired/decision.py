@@ -34,12 +34,13 @@ class GateChange(Struct, frozen=True):
 
 
 class ChildChange(Struct, frozen=True):
-    """A child is to be applied, or an object in its place that belongs to somebody else is to be reported."""
+    """A child is to be applied, or an object of another owner that has its name is to be reported."""
 
     wanted: Object
-    """What is sent: the manifest with the hash of itself."""
+    """The manifest to send, with its hash."""
     live: Mapping[str, Any] | None
-    """What was observed; None if nothing was, which the store alone cannot tell for objects without our labels."""
+    """The observed object; None if there was none. An object without our labels is never observed, so the writer asks
+    the API server before it creates one."""
 
 
 class Decision(Struct, frozen=True, kw_only=True):
@@ -50,21 +51,21 @@ class Decision(Struct, frozen=True, kw_only=True):
     secret: Object | None = None
     """The Secret to ensure; None while the service is paused."""
     is_key_suspect: bool = False
-    """Whether something speaks for the Secret being missing or old."""
+    """Whether the Secret may be missing, or hold an old key."""
     takes_turn: bool = False
     """Whether the operator's own change starts to be rolled out to this service."""
     children: tuple[ChildChange, ...] = ()
     surplus: tuple[tuple[Kind, Mapping[str, Any]], ...] = ()
-    """Objects of ours that the plan does not name any more."""
+    """Children that the plan does not name any more."""
 
     @property
     def creates(self) -> bool:
-        """Whether a child is to be made that was not seen."""
+        """Whether a child is to be created, as far as the observation shows."""
         return any(child.live is None for child in self.children)
 
 
 def decide(service: InferenceService, observed: Observation, config: OperatorConfig) -> Decision:
-    """What is to be done about `observed`."""
+    """Decide what to do about one observation of a service."""
     gates = tuple(
         GateChange(pod, status)
         for pod in observed.pods
@@ -118,8 +119,8 @@ def _surplus(
 
 
 def _is_key_suspect(plan: Plan, observed: Observation) -> bool:
-    """Whether the Secret may be missing or old. Told without reading it: the Deployment, applied after the Secret,
-    carries its digest, and a pod says when the Secret is gone."""
+    """Whether the Secret may be missing or old, without reading it: the Deployment, which is applied after the Secret,
+    carries its digest, and a pod reports when the Secret is gone."""
     if observed.deployment is None:
         return True
     wanted = plan.deployment["spec"]["template"]["metadata"]["annotations"][KEY_ANNOTATION]

@@ -1,8 +1,8 @@
 """The `routable` readiness gate of a pod: when it opens, when it closes.
 
 Owns the decision on a pod's condition and the patch that carries it. Must not know how routers are asked, or when.
-The operator is the gate's sole writer. Invariants: a gate opens when a living router sends the pod requests, or when
-it is known that no router lives, so that a fleet without routers does not lock up; it closes only on drain or
+The operator is the gate's sole writer. Invariants: a gate opens when a router sends the pod requests, or when it is
+known that no router is alive, so that a fleet without routers does not lock up; it closes only on drain or
 deletion, so that a router which loses a replica for a moment does not disturb rollouts and disruption budgets.
 """
 

@@ -1,0 +1,1 @@
+"""Views of the cluster: the values on which decisions are made."""

@@ -31,9 +31,9 @@ class Routers(Struct, frozen=True, kw_only=True):
     alive: int = 0
     """Number of routers that answer."""
     routable: frozenset[str] = frozenset()
-    """UIDs of pods that at least one living router sends requests to."""
+    """UIDs of pods to which at least one router sends requests."""
     draining: frozenset[str] = frozenset()
-    """UIDs of pods that a living router saw draining, and that no router sends requests to."""
+    """UIDs of pods that a router reports as draining, and to which none sends requests."""
 
 
 class Observation(Struct, frozen=True, kw_only=True):

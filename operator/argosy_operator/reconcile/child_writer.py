@@ -34,7 +34,7 @@ class ChildWriter:
         self._metrics = metrics
         self._contested: dict[tuple[Kind, Name], tuple[str, int]] = {}
         """Objects that differed right after being applied: hash of what was sent, and the generation it led to. They
-        are left alone until either changes; otherwise the two writers would never end."""
+        are left alone until either changes; otherwise the two writers would write forever."""
 
     async def apply(self, service: InferenceService, change: ChildChange) -> Object | None:
         """Apply a child. Returns it as stored; None if nothing was written.

@@ -27,7 +27,7 @@ class Observer:
         self._turn = turn
 
     def observe(self, service: InferenceService, conflicts: tuple[NameConflict, ...]) -> Observation:
-        """What is known of the service now."""
+        """Take an observation of the service, as of now."""
         key = (service.metadata.namespace, service.metadata.name)
         children = self._children(service, key)
         deployment = children.get((DEPLOYMENTS, (service.metadata.namespace, child_name(service))))
@@ -42,7 +42,7 @@ class Observer:
         )
 
     def _children(self, service: InferenceService, key: Name) -> dict[tuple[Kind, Name], Object]:
-        """By label, and by name: a child whose label was taken away still has to be found."""
+        """Children by label, and by name, because a child may have lost its label."""
         found = {}
         for kind in CHILD_KINDS:
             named = self._store.get(kind, service.metadata.namespace, child_name(service))

@@ -70,7 +70,7 @@ class Reconciler:
         """
         obj = self._store.get(INFERENCE_SERVICES, *key)
         if obj is None or obj["metadata"].get("deletionTimestamp"):
-            return  # its children are deleted by their owner reference, and the fleet document is rendered anew
+            return  # its children are deleted by their owner reference, and the fleet document is rendered again
         try:
             service = parse(obj)
         except msgspec.ValidationError as error:
@@ -84,7 +84,7 @@ class Reconciler:
             with self._turn.claim(key) if decision.takes_turn else nullcontext():
                 is_alive = await self._act(service, observed, decision)
             if not is_alive:
-                return  # the API server deletes the children of a resource that is gone
+                return  # with its resource the API server deletes the children
         except OperatorError as error:
             failure = error
             if isinstance(error, ApiError) and error.status not in _REPORTED:
@@ -119,7 +119,7 @@ class Reconciler:
                 PODS, service.metadata.namespace, gate.pod.name, patch, strategic=True
             )
         except ApiError as error:
-            if error.status not in (404, 409):  # gone, or replaced by a namesake: its event is on the way
+            if error.status not in (404, 409):  # gone, or replaced: an event is on the way
                 raise
         else:
             self._store.put(PODS, stored)

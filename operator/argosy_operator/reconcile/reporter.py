@@ -82,7 +82,7 @@ class Reporter:
         try:
             stored = await self._api.patch_status(INFERENCE_SERVICES, *name, patch, strategic=False)
         except ApiError as error:
-            if error.status not in (404, 409):  # deleted, or created anew under the same name
+            if error.status not in (404, 409):  # deleted, or created again under the same name
                 raise
         else:
             self._store.put(INFERENCE_SERVICES, stored)

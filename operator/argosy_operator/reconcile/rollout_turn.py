@@ -1,8 +1,8 @@
 """The turn: a change of the operator's own is rolled out to one service at a time.
 
-Owns who has the turn. The cluster remembers it, as an annotation of the service's Deployment; this module bridges the
-time from the decision to the write. Invariant: no two services are given the turn, because a claim is made without an
-await after the observation that found nobody else to have it.
+An annotation of the service's Deployment records the turn; this module covers the time from the decision to the write.
+Invariant: no two services are given the turn, because a claim is made without an await after the observation that
+found no other holder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from argosy_operator.kinds import DEPLOYMENTS, Name
 
 
 class RolloutTurn:
-    """Who has the turn. Calls `on_ended` when services that wait should look again."""
+    """Knows which service has the turn. Calls `on_ended` when services that wait should be reconciled again."""
 
     def __init__(self, store: Store, on_ended: Callable[[], None]) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class RolloutTurn:
                 self._on_ended()
 
     def note(self, before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> None:
-        """Take in that a child was written: a Deployment that gave the turn back lets another service have it."""
+        """Note the write of a child: a Deployment that gave the turn back lets another service have it."""
         if has_the_turn(before) and not has_the_turn(after):
             self._on_ended()
 
