@@ -40,7 +40,7 @@ class ChildWriter:
         """Apply a child. Returns it as stored; None if nothing was written.
 
         Raises:
-            ChildNotOwned: an object of this name belongs to somebody else.
+            ChildNotOwned: an object of this name has another owner.
             ApiError: the API server refused, or the object was replaced meanwhile; try again.
         """
         wanted = change.wanted
