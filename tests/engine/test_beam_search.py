@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from argosy_engine import LLM, BeamSearchParams
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.beam_search import MAX_BEAM_WIDTH, BeamSearch, BeamSearchSequence
+from argosy_engine.frontend.beam_search import MAX_BEAM_WIDTH, BeamSearch, BeamSearchBatch, BeamSearchSequence
+from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
@@ -41,10 +42,9 @@ def beam_search(
     next_logprobs: Callable[[list[list[int]]], list[TokenLogprobs]] = from_table,
 ) -> list[list[BeamSearchSequence]]:
     searches = [BeamSearch(prompt, params, {EOS}, num_logprobs=1) for prompt in prompts]
-    while beams := [beam for search in searches for beam in search.beams]:
-        proposals = iter(next_logprobs(beams))
-        for search in searches:
-            search.advance(proposals)
+    batch = BeamSearchBatch([Prompt(prompt, []) for prompt in prompts], searches)
+    while beams := batch.beams:
+        batch.advance(next_logprobs([beam.token_ids for beam in beams]))
     return [search.best() for search in searches]
 
 

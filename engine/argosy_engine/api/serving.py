@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from argosy_engine.api.beam_search import beam_search
+from argosy_engine.api.beam_choices import beam_choices
 from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -91,7 +91,7 @@ class Serving:
     async def generate(self, prompts: Sequence[Prompt], request: GenerationRequest) -> list[GenerationOutput]:
         """Every choice of every prompt, whole."""
         if request.use_beam_search:
-            return await beam_search(self.llm, prompts, request)
+            return await beam_choices(self.llm, prompts, request)
         return await self._collect(self.core_requests(prompts, request), request)
 
     def core_requests(self, prompts: Sequence[Prompt], request: GenerationRequest) -> list[EngineCoreRequest]:

@@ -2,12 +2,13 @@
 
 vLLM's algorithm (`entrypoints/llm.py: beam_search`): every beam proposes its 2 * beam_width most probable tokens; a
 proposal that ends the sequence is complete, the best beam_width others go on. Beams of a prompt share its blocks by the
-prefix cache, which makes a round cheap. `BeamSearch` knows no engine: `LLM.beam_search` and `api.beam_search` run it.
+prefix cache, which makes a round cheap. Nothing here knows an engine: whoever has one, sync or async, asks it for the
+next tokens of `BeamSearchBatch.beams`, and passes them to `advance`, until there are no more beams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
@@ -16,6 +17,8 @@ from msgspec import Struct
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.sample.checked import Checked
 from argosy_engine.sample.params import MAX_N, SamplingParams
@@ -188,3 +191,55 @@ class BeamSearch:
         """An end token counts in the probability, not in the length."""
         length = len(sequence.tokens) - (sequence.finish_reason == "stop")
         return sequence.cum_logprob / length**self.params.length_penalty
+
+
+class BeamSearchBatch:
+    """The searches of one call's prompts, which advance together."""
+
+    def __init__(self, prompts: Sequence[Prompt], searches: Sequence[BeamSearch]) -> None:
+        self._prompts = prompts
+        self._searches = searches
+
+    @property
+    def beams(self) -> list[Prompt]:
+        """The sequences whose next tokens `advance` wants to know; none when all searches are over."""
+        return [
+            Prompt(tokens, prompt.chunk_ends)
+            for prompt, search in zip(self._prompts, self._searches, strict=True)
+            for tokens in search.beams
+        ]
+
+    def advance(self, proposals: Iterable[TokenLogprobs]) -> None:
+        """One round.
+
+        Args:
+            proposals: the most probable next tokens of each of the beams, in their order.
+        """
+        remaining = iter(proposals)
+        for search in self._searches:
+            search.advance(remaining)
+
+    def best(
+        self, tokenizer: Tokenizer, count: int | None = None, *, skip_special_tokens: bool = True
+    ) -> list[list[BeamSearchSequence]]:
+        """For each prompt its `count` best sequences, best first, with their texts; all beams without `count`."""
+        found = []
+        for search in self._searches:
+            sequences = search.best()[:count]
+            for sequence in sequences:
+                sequence.text = search.text(sequence, tokenizer, skip_special_tokens=skip_special_tokens)
+            found.append(sequences)
+        return found
+
+
+def max_output_tokens(input_processor: InputProcessor, prompt: Prompt, max_tokens: int | None) -> int:
+    """How many tokens a search may append to a prompt: `max_tokens`, or what the model's context leaves.
+
+    Raises:
+        PromptTooLong: the context does not take so many.
+        InvalidRequest: the prompt is empty.
+    """
+    (longest,) = input_processor.process_inputs(prompt, SamplingParams(max_tokens=max_tokens))
+    limit = longest.sampling_params.max_tokens
+    assert limit is not None
+    return limit

@@ -12,7 +12,13 @@ import msgspec
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import EngineError, InvalidRequest
-from argosy_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from argosy_engine.frontend.beam_search import (
+    BeamSearch,
+    BeamSearchBatch,
+    BeamSearchOutput,
+    BeamSearchParams,
+    max_output_tokens,
+)
 from argosy_engine.frontend.llm_engine import LLMEngine
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput, log_failures
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
@@ -112,26 +118,18 @@ class LLM:
             EngineError: the core could not go on with one of the beams.
         """
         sampling_params = params.round_params(self.config)
-        searches: list[BeamSearch] = []
-        for prompt in as_list(prompts):
-            whole = self.renderer.render_prompt(prompt)
-            self.input_processor.process_inputs(
-                whole, SamplingParams(max_tokens=params.max_tokens)
-            )  # raises if too long
-            searches.append(BeamSearch(whole.token_ids, params, self.config.eos_token_ids))
-        while beams := [beam for search in searches for beam in search.beams]:
+        made = [self.renderer.render_prompt(prompt) for prompt in as_list(prompts)]
+        for prompt in made:
+            max_output_tokens(self.input_processor, prompt, params.max_tokens)  # raises if it is too long
+        batch = BeamSearchBatch(
+            made, [BeamSearch(prompt.token_ids, params, self.config.eos_token_ids) for prompt in made]
+        )
+        while beams := batch.beams:
             results = self._run(beams, sampling_params, False)
             if error := next((result.error for result in results if result.error is not None), None):
                 raise EngineError(error)
-            proposals = (result.outputs[0].logprobs[0] for result in results)
-            for search in searches:
-                search.advance(proposals)
-        outputs = []
-        for search in searches:
-            outputs.append(BeamSearchOutput(search.best()))
-            for sequence in outputs[-1].sequences:
-                sequence.text = search.text(sequence, self.renderer.tokenizer)
-        return outputs
+            batch.advance(result.outputs[0].logprobs[0] for result in results)
+        return [BeamSearchOutput(sequences) for sequences in batch.best(self.renderer.tokenizer)]
 
     def encode(
         self,

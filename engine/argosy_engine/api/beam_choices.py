@@ -1,8 +1,8 @@
-"""`use_beam_search` of the generation endpoints: `n` is the beam width, or a larger `best_of` of /v1/completions.
-As in vLLM nothing is streamed, and a round is a request per beam, in metrics as well.
+"""Choices found by beam search, for requests with `use_beam_search`.
 
-What the search would not look at is refused, where vLLM ignores it: it ranks whole continuations by the model's own
-probabilities, and ends them at the model's end of sequence.
+`n` is the beam width, or a larger `best_of` of /v1/completions. As in vLLM nothing is streamed, and each round is a
+request per beam, in metrics as well. Fields that have no effect on a beam search are refused, where vLLM ignores them:
+the search ranks whole continuations by the model's own probabilities, and ends them at the model's end of sequence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from typing import Any
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.async_llm import AsyncLLM
-from argosy_engine.frontend.beam_search import BeamSearch, BeamSearchParams
+from argosy_engine.frontend.beam_search import (
+    BeamSearch,
+    BeamSearchBatch,
+    BeamSearchParams,
+    max_output_tokens,
+)
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.sample.params import SamplingParams
@@ -40,10 +45,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "auto", "none"),
     "echo": (None, False),
 }
-"""Fields that a search does not look at, and the values that ask for nothing."""
+"""Fields that have no effect on a search, and the values that ask for nothing."""
 
 
-async def beam_search(
+async def beam_choices(
     llm: AsyncLLM, prompts: Sequence[Prompt], request: GenerationRequest
 ) -> list[GenerationOutput]:
     """The `n` best continuations of each prompt, best first, as the choices of one call.
@@ -55,50 +60,46 @@ async def beam_search(
     n, width = request.n or 1, _width(request)
     _check(request, len(prompts) * width)
     sampling = llm.input_processor.sampling_params(request)
-    searches = [_search(llm, prompt, request, sampling, width) for prompt in prompts]
-    round_params = searches[0].params.round_params(llm.config, sampling.logprobs or 0)
+    params = [_params(llm, prompt, request, sampling, width) for prompt in prompts]
+    num_logprobs = sampling.logprobs or 0
+    batch = BeamSearchBatch(
+        prompts,
+        [
+            BeamSearch(prompt.token_ids, own, llm.config.eos_token_ids, num_logprobs)
+            for prompt, own in zip(prompts, params, strict=True)
+        ],
+    )
+    round_params = params[0].round_params(llm.config, num_logprobs)
     num_cached: list[int] = []
-    while beams := [
-        Prompt(tokens, prompt.chunk_ends)
-        for prompt, search in zip(prompts, searches, strict=True)
-        for tokens in search.beams
-    ]:
+    while beams := batch.beams:
         results = await _next_tokens(llm, beams, round_params, request)
         num_cached = num_cached or [result.num_cached_tokens for result in results]
-        proposals = (result.logprobs[0] for result in results)
-        for search in searches:
-            search.advance(proposals)
+        batch.advance(result.logprobs[0] for result in results)
+    found = batch.best(llm.renderer.tokenizer, n, skip_special_tokens=request.skip_special_tokens)
     outputs = []
-    for index, (prompt, search) in enumerate(zip(prompts, searches, strict=True)):
-        for choice, sequence in enumerate(search.best()[:n]):
-            text = search.text(
-                sequence, llm.renderer.tokenizer, skip_special_tokens=request.skip_special_tokens
-            )
+    for index, (prompt, sequences) in enumerate(zip(prompts, found, strict=True)):
+        for choice, sequence in enumerate(sequences):
+            token_ids = sequence.tokens[len(prompt.token_ids) :]
             output = GenerationOutput(
-                index * n + choice, text, sequence.tokens[len(prompt.token_ids) :], sequence.finish_reason
+                index * n + choice, sequence.text or "", token_ids, sequence.finish_reason
             )
             output.num_prompt_tokens, output.num_cached_tokens = len(prompt.token_ids), num_cached[index]
-            output.num_output_tokens, output.logprobs = len(output.token_ids), sequence.logprobs
+            output.num_output_tokens, output.logprobs = len(token_ids), sequence.logprobs
             outputs.append(output)
     return outputs
 
 
-def _search(
+def _params(
     llm: AsyncLLM, prompt: Prompt, request: GenerationRequest, sampling: SamplingParams, width: int
-) -> BeamSearch:
-    whole = SamplingParams(max_tokens=sampling.max_tokens)
-    (longest,) = llm.input_processor.process_inputs(prompt, whole)  # raises if too long
-    max_tokens = longest.sampling_params.max_tokens
-    assert max_tokens is not None
-    params = BeamSearchParams(
+) -> BeamSearchParams:
+    return BeamSearchParams(
         beam_width=width,
-        max_tokens=max_tokens,
+        max_tokens=max_output_tokens(llm.input_processor, prompt, sampling.max_tokens),
         ignore_eos=request.ignore_eos,
         temperature=sampling.temperature,
         length_penalty=request.length_penalty,
         include_stop_str_in_output=request.include_stop_str_in_output,
     )
-    return BeamSearch(prompt.token_ids, params, llm.config.eos_token_ids, sampling.logprobs or 0)
 
 
 async def _next_tokens(
