@@ -51,7 +51,7 @@ class ErrorKind(IntEnum):
 
 
 class ChunkEnd(Struct, array_like=True, gc=False, frozen=True):
-    """A chunk hash of the prompt and the number of prompt tokens up to its end (DESIGN: chunk ends)."""
+    """A chunk hash of the prompt and the number of prompt tokens up to the end of that chunk."""
 
     hash: int
     token_end: int
