@@ -86,3 +86,10 @@ def test_reasons_and_conditions_of_the_guide_are_the_operators() -> None:
     sources = "".join(path.read_text("utf-8") for path in (DOCS.parent / "operator").rglob("*.py"))
     assert {"Ready", "RolloutHalted"} <= told
     assert {word for word in told if f'"{word}"' not in sources} == set()
+
+
+def test_the_offline_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(r"^```python\n(.*?)^```", SERVING, re.MULTILINE | re.DOTALL)
+    assert found
+    exec(compile(found[1], "docs/serving.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.strip()
