@@ -8,7 +8,6 @@ the search ranks whole continuations by the model's own probabilities, and ends 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import aclosing
 from typing import Any
 
 from argosy_engine.errors import InvalidRequest
@@ -113,12 +112,7 @@ async def _next_tokens(
             beam, params, cache_salt=request.cache_salt, priority=request.priority
         )
     ]
-    results = [GenerationOutput(index) for index in range(len(requests))]
-    async with aclosing(llm.generate(requests)) as stream:
-        async for outputs in stream:
-            for output in outputs:
-                results[output.index].merge(output)
-    return results
+    return await llm.collect(requests)
 
 
 def _width(request: GenerationRequest) -> int:

@@ -50,4 +50,4 @@ def chat_stream(
 
 async def _prompt(serving: Serving, request: ChatCompletionRequest, size: int) -> Prompt:
     serving.llm.admission.check(request.n or 1)
-    return await serving.lanes.run(size, serving.llm.renderer.render_chat, request)
+    return await serving.render_pool.run(size, serving.llm.renderer.render_chat, request)

@@ -59,4 +59,4 @@ def completion_stream(
 
 async def _prompts(serving: Serving, request: CompletionRequest, size: int) -> list[Prompt]:
     serving.llm.admission.check(request.n or 1)
-    return await serving.lanes.run(size, serving.llm.renderer.render_completion, request)
+    return await serving.render_pool.run(size, serving.llm.renderer.render_completion, request)

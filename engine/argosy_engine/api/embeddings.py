@@ -32,7 +32,7 @@ async def embed(serving: Serving, request: EmbeddingRequest, request_id: str, si
         pooling_type=request.pooling_type, normalize=request.normalize, dimensions=request.dimensions
     )
     # The inputs as the prompts of a completion: the same forms, tokens and cache keys.
-    prompts = await serving.lanes.run(size, llm.renderer.render_completion, request.as_completion())
+    prompts = await serving.render_pool.run(size, llm.renderer.render_completion, request.as_completion())
     requests = [
         pooling_request(llm.input_processor, prompt, params, cache_salt=request.cache_salt)
         for prompt in prompts

@@ -1,4 +1,4 @@
-"""Responses whose work ends when the client leaves: JSON answers and event streams.
+"""HTTP responses that stop their work when the client leaves: JSON answers and event streams.
 
 ASGI servers do not cancel a handler that waits for a model while its client is gone; every response here watches for
 the disconnect itself, streamed or not, and cancels its work, which aborts the request in the core.
@@ -21,7 +21,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class WatchedResponse(Response):
-    """Runs `work(send)` until it is done or the client has left; `work` sends status and body itself."""
+    """Run `work(send)` until it is done or the client has left; `work` sends status and body itself."""
 
     def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def json_response(produce: Awaitable[msgspec.Struct], headers: dict[str, str]) -> WatchedResponse:
-    """Sends the struct as JSON once it is there; ApiErrors in OpenAI's shape."""
+    """Send the struct as JSON once it is computed; ApiErrors in OpenAI's shape."""
 
     async def work(send: Send) -> None:
         try:
@@ -65,7 +65,7 @@ def event_stream(
     headers: dict[str, str],
     to_api_error: Callable[[Exception], ApiError],
 ) -> WatchedResponse:
-    """Sends each struct as a server-sent event, then `[DONE]`.
+    """Send each struct as a server-sent event, then `[DONE]`.
 
     The status waits for the first event, so an error before it has its proper status; one after it becomes an event.
     """

@@ -1,18 +1,17 @@
-"""Serving: what chat completions and completions share on their way to the engine and back."""
+"""Serving: what the generation endpoints share: model names, the core's requests of a call, errors for clients."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 
 from argosy_engine.api.beam_choices import beam_choices
 from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.prompt_lanes import PromptLanes
+from argosy_engine.frontend.render_pool import RenderPool
 from argosy_engine.frontend.renderer import Prompt
 from argosy_protocol.errors import (
     ApiError,
@@ -31,10 +30,11 @@ from argosy_protocol.openai import (
 
 
 class Serving:
-    """
+    """The model that this engine serves, for one call or all.
+
     Args:
-        names: model names clients may use; the first is the canonical one.
-        takes_any_name: clients may use all others, too.
+        names: model names that clients may use; the first is the canonical one.
+        takes_any_name: clients may use any other name, too.
     """
 
     def __init__(self, llm: AsyncLLM, names: Sequence[str], *, takes_any_name: bool = False) -> None:
@@ -43,7 +43,7 @@ class Serving:
         self._takes_any_name = takes_any_name
         self._answers_as: str | None = None
         self._tenant = ""
-        self.lanes = PromptLanes()
+        self.render_pool = RenderPool()
         self._started = int(time.time())
 
     def models(self) -> ModelList:
@@ -61,10 +61,10 @@ class Serving:
         return ModelCard(id=name, created=self._started, root=self.names[0], max_model_len=limit)
 
     def answering_as(self, name: str | None, tenant: str = "") -> Serving:
-        """The same, for one request that a router has found this model for.
+        """A copy for one request that a router has sent to this model.
 
         Args:
-            name: that its client used; None for one of the engine's own.
+            name: the one its client used; None if it is one of the engine's own.
             tenant: whose request it is (`headers.TENANT`).
         """
         serving = copy.copy(self)
@@ -92,9 +92,14 @@ class Serving:
         """Every choice of every prompt, whole."""
         if request.use_beam_search:
             return await beam_choices(self.llm, prompts, request)
-        return await self._collect(self.core_requests(prompts, request), request)
+        return await self.llm.collect(self.core_requests(prompts, request), request.n or 1)
 
     def core_requests(self, prompts: Sequence[Prompt], request: GenerationRequest) -> list[EngineCoreRequest]:
+        """The core's requests: for each prompt its `n` choices.
+
+        Raises:
+            BadRequest, InvalidRequest: fields that contradict each other, or are out of bounds.
+        """
         n = request.n or 1
         count = len(prompts) * n
         if count > MAX_CHOICES:
@@ -122,19 +127,9 @@ class Serving:
             )
         ]
 
-    async def _collect(
-        self, requests: list[EngineCoreRequest], request: GenerationRequest
-    ) -> list[GenerationOutput]:
-        merged = [GenerationOutput(index) for index in range(len(requests))]
-        async with aclosing(self.llm.generate(requests, request.n or 1)) as stream:
-            async for outputs in stream:
-                for output in outputs:
-                    merged[output.index].merge(output)
-        return merged
-
     def close(self) -> None:
-        """Gives up prompts that nobody will wait for."""
-        self.lanes.close()
+        """Drop the prompts that are still to be rendered."""
+        self.render_pool.close()
 
 
 def to_api_error(error: Exception) -> ApiError:

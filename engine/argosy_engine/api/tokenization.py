@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy_engine.api.serving import Serving
-from argosy_engine.frontend.prompt_lanes import stop_if_abandoned
+from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_protocol.tokenization import (
     ChatTokenizeRequest,
     DetokenizeRequest,
@@ -37,7 +37,7 @@ async def tokenize(
             token_strs=renderer.tokenizer.token_strs(tokens) if request.return_token_strs else None,
         )
 
-    return await serving.lanes.run(size, response, request)
+    return await serving.render_pool.run(size, response, request)
 
 
 async def detokenize(serving: Serving, request: DetokenizeRequest, size: int) -> DetokenizeResponse:
@@ -53,4 +53,4 @@ async def detokenize(serving: Serving, request: DetokenizeRequest, size: int) ->
         renderer.check_token_ids(request.tokens, param="tokens")
         return renderer.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
-    return DetokenizeResponse(prompt=await serving.lanes.run(size, text_of, request))
+    return DetokenizeResponse(prompt=await serving.render_pool.run(size, text_of, request))

@@ -1,4 +1,4 @@
-"""AdmissionControl: which requests are refused at the door because too many are ahead of them.
+"""AdmissionControl: refuse requests when too many are in flight or queued.
 
 Two caps, as in vLLM: requests in flight (`--max-num-queued-reqs`, waiting and running) and prompt tokens of requests
 that have no first token yet (`--max-num-queued-tokens`: about the target TTFT times the prefill rate). A refusal says

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
@@ -126,6 +127,15 @@ class AsyncLLM:
             ]
             if leftover and self._dead is None:
                 await self.client.abort_requests(leftover)
+
+    async def collect(self, requests: Sequence[EngineCoreRequest], n: int = 1) -> list[GenerationOutput]:
+        """Run the requests of one call to their end: whole outputs, by index; see `generate`."""
+        merged = [GenerationOutput(index) for index in range(len(requests))]
+        async with aclosing(self.generate(requests, n)) as stream:
+            async for outputs in stream:
+                for output in outputs:
+                    merged[output.index].merge(output)
+        return merged
 
     def _leaders(self, requests: Sequence[EngineCoreRequest], n: int) -> Iterator[EngineCoreRequest]:
         """The requests to submit now. Each of the others waits for one of these to compute their prompt."""

@@ -59,7 +59,7 @@ class ChatParser:
         self.num_calls = 0
 
     def feed(self, text: str, is_last: bool = False) -> Parsed:
-        """Takes more text; with `is_last` nothing is held back."""
+        """Parse more text; with `is_last` nothing is held back."""
         self._buffer += text
         reasoning: list[str] = []
         content: list[str] = []
@@ -75,7 +75,7 @@ class ChatParser:
     def _advance(
         self, reasoning: list[str], content: list[str], calls: list[ParsedCall], is_last: bool
     ) -> bool:
-        """Consumes what the buffer makes certain; True when the state changed and more may follow."""
+        """Consume what the buffer makes certain; True when the state changed and more may follow."""
         match self._state:
             case "start":
                 return self._leave_start(is_last)
@@ -103,7 +103,7 @@ class ChatParser:
         return True
 
     def _take_until(self, markers: dict[str, str], into: list[str], is_last: bool) -> bool:
-        """Moves the text before the first marker to `into`, without the newlines around markers; each marker has the
+        """Move the text before the first marker to `into`, without the newlines around markers; each marker has the
         state behind it.
 
         Without a marker in sight, holds back what may be the beginning of one and the newlines before that.

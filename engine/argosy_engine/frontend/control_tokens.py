@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from argosy_engine.frontend.prompt_lanes import stop_if_abandoned
+from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_protocol.prompt_view import Segment
 
 _PRIVATE = 0x10F000

@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         self.stop_reason: str | None = None
 
     def update(self, token_ids: Sequence[int], is_last: bool, *, ends_at_stop_token: bool = False) -> str:
-        """The text that these tokens make certain. With `is_last` nothing is held back any more.
+        """Decode tokens, and return the text that they make certain; with `is_last` nothing is held back.
 
         Args:
             ends_at_stop_token: the last token is the one that ended the output. As in vLLM, its text is shown only
@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
         return self._match_stop("".join(pieces[:num_exempt]), "".join(pieces[num_exempt:]), is_last)
 
     def _match_stop(self, exempt: str, fresh: str, is_last: bool) -> str:
-        """Looks for the stop string that completes first, in `fresh`; `_tail` is released text that a match may still
+        """Find the stop string that completes first, in `fresh`; `_tail` is released text that a match may still
         need."""
         text = self._tail + self._pending + exempt
         searched = len(text)

@@ -69,14 +69,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes prompts (texts, token ids, or vLLM's dicts with either), batched, in the order given.
+        """Complete prompts (texts, token ids, or vLLM's dicts with either), batched, in the order given.
 
-        What goes wrong with one of them while it runs costs the others nothing: its result has `error`, and
-        `finish_reason` is "error".
+        A prompt that fails while it runs does not affect the others: its result has `error`, and `finish_reason` is
+        "error".
 
         Args:
             sampling_params: for all prompts, or one for each.
-            use_tqdm: vLLM's name for: show a progress bar on a terminal.
+            use_tqdm: show a progress bar on a terminal; the name is vLLM's.
 
         Raises:
             InvalidRequest: a prompt is empty or too long, parameters are out of bounds, or not as many as prompts.
@@ -92,7 +92,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them.
+        """Answer one conversation or a list of them.
 
         Raises:
             InvalidRequest: malformed messages, or the chat template cannot take them.
@@ -111,7 +111,7 @@ class LLM:
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
-        """The most probable continuations of each prompt that a beam search finds.
+        """Find the most probable continuations of each prompt by beam search.
 
         Raises:
             InvalidRequest: a prompt is empty or too long for `max_tokens`, or parameters are out of bounds.
@@ -138,7 +138,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """Makes one vector of each prompt, batched, in the order given. One that fails has `error` and no vector.
+        """Compute one vector of each prompt, batched, in the order given. One that fails has `error` and no vector.
 
         Raises:
             InvalidRequest: a prompt is empty or too long, or the model has no vectors of so many dimensions.
@@ -167,7 +167,7 @@ class LLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls a public method of every worker; the results by rank (`Executor.collective_rpc`).
+        """Call a public method of every worker; the results by rank (`Executor.collective_rpc`).
 
         Raises:
             UtilityFailed: there is no such method, it failed, or its time is up.
@@ -175,7 +175,7 @@ class LLM:
         return self.engine.collective_rpc(method, timeout, args, kwargs)
 
     def sleep(self, level: int = 1) -> None:
-        """Gives weights and KV cache back until `wake_up`; see `LLMEngine.sleep`."""
+        """Free weights and KV cache until `wake_up`; see `LLMEngine.sleep`."""
         self.engine.sleep(level)
 
     def wake_up(self) -> None:

@@ -60,7 +60,7 @@ def encode(
     params: PoolingParams,
     on_done: Callable[[int], None],
 ) -> list[PoolingRequestOutput]:
-    """Vectors of the prompts, batched, in the order given.
+    """Compute vectors of the prompts, batched, in the order given.
 
     Args:
         on_done: called with a prompt's token count when its vector is there.

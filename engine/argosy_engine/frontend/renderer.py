@@ -17,8 +17,8 @@ from argosy_engine.frontend.chat_parser import END_THINK, THINK
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
 from argosy_engine.frontend.control_tokens import ControlTokens
-from argosy_engine.frontend.prompt_lanes import stop_if_abandoned
 from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
+from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
 from argosy_engine.structured.reasoning import Reasoning, reasoning_after
 from argosy_protocol.chunks import chain_seed

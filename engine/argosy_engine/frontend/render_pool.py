@@ -1,7 +1,7 @@
-"""PromptLanes: threads in which prompts are made, apart by size, so that a long prompt holds up long ones only.
+"""RenderPool: threads that render and tokenise prompts, apart by size, so that a long prompt delays only long ones.
 
-What fits into a few milliseconds is done on the event loop. Everything longer waits in its lane's queue, which is
-bounded, and is given up when its client leaves: at once while it waits, at the next `stop_if_abandoned` while it runs.
+What takes a few milliseconds is done on the event loop. Anything longer waits in the queue of its size class, which is
+bounded, and is dropped when its client leaves: at once while it waits, at the next `stop_if_abandoned` while it runs.
 """
 
 from __future__ import annotations
@@ -20,62 +20,65 @@ _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
 
 MAX_MEDIUM_BYTES = 256 * 1024
-"""Some 60,000 tokens, made in a tenth of a second."""
+"""Some 60,000 tokens, tokenised in a tenth of a second."""
 MEDIUM_THREADS = 2
 LONG_THREADS = 1
 """Tokenising runs beside the interpreter, what surrounds it does not: more threads would only slow the others."""
 MAX_MEDIUM_JOBS = 512
-"""Waiting or running; ten seconds of work or so."""
+"""Waiting or running; about ten seconds of work."""
 MAX_LONG_JOBS = 32
-"""The same, and a gigabyte of bodies at most."""
+"""Waiting or running; a gigabyte of bodies at most."""
 
 _is_abandoned: ContextVar[threading.Event | None] = ContextVar("is_abandoned", default=None)
 
 
 class Abandoned(Exception):
-    """The client of this prompt has left: raised by `stop_if_abandoned`, seen by nobody."""
+    """The client of this prompt has left. Raised by `stop_if_abandoned`; no handler sees it, as none waits any more."""
 
 
 def stop_if_abandoned() -> None:
-    """To be called between two parts of a long computation.
+    """End a long computation whose client has left; call it between two parts.
 
     Raises:
-        Abandoned: it has no reader any more.
+        Abandoned: the client has left.
     """
     event = _is_abandoned.get()
     if event is not None and event.is_set():
         raise Abandoned
 
 
-class PromptLanes:
-    """The event loop for short prompts, a lane of threads for medium ones, and one for long ones."""
+class RenderPool:
+    """The event loop for short prompts, threads for medium ones, and another thread for long ones."""
 
     def __init__(self) -> None:
-        self._medium = _Lane("medium prompts", MEDIUM_THREADS, MAX_MEDIUM_JOBS)
-        self._long = _Lane("long prompts", LONG_THREADS, MAX_LONG_JOBS)
+        self._medium = _SizeClass("medium prompts", MEDIUM_THREADS, MAX_MEDIUM_JOBS)
+        self._long = _SizeClass("long prompts", LONG_THREADS, MAX_LONG_JOBS)
 
     async def run(self, size: int, function: Callable[[_Request], _Result], request: _Request) -> _Result:
-        """Makes a request's prompts.
+        """Render a request's prompts: call `function` with the request.
 
         Args:
-            size: of the request's body in bytes. Whatever becomes part of a prompt was in there.
+            size: of the request's body in bytes, which bounds that of its prompts.
 
         Raises:
             EngineBusy: too many prompts of about this size are waiting.
         """
         if size <= INLINE_CHARS:
             return function(request)
-        lane = self._medium if size <= MAX_MEDIUM_BYTES else self._long
-        return await lane.run(function, request)
+        size_class = self._medium if size <= MAX_MEDIUM_BYTES else self._long
+        return await size_class.run(function, request)
 
     def close(self) -> None:
-        """Gives up what waits; does not wait for what runs."""
+        """Drop what waits; do not wait for what runs."""
         self._medium.close()
         self._long.close()
 
 
-class _Lane:
-    """Invariant: `_num_jobs` is the number of jobs that wait or run, those of clients who left included."""
+class _SizeClass:
+    """Threads and a bounded queue for prompts of about one size.
+
+    Invariant: `_num_jobs` is the number of jobs that wait or run, those of clients who left included.
+    """
 
     def __init__(self, name: str, num_threads: int, max_jobs: int) -> None:
         self._name = name

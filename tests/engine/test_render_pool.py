@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from argosy_engine.errors import EngineBusy, PromptTooLong
-from argosy_engine.frontend import prompt_lanes
+from argosy_engine.frontend import render_pool
 from argosy_engine.frontend.control_tokens import ControlTokens
-from argosy_engine.frontend.prompt_lanes import (
+from argosy_engine.frontend.render_pool import (
     LONG_THREADS,
     MAX_MEDIUM_BYTES,
     Abandoned,
-    PromptLanes,
+    RenderPool,
     stop_if_abandoned,
 )
 from argosy_engine.frontend.renderer import Renderer
@@ -52,48 +52,50 @@ class Job:
 
 
 @pytest.fixture
-def lanes() -> Iterator[PromptLanes]:
-    lanes = PromptLanes()
-    yield lanes
-    lanes.close()
+def pool() -> Iterator[RenderPool]:
+    pool = RenderPool()
+    yield pool
+    pool.close()
 
 
 async def wait_for(event: threading.Event) -> None:
     assert await asyncio.to_thread(event.wait, 60)
 
 
-async def test_long_prompts_hold_up_neither_medium_nor_short_ones(lanes: PromptLanes) -> None:
+async def test_long_prompts_hold_up_neither_medium_nor_short_ones(pool: RenderPool) -> None:
     jobs = [Job() for _ in range(LONG_THREADS + 2)]
-    waiting = [asyncio.create_task(lanes.run(LONG, job, "long")) for job in jobs]
+    waiting = [asyncio.create_task(pool.run(LONG, job, "long")) for job in jobs]
     await wait_for(jobs[0].started)
-    assert await lanes.run(MEDIUM, str.upper, "medium") == "MEDIUM"
-    assert await lanes.run(SHORT, str.upper, "short") == "SHORT"
+    assert await pool.run(MEDIUM, str.upper, "medium") == "MEDIUM"
+    assert await pool.run(SHORT, str.upper, "short") == "SHORT"
     for job in jobs:
         job.released.set()
     assert await asyncio.gather(*waiting) == ["long"] * len(jobs)
 
 
 @pytest.mark.parametrize("size", [MEDIUM, LONG])
-async def test_a_full_lane_refuses(lanes: PromptLanes, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(prompt_lanes, "MAX_MEDIUM_JOBS", 3)
-    monkeypatch.setattr(prompt_lanes, "MAX_LONG_JOBS", 3)
-    lanes = PromptLanes()
+async def test_a_full_size_class_refuses(
+    pool: RenderPool, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(render_pool, "MAX_MEDIUM_JOBS", 3)
+    monkeypatch.setattr(render_pool, "MAX_LONG_JOBS", 3)
+    pool = RenderPool()
     job = Job()
-    waiting = [asyncio.create_task(lanes.run(size, job, "x")) for _ in range(3)]
+    waiting = [asyncio.create_task(pool.run(size, job, "x")) for _ in range(3)]
     await wait_for(job.started)
     with pytest.raises(EngineBusy, match=r"3 .* prompts are waiting"):
-        await lanes.run(size, str.upper, "one more")
+        await pool.run(size, str.upper, "one more")
     job.released.set()
     await asyncio.gather(*waiting)
-    assert await lanes.run(size, str.upper, "later") == "LATER"
-    lanes.close()
+    assert await pool.run(size, str.upper, "later") == "LATER"
+    pool.close()
 
 
-async def test_a_prompt_whose_client_left_is_not_made(lanes: PromptLanes) -> None:
+async def test_a_prompt_whose_client_left_is_not_made(pool: RenderPool) -> None:
     running, queued = Job(), Job()
-    first = asyncio.create_task(lanes.run(LONG, running, "first"))
+    first = asyncio.create_task(pool.run(LONG, running, "first"))
     await wait_for(running.started)
-    second = asyncio.create_task(lanes.run(LONG, queued, "second"))
+    second = asyncio.create_task(pool.run(LONG, queued, "second"))
     await asyncio.sleep(0)
     for task in (first, second):
         task.cancel()
@@ -102,11 +104,11 @@ async def test_a_prompt_whose_client_left_is_not_made(lanes: PromptLanes) -> Non
     running.released.set()
     await wait_for(running.ended)
     assert running.saw_the_client_leave
-    assert await lanes.run(LONG, str.upper, "third") == "THIRD"
+    assert await pool.run(LONG, str.upper, "third") == "THIRD"
     assert not queued.started.is_set()
 
 
-async def test_a_search_for_markers_ends_when_its_client_leaves(lanes: PromptLanes) -> None:
+async def test_a_search_for_markers_ends_when_its_client_leaves(pool: RenderPool) -> None:
     control_tokens = ControlTokens(["<|im_start|>", "<|im_end|>"])
     begun, went_on = threading.Event(), threading.Event()
     ends: list[str] = []
@@ -124,7 +126,7 @@ async def test_a_search_for_markers_ends_when_its_client_leaves(lanes: PromptLan
         finally:
             ended.set()
 
-    task = asyncio.create_task(lanes.run(LONG, search, "<|" * 100_000))
+    task = asyncio.create_task(pool.run(LONG, search, "<|" * 100_000))
     await wait_for(begun)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
