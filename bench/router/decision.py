@@ -80,7 +80,7 @@ def measure(replicas: int, chunks: int, prefixes: list[bytes], rng: random.Rando
         text = rng.choice(prefixes).decode() + rng.randbytes(PROMPT_BYTES // 4).hex()
         request = decode_request("completions", b'{"prompt": "%b"}' % text.encode())
         started = time.thread_time()
-        prompt = service.prompt(request, prompt_view(request))
+        prompt = service.hasher.prompt(request, prompt_view(request))
         hashed = time.thread_time()
         choice = service.choose(prompt, 0.0, rng)
         chosen = time.thread_time()

@@ -22,9 +22,12 @@ from pathlib import Path
 SOURCE = Path(__file__).parent
 COMPILED = (
     "admission/*",
+    "fleet/candidates",
     "fleet/fleet",
     "fleet/health",
     "fleet/load",
+    "fleet/prompt",
+    "fleet/prompt_lengths",
     "fleet/replica",
     "fleet/service",
     "fleet/telemetry",

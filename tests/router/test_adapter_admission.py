@@ -194,14 +194,14 @@ async def test_the_candidates_are_kept_while_a_replica_is_ejected() -> None:
         assert health.failed(now, refused=True, may_eject=True)
         r.router.fleet.changed()
         for name, members in (("", ["r1", "r2"]), ("sql", ["r1"])):
-            kept = served.candidates(now, (), name)
+            kept = served.candidates.below_limit(now, (), name)
             assert [replica.name for replica in kept.replicas] == members
-            assert served.candidates(now + 0.5, (), name) is kept
-        over = served.candidates(now + 1.0)
+            assert served.candidates.below_limit(now + 0.5, (), name) is kept
+        over = served.candidates.below_limit(now + 1.0)
         assert [replica.name for replica in over.replicas] == ["r0", "r1", "r2"], "half-open"
         if health.dispatched(now + 1.0):
             served.invalidate()
-        assert [replica.name for replica in served.candidates(now + 1.0).replicas] == ["r1", "r2"]
+        assert [replica.name for replica in served.candidates.below_limit(now + 1.0).replicas] == ["r1", "r2"]
 
 
 def test_an_account_that_was_passed_over_has_no_claim_on_the_past() -> None:

@@ -30,7 +30,7 @@ def asked(engine: FakeEngine) -> set[str]:
 
 def partial(r: Rig) -> frozenset[str]:
     (only,) = r.router.fleet.services.values()
-    return only.partial_aliases
+    return only.candidates.partial_aliases
 
 
 @pytest.mark.parametrize("policy", ["cost", "round-robin", "prefix-hash"])
@@ -93,7 +93,7 @@ async def test_the_aliases_of_a_document_are_all_its_replicas() -> None:
 async def test_the_explanation_names_who_does_not_list_it() -> None:
     async with rig([FakeEngine(), FakeEngine()], fields={"aliases": ("small",)}, admin_port=0) as r:
         (only,) = r.router.fleet.services.values()
-        only.partial_aliases = frozenset(("small",))
+        only.candidates.partial_aliases = frozenset(("small",))
         r.replica(0).names = frozenset()
         told = (await r.http.post(r.router.admin_url + "/explain", json=chat(model="small"))).json()
         assert told["replica"] == "r1"

@@ -112,7 +112,7 @@ async def test_a_canary_that_cannot_answer_gets_nothing() -> None:
         assert await answered_by(r, ids(3)) == [STABLE] * 3
         r.discovery.set(FleetDocument(services=(stable, following)))
         canary = r.router.fleet.services[NEXT]
-        await r.until(lambda: canary.can_answer(0.0))
+        await r.until(lambda: canary.candidates.can_answer(0.0))
         assert await answered_by(r, ids(3)) == [NEXT] * 3
         for replica in canary.replicas.values():
             assert replica.health.failed(1e12, refused=True, may_eject=True)

@@ -9,6 +9,7 @@ import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument
 from argosy_protocol.telemetry import Load
+from argosy_router.fleet import health
 from argosy_router.proxy import retry_budget
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
@@ -40,6 +41,12 @@ def broken(status: int) -> Script:
     return script
 
 
+@pytest.fixture
+def ejections_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the test takes."""
+    monkeypatch.setattr(health, "BASE_EJECTION_S", health.MAX_EJECTION_S)
+
+
 def ejections(r: Rig) -> list[bool]:
     return [replica.health.is_ejected for replica in r.router.fleet.replicas()]
 
@@ -69,6 +76,7 @@ async def test_the_engine_s_own_error_is_answered() -> None:
         assert r.metric('retries_total{model="tiny",reason="status"}') == 1
 
 
+@pytest.mark.usefixtures("ejections_last")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [500, 502, 507])
 async def test_a_broken_replica_is_ejected_and_its_requests_are_answered(status: int, stream: bool) -> None:
@@ -80,6 +88,7 @@ async def test_a_broken_replica_is_ejected_and_its_requests_are_answered(status:
         assert len(engines[0].requests) <= 5
 
 
+@pytest.mark.usefixtures("ejections_last")
 async def test_a_broken_replica_is_ejected_amid_bad_requests() -> None:
     engines = [FakeEngine(script=broken(500)), *(FakeEngine(script=failing_on_bad(500)) for _ in range(4))]
     async with rig(engines, policy="round-robin") as r:

@@ -521,7 +521,7 @@ async def test_who_waits_goes_before_a_hedge() -> None:
         more = service(r.engines, limits=ServiceLimits(max_inflight_per_replica=4))
         r.discovery.set(FleetDocument(services=(more,)))
         now = r.router.requests.now()
-        assert served.room(now) > 0
+        assert served.candidates.room(now) > 0
         assert not r.router.flow_control.has_capacity(served, now)
         await r.until(lambda: sent(r) == 3)
         assert r.router.flow_control.has_capacity(served, now)

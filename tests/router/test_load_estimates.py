@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from argosy_protocol.telemetry import Load
 from argosy_router.fleet import polling
 from argosy_router.fleet.engine_metrics import parse_load
-from argosy_router.fleet.service import PRIOR_BYTES_PER_TOKEN
+from argosy_router.fleet.prompt_lengths import PRIOR_BYTES_PER_TOKEN
 from argosy_router.prefixes.index import PrefixIndex
 
 from .fake_engine import Connection, FakeEngine, Received, completion
@@ -42,7 +42,7 @@ async def learnt(content: Any, prompt_tokens: int) -> float:
             message = {"role": "user", "content": content}
             asked = {"model": "tiny", "messages": [message]}
             assert (await r.http.post("/v1/chat/completions", json=asked)).status_code == 200
-        return r.router.fleet.services["default/svc"].bytes_per_token
+        return r.router.fleet.services["default/svc"].lengths.bytes_per_token
 
 
 async def test_text_teaches_bytes_per_token() -> None:

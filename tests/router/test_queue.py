@@ -18,7 +18,7 @@ import pytest
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
 from argosy_protocol.telemetry import Load
 from argosy_router.config import FlowControlLimits
-from argosy_router.fleet.service import SEATS_PER_SEQ
+from argosy_router.fleet.candidates import SEATS_PER_SEQ
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, answer_normally, completion, event
 from .harness import Rig, chat, raw, read_all, rig, service
@@ -443,7 +443,7 @@ def first_prompt(r: Rig) -> int:
     prompt = prompt_of(
         tiny, decode_request("chat/completions", httpx.Request("POST", "http://x", json=chat()).content), b""
     )
-    return tiny.estimate_tokens(prompt)
+    return tiny.lengths.tokens(prompt)
 
 
 async def test_a_request_that_was_never_sent_counts_for_nothing(tmp_path: Path) -> None:

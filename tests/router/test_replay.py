@@ -10,8 +10,8 @@ import pytest
 
 from argosy.commands.bench_router import main as bench_router
 from argosy.errors import UsageError
+from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.replica import Replica
-from argosy_router.fleet.service import Prompt
 from argosy_router.policy import POLICIES
 from argosy_router.replay.engine import EngineModel, Job, SimulatedEngine
 from argosy_router.replay.report import PolicyResult, percentile, result_of

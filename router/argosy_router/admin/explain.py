@@ -13,9 +13,11 @@ from collections.abc import Collection
 from msgspec import Struct
 
 from argosy_protocol.errors import ApiError
+from argosy_router.fleet.candidates import Candidates
 from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.replica import Replica
-from argosy_router.fleet.service import Candidates, Prompt, Service
+from argosy_router.fleet.service import Service
 from argosy_router.policy import POLICIES
 
 
@@ -70,9 +72,9 @@ def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Expla
     policy = fleet.policy or service.spec.policy
     rng = random.Random()  # noqa: S311 - a copy of the one that breaks ties
     rng.setstate(fleet.rng.getstate())
-    tokens = service.estimate_tokens(prompt)
+    tokens = service.lengths.tokens(prompt)
     try:
-        candidates = service.candidates(now, name=prompt.name)
+        candidates = service.candidates.below_limit(now, name=prompt.name)
         choice = service.choose(prompt, now, rng, policy=policy, is_trial=True)
     except ApiError as error:
         return Explanation(

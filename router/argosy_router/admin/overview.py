@@ -102,7 +102,7 @@ class Overviews:
             aliases=service.spec.aliases,
             policy=self._fleet.policy or service.spec.policy,
             index_chunks=len(service.index),
-            bytes_per_token=service.bytes_per_token,
+            bytes_per_token=service.lengths.bytes_per_token,
             trend=self._history.trend(model, now),
             replicas=[
                 self._replica(model, replica, now)

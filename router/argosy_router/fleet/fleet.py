@@ -121,7 +121,7 @@ class Fleet:
         canary = self.services.get(f"{spec.namespace}/{spec.canary.service}")
         if canary is None or xxh3_64_intdigest(b"canary " + drawn_by) % 100 >= spec.canary.weight:
             return service
-        return canary if canary.can_answer(time.monotonic()) else service
+        return canary if canary.candidates.can_answer(time.monotonic()) else service
 
     def replicas(self) -> Iterator[Replica]:
         for service in self.services.values():
@@ -230,7 +230,7 @@ class Fleet:
         for name, member in wanted.items():
             if name not in service.replicas:
                 self._add_replica(service, member)
-        service.partial_aliases = frozenset(
+        service.candidates.partial_aliases = frozenset(
             alias for alias in service.spec.aliases if any(alias not in member.aliases for member in members)
         )
         service.assume_rates()

@@ -114,7 +114,7 @@ class FlowController:
     def has_capacity(self, service: Service, now: float, name: str = "", sequences: int = 1) -> bool:
         """Whether a service with requests under way could take one more at once, and no request is queued for it."""
         try:
-            return not self._queues[service].num_queued and service.takes(now, name, sequences)
+            return not self._queues[service].num_queued and service.candidates.takes(now, name, sequences)
         except Unavailable:
             return False
 
@@ -125,7 +125,11 @@ class FlowController:
             if not self._queues[gone].active and not self._queues[gone].num_queued:
                 del self._queues[gone]
         queue = self._queues[service] = ServiceQueue(
-            service.spec.model, service.room, lambda: self._bounds(service), now, service.takes
+            service.spec.model,
+            service.candidates.room,
+            lambda: self._bounds(service),
+            now,
+            service.candidates.takes,
         )
         return queue
 

@@ -159,7 +159,7 @@ class Metrics:
             "panic",
             "1 while most routable replicas are ejected: ejections are ignored then.",
             model,
-            self._by_model(lambda service: service.is_in_panic),
+            self._by_model(lambda service: service.candidates.is_in_panic),
         )
         self._gauge("build_info", "Always 1.", ("version",), lambda: [((__version__,), 1.0)])
 

@@ -141,7 +141,7 @@ class RequestAccounting:
         self._metrics.completion_tokens.add(labels, usage.completion_tokens)
         self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
         self._metrics.actual.add(labels, usage.cached_tokens)
-        call.service.learn(call.prompt, usage.prompt_tokens)
+        call.service.lengths.learn(call.prompt, usage.prompt_tokens)
         if not call.estimate.has_limit:
             call.account.learn_output(usage.completion_tokens / call.estimate.sequences)
 
@@ -176,9 +176,11 @@ class RequestAccounting:
 
 def _recorded(call: Call, record: DecisionRecord, arrival_s: float) -> Recorded:
     """Make the recorder's entry; the chunks' ends are estimates, scaled to the prompt's true length."""
-    estimated = call.service.estimate_tokens(call.prompt)
+    estimated = call.service.lengths.tokens(call.prompt)
     scale = record.prompt_tokens / estimated
-    ends = [min(record.prompt_tokens, int(end * scale)) for end in call.service.estimate_chunks(call.prompt)]
+    ends = [
+        min(record.prompt_tokens, int(end * scale)) for end in call.service.lengths.chunk_ends(call.prompt)
+    ]
     return Recorded(arrival_s, record.prompt_tokens, record.completion_tokens or 0, call.prompt.hashes, ends)
 
 

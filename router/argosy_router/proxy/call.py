@@ -16,8 +16,9 @@ from xxhash import xxh3_64_hexdigest
 
 from argosy_protocol.headers import RESPONSE_ID, TENANT
 from argosy_router.admission.accounts import Account
+from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.replica import Replica
-from argosy_router.fleet.service import Prompt, Service
+from argosy_router.fleet.service import Service
 from argosy_router.proxy.body import with_fields
 from argosy_router.proxy.foreign_body import foreign_body
 from argosy_router.proxy.migration import StreamShape

@@ -27,7 +27,8 @@ from argosy_protocol.prompt_view import prompt_view
 from argosy_protocol.tokenization import only_model
 from argosy_router.admission.accounts import Account
 from argosy_router.fleet.fleet import Fleet
-from argosy_router.fleet.service import Prompt, Service
+from argosy_router.fleet.prompt import Prompt
+from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Request
 from argosy_router.proxy import headers
 from argosy_router.proxy.body import with_another, with_fields
@@ -114,7 +115,7 @@ def decode_call(
         body,
         request.path,
         account,
-        estimate_of(decoded, service.estimate_tokens(prompt), account.usual_output_tokens),
+        estimate_of(decoded, service.lengths.tokens(prompt), account.usual_output_tokens),
     )
     call.priority = priority
     call.is_stream = decoded.stream
@@ -151,5 +152,5 @@ def prompt_of(
 ) -> Prompt:
     """Return what routing needs to know of a request's prompt."""
     number = xxh3_64_intdigest(session) if session else 0
-    alias = decoded.model if decoded.model in service.partial_aliases else ""
-    return service.prompt(decoded, prompt_view(decoded), number, adapter, alias)
+    alias = decoded.model if decoded.model in service.candidates.partial_aliases else ""
+    return service.hasher.prompt(decoded, prompt_view(decoded), number, adapter, alias)

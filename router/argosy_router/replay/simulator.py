@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from argosy_protocol.fleet import FleetService
 from argosy_router.config import ClientLimits
 from argosy_router.fleet.load import Charge
+from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.replica import Member, Replica
-from argosy_router.fleet.service import Prompt, Service
+from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls

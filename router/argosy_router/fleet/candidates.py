@@ -1,0 +1,176 @@
+"""The replicas of a service that a request may be sent to now, kept until something changes.
+
+Owns: who is a candidate (routable, healthy, below the in-flight limit, able to answer as an adapter or alias), and how
+much more the candidates take.
+Must not know: how one of them is chosen.
+Invariant: a request is refused only when no replica could take it; ejection and suspicion give way before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from math import inf
+from typing import Final
+
+from argosy_protocol.errors import TooManyRequests, Unavailable
+from argosy_protocol.fleet import FleetService
+from argosy_router.fleet.health import panics
+from argosy_router.fleet.replica import Replica
+from argosy_router.policy.base import Candidate
+from argosy_router.prefixes.index import PrefixIndex
+
+SEATS_PER_SEQ: Final = 1.5
+"""A replica counts as full with this many sequences for each that its batch holds: half a batch waits inside the
+engine, so that it never runs dry; what waits here instead can still be ordered, and sent where room comes first."""
+NO_LIMIT: Final = 1 << 30
+"""Room of a service whose replicas do not tell the size of their batch."""
+
+
+class Candidates:
+    """Replicas a request may be sent to, in the order of their names, as policies want them."""
+
+    __slots__ = ("loads", "positions", "replicas", "slot_changes")
+
+    def __init__(self, replicas: list[Replica], slot_changes: int) -> None:
+        self.replicas = replicas
+        self.loads: list[Candidate] = [replica.load for replica in replicas]
+        self.positions = {
+            slot: position for position, replica in enumerate(replicas) for slot in replica.residency.slots
+        }
+        """slot -> position"""
+        self.slot_changes = slot_changes
+        """Of the index, when `positions` was made."""
+
+
+class CandidatePool:
+    """The candidates of one service."""
+
+    def __init__(self, spec: FleetService, replicas: Mapping[str, Replica], index: PrefixIndex) -> None:
+        """`replicas` is the service's own mapping, which changes."""
+        self.spec = spec
+        self.partial_aliases: frozenset[str] = frozenset()
+        """Those of the aliases that some replica does not have."""
+        self._replicas = replicas
+        self._index = index
+        self._kept: dict[str, Candidates] = {}
+        """By name: the empty one, and those of adapters and aliases that not all replicas have."""
+        self._kept_until = 0.0
+        """When the first of those that are left out may be a candidate again."""
+
+    def invalidate(self) -> None:
+        """Some replica came, went, or changed its state: ask all of them anew."""
+        self._kept.clear()
+
+    @property
+    def is_in_panic(self) -> bool:
+        """Whether ejections are ignored."""
+        return panics([replica.health for replica in self._replicas.values() if replica.is_routable])
+
+    def can_answer(self, now: float) -> bool:
+        """Whether some replica is routable and not ejected."""
+        return any(replica.is_routable and replica.health.admits(now) for replica in self._replicas.values())
+
+    def below_limit(
+        self, now: float, tried: Collection[Replica] = (), name: str = "", sequences: int = 1
+    ) -> Candidates:
+        """Replicas a request may be sent to now, best health class only, and below the in-flight limit; of these those
+        with room for all of its sequences, if there are any.
+
+        Raises:
+            Unavailable: no replica is routable.
+            TooManyRequests: all of them are at the service's in-flight limit.
+        """
+        candidates = self.healthy(now, tried, name)
+        limit = self.spec.limits.max_inflight_per_replica
+        if not limit:
+            return candidates
+        most = limit - min(sequences, limit)  # that a replica may have already
+        if any(replica.load.inflight_sequences > most for replica in candidates.replicas):
+            below = [replica for replica in candidates.replicas if replica.load.inflight_sequences <= most]
+            below = below or [r for r in candidates.replicas if r.load.inflight_sequences < limit]
+            if not below:
+                raise TooManyRequests(
+                    f"model {self.spec.model!r} is at its limit of requests", retry_after_s=1.0
+                )
+            candidates = self._with_slots(below)
+        return candidates
+
+    def room(self, now: float, name: str = "") -> int:
+        """How many more sequences the replicas that can answer as `name` take together before they are full; not above
+        zero when they are.
+
+        Raises:
+            Unavailable: no such replica is routable.
+        """
+        limit = self.spec.limits.max_inflight_per_replica
+        candidates = self.healthy(now, (), name)
+        room = 0
+        for replica in candidates.replicas:
+            load = replica.load
+            if limit:
+                room += max(0, limit - load.inflight_sequences)
+            elif replica.hello is None:
+                return NO_LIMIT
+            else:
+                seats = int(SEATS_PER_SEQ * load.max_num_seqs)
+                # One with a call larger than itself takes from its peers what would wait in an engine, no more: their
+                # batches can still be filled.
+                room += max(seats - load.requests, load.max_num_seqs - seats)
+        return room
+
+    def takes(self, now: float, name: str, sequences: int) -> bool:
+        """Whether a request with so many sequences may be sent now: there is room for all of them. One that is larger
+        than a replica needs no more than an idle one has.
+
+        Raises:
+            Unavailable: no replica that can answer as `name` is routable.
+        """
+        limit = self.spec.limits.max_inflight_per_replica
+        if limit:
+            most = limit - min(sequences, limit)
+            replicas = self.healthy(now, (), name).replicas
+            return any(replica.load.inflight_sequences <= most for replica in replicas)
+        room = self.room(now, name)
+        if room >= sequences or room <= 0:
+            return room > 0
+        seats = [int(SEATS_PER_SEQ * r.load.max_num_seqs) for r in self.healthy(now, (), name).replicas]
+        return room >= max(seats)
+
+    def healthy(self, now: float, tried: Collection[Replica] = (), name: str = "") -> Candidates:
+        """Replicas of the best health class that can answer as `name`, those at the in-flight limit included.
+
+        Raises:
+            Unavailable: no replica is routable.
+        """
+        if tried:
+            return self._with_slots(self._admitted(now, tried, name))
+        if now >= self._kept_until:
+            self._kept.clear()
+        candidates = self._kept.get(name)
+        if candidates is None or candidates.slot_changes != self._index.slot_changes:
+            candidates = self._with_slots(self._admitted(now, (), name))
+            if not self._kept:
+                changes = [replica.health.next_change(now) for replica in self._replicas.values()]
+                self._kept_until = min(changes, default=inf)
+            self._kept[name] = candidates
+        return candidates
+
+    def _admitted(self, now: float, tried: Collection[Replica], name: str) -> list[Replica]:
+        usable = [
+            replica
+            for replica in self._replicas.values()
+            if replica.is_routable and replica not in tried and replica.serves(name)
+        ]
+        if not usable:
+            model = self.spec.model
+            asked = name if name in self.partial_aliases else f"{model}:{name}" if name else model
+            raise Unavailable(f"no replica of model {asked!r} is ready", retry_after_s=1.0)
+        admitted = usable
+        if not self.is_in_panic:
+            admitted = [replica for replica in usable if replica.health.admits(now)]
+        healthy = [replica for replica in admitted if not replica.health.is_suspect]
+        fresh = [replica for replica in healthy if not replica.health.is_in_cooldown(now)]
+        return sorted(fresh or healthy or admitted or usable, key=lambda replica: replica.name)
+
+    def _with_slots(self, replicas: list[Replica]) -> Candidates:
+        return Candidates(replicas, self._index.slot_changes)

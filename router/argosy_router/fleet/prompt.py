@@ -1,0 +1,117 @@
+"""Prompts as routing sees them: hashes of their chunks, and their size.
+
+Owns: which prompt of a batch counts, and the seed that keeps services, adapters and private caches apart.
+Must not know: replicas, indexes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from argosy_protocol.chunks import chain_seed
+from argosy_protocol.openai import GenerationRequest
+from argosy_protocol.prompt_view import Segment, SegmentKind
+from argosy_router.native.hashing import chunk_hashes
+
+_KEY_CHUNKS: Final = 4
+"""The rendezvous key is the chain up to this chunk: role, then the first 768 bytes of the first text. Fewer would send
+every prompt with the same role to one replica; more would part prompts that share a system prompt."""
+
+
+class Prompt:
+    """What routing knows about a request's prompt."""
+
+    __slots__ = (
+        "chunk_tokens",
+        "has_media",
+        "hashes",
+        "key",
+        "name",
+        "segment_bytes",
+        "session",
+        "text_bytes",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        hashes: Sequence[int],
+        key: int,
+        text_bytes: int,
+        token_ids: int,
+        session: int = 0,
+        segment_bytes: Sequence[int] = (),
+        chunk_tokens: Sequence[int] = (),
+        name: str = "",
+        *,
+        has_media: bool = False,
+    ) -> None:
+        self.hashes = hashes
+        self.key = key
+        """Names the prompt's beginning; zero if it has none."""
+        self.text_bytes = text_bytes
+        self.token_ids = token_ids
+        self.session = session
+        """Names the session the client declared; zero for none."""
+        self.segment_bytes = segment_bytes
+        """Sizes of the segments `hashes` were made of; what was in them is kept in the request's body alone."""
+        self.chunk_tokens = chunk_tokens
+        """Prompt tokens up to each chunk, where they are known rather than estimated from `segment_bytes`."""
+        self.name = name
+        """Adapter or alias that not all replicas may have: one that has it must answer. Empty for the model itself."""
+        self.has_media = has_media
+        """Whether parts of it are no text: their tokens are not in proportion to any bytes."""
+
+
+class PromptHasher:
+    """Hashes the prompts of one service."""
+
+    def __init__(self, engine_name: str) -> None:
+        """`engine_name` is what the service's engines seed their own hashes with."""
+        self._engine_name = engine_name
+        self._unsalted_seed = chain_seed(engine_name)
+
+    def prompt(
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[Sequence[Segment]],
+        session: int = 0,
+        adapter: str = "",
+        alias: str = "",
+    ) -> Prompt:
+        """Hash and measure a request's prompts. A batch is routed by its longest prompt.
+
+        Args:
+            adapter: that must answer; its cache is its own.
+            alias: that a replica must have to answer.
+        """
+        seed = self._unsalted_seed
+        if adapter or request.cache_salt:
+            seed = chain_seed(self._engine_name, adapter, cache_salt=request.cache_salt or "")
+        text = ids = 0
+        has_media = False
+        hashes: Sequence[int] = ()
+        longest: Sequence[Segment] = ()
+        for segments in prompts:
+            chain = chunk_hashes(segments, seed)
+            if len(chain) > len(hashes):
+                hashes, longest = chain, segments
+            for kind, data in segments:
+                if kind == SegmentKind.TOKENS:
+                    ids += len(data) >> 2
+                elif kind == SegmentKind.DIGEST:
+                    has_media = True
+                else:
+                    text += len(data)
+        key = hashes[min(_KEY_CHUNKS, len(hashes)) - 1] if hashes else 0
+        return Prompt(
+            hashes,
+            key,
+            text,
+            ids,
+            session,
+            [len(data) for _, data in longest],
+            name=adapter or alias,
+            has_media=has_media,
+        )

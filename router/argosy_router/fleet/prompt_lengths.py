@@ -1,0 +1,40 @@
+"""Prompt lengths in tokens, estimated from bytes: the ratio is learnt from the usage that answers tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from argosy_router.fleet.prompt import Prompt
+from argosy_router.native.hashing import chunk_tokens
+
+PRIOR_BYTES_PER_TOKEN: Final = 4.0
+"""English prose with a large vocabulary; corrected by the first answers' usage."""
+_LEARNING_RATE: Final = 0.05
+_MIN_TEXT_BYTES: Final = 256
+"""In shorter prompts the chat template's tokens distort the ratio."""
+
+
+class PromptLengths:
+    """The estimates of one service."""
+
+    def __init__(self) -> None:
+        self.bytes_per_token = PRIOR_BYTES_PER_TOKEN
+
+    def tokens(self, prompt: Prompt) -> int:
+        """Estimate the tokens of the whole prompt."""
+        return prompt.token_ids + int(prompt.text_bytes / self.bytes_per_token) + 1
+
+    def chunk_ends(self, prompt: Prompt) -> Sequence[int]:
+        """Estimate the prompt tokens up to the end of each chunk."""
+        if prompt.chunk_tokens:
+            return prompt.chunk_tokens
+        per_token = 4.0 if prompt.token_ids else self.bytes_per_token
+        return chunk_tokens(prompt.segment_bytes, per_token)
+
+    def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
+        """Take in a prompt's true length, which an answer told. Token ids and media tell nothing about bytes."""
+        is_text = not prompt.token_ids and not prompt.has_media
+        if prompt.text_bytes >= _MIN_TEXT_BYTES and is_text and prompt_tokens > 0:
+            ratio = min(16.0, max(0.25, prompt.text_bytes / prompt_tokens))
+            self.bytes_per_token += _LEARNING_RATE * (ratio - self.bytes_per_token)
