@@ -1,7 +1,8 @@
-"""HTTP/1.1 on the wire, both sides, as asyncio protocols around llhttp.
+"""HTTP/1.1 server and client: asyncio protocols around llhttp.
 
 Owns: framing, limits, deadlines, back-pressure, connection reuse.
 Must not know: models, replicas, OpenAI, policies, metrics.
-Invariant: what llhttp alone would let through and RFC 9112 does not (duplicate Host, CONNECT, upgrades, transfer
-codings other than chunked) is refused here, so that no two hops can disagree about where a message ends.
+Invariant: whatever llhttp accepts although RFC 9112 forbids it, or we do not support it (duplicate Host, CONNECT,
+upgrades, transfer codings other than chunked), is refused here, so that no two hops can disagree about where a message
+ends.
 """

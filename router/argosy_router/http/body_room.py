@@ -1,4 +1,4 @@
-"""Bounds the memory that request bodies take in all connections of a server together."""
+"""A bound on the memory that request bodies take in all connections of a server together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from argosy_protocol.errors import Unavailable
 
 
 class BodyRoom:
-    """Body bytes that all connections of a server hold."""
+    """Counts the request body bytes that all connections of a server hold."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.held = 0
 
     def take(self, size: int) -> None:
-        """Raises: Unavailable: there is no room; nothing was taken."""
+        """Reserve `size` bytes.
+
+        Raises:
+            Unavailable: the limit would be exceeded; nothing was reserved.
+        """
         if self.held + size > self._limit:
             raise Unavailable("the router holds as many request bytes as it may", retry_after_s=1.0)
         self.held += size

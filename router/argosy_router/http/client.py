@@ -1,9 +1,9 @@
-"""The replica-facing side of a connection: send a request, report the response as it arrives.
+"""Client side of a connection to a replica: send a request, report the response as it arrives.
 
 Owns: one connection to a replica and its deadlines.
 Must not know: why the request is sent, retries, metrics.
 Invariant: every `send` ends in exactly one `on_end` or `on_failed`, unless the caller aborts first; a connection is
-offered for reuse only when the response's framing ended it and nothing followed.
+offered for reuse only if the response's framing said where it ends and nothing followed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from argosy_router.http.errors import (
 from argosy_router.http.messages import Headers
 
 _JOIN_BELOW_BYTES: Final = 16 * 1024
-"""Copying less than this costs less than a second buffer in the system call."""
+"""Below this, copying costs less than a second buffer in the system call."""
 
 
 class ResponseSink(Protocol):
-    """Whoever sent the request."""
+    """Receiver of a response: the caller of `send`."""
 
     def on_response(self, status: int, headers: Headers) -> None: ...
 
     def on_data(self, data: bytes) -> None:
-        """Body bytes, joined per read; never empty."""
+        """Called with body bytes, joined per read; never empty."""
         ...
 
     def on_end(self) -> None: ...
@@ -81,7 +81,7 @@ class ClientConnection(asyncio.Protocol):
         self._wire_bytes = 0
         self._refusal = ""
 
-    # what the owner calls
+    # called by the owner
 
     def send(
         self,
@@ -92,10 +92,10 @@ class ClientConnection(asyncio.Protocol):
         *,
         body: bytes = b"",
     ) -> None:
-        """Sends one request; `sink` hears about the response.
+        """Send one request; `sink` receives the response.
 
-        The first byte's deadline holds until the sink says that the response has `begun`: many servers send a stream's
-        head at once and its first event when there is one.
+        The first-byte deadline holds until the caller calls `begun`, not until the head arrives: many servers send a
+        stream's head at once, and its first event only when there is one.
         """
         assert self._sink is None, "one request at a time"
         self._sink = sink
@@ -109,14 +109,14 @@ class ClientConnection(asyncio.Protocol):
             self._transport.writelines((head, body))
 
     def begun(self) -> None:
-        """What arrived counts as the response's first byte: the idle deadline holds from now on."""
+        """Declare that the response has begun: from now on the idle deadline holds instead of the first-byte one."""
         if not self._has_begun and self._sink is not None:
             self._has_begun = True
             if not self._is_paused:
                 self._deadline.set(self._idle_timeout_s)
 
     def pause_reading(self) -> None:
-        """Back-pressure: the client cannot keep up. The deadline rests meanwhile."""
+        """Pause reading because the client cannot keep up (back-pressure). The deadline is suspended meanwhile."""
         if not self._is_paused and not self.is_closed:
             self._is_paused = True
             self._deadline.clear()
@@ -129,17 +129,17 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Drops the connection and forgets the sink: the replica sees a reset and aborts the work."""
+        """Drop the connection and the sink: the replica sees the disconnect and aborts the request."""
         self._sink = None
         self._shut()
 
     def give_up(self, error: UpstreamError, *, even_begun: bool) -> None:
-        """Fails the request under way, if there is one; with `even_begun` also if its response has begun."""
+        """Fail the request under way, if there is one; with `even_begun` also if its response has begun."""
         if self._sink is not None and (even_begun or not self._has_begun):
             self._fail(error)
 
     def expire_after(self, seconds: float) -> None:
-        """Closes the idle connection unless it is used before."""
+        """Close the idle connection after `seconds` unless it is used before."""
         self._deadline.set(seconds)
 
     # asyncio.Protocol
@@ -155,7 +155,7 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._sink is None:
-            self._shut()  # a response nobody asked for
+            self._shut()  # a response without a request
             return
         self._wire_bytes += len(data)
         try:
@@ -168,10 +168,11 @@ class ClientConnection(asyncio.Protocol):
             return
         self._report()
 
-    # parsing: what these raise stops llhttp, and fails the request
+    # parser callbacks: an exception raised here stops llhttp and fails the request
 
     def _refused(self, reason: str) -> ValueError:
-        """Kept here, too: what llhttp raises for it has as its context whatever exception was being handled."""
+        """The exception to raise from a callback. The reason is kept in `_refusal`, because the context of the error
+        that httptools raises may be another exception that was being handled."""
         self._refusal = reason
         return ValueError(reason)
 
@@ -202,14 +203,14 @@ class ClientConnection(asyncio.Protocol):
             self._ends_with_connection = may_have_body and not is_framed
 
     def _is_framed(self, *, is_http10: bool, may_have_body: bool) -> bool:
-        """Whether the head says where the body ends. Checks the rules of framing that llhttp leaves to us."""
+        """Whether the head says where the body ends. Checks the framing rules that llhttp does not."""
         is_framed = False
         for name, value in self._headers:
             if name == b"transfer-encoding":
                 if is_framed or is_http10 or not may_have_body or value.lower() != b"chunked":
                     raise self._refused("transfer-encoding must be chunked, once, where a body may be")
                 is_framed = True
-            elif name == b"content-length":  # once, digits, and no coding beside it: llhttp has seen to that
+            elif name == b"content-length":  # llhttp checks: once, digits only, no transfer-encoding
                 if not may_have_body and int(value):
                     raise self._refused("a body that the status forbids")
                 is_framed = True
@@ -224,7 +225,7 @@ class ClientConnection(asyncio.Protocol):
         else:  # an interim response (100, 103): the real one follows
             self._headers = []
 
-    # reporting: after the parser returned, so that the sink may abort, or send again, from its callbacks
+    # reporting: after the parser has returned, so that the sink may abort, or send again, from its callbacks
 
     def _report(self) -> None:
         sink = self._sink

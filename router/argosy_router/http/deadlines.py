@@ -1,11 +1,11 @@
-"""Deadlines for thousands of connections at the price of an attribute write.
+"""Deadlines for thousands of connections: a timer wheel, where moving a deadline costs an attribute write.
 
 Owns: when a deadline fires. Must not know: what it means.
 Invariant: a deadline fires once, never early, and at most one tick late.
 
-A connection moves its deadline with every read, and nearly never reaches it. `loop.call_later` would allocate and
-cancel a timer each time; here moving a deadline later only writes `_when`, and the wheel looks at it again when the
-bucket it was first put into comes up.
+A connection moves its deadline with every read, and hardly ever reaches it. `loop.call_later` would allocate and cancel
+a timer each time; here, moving a deadline later only writes `_when`, and the wheel looks at it again when it reaches
+the bucket the deadline is in.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ class Deadline:
         self._bucket: int | None = None
 
     def set(self, seconds: float) -> None:
-        """(Re)arms: the callback runs `seconds` from now unless set or cleared before."""
+        """Arm or re-arm: the callback runs `seconds` from now unless the deadline is set or cleared before."""
         self._when = when = self._wheel.time() + seconds
         bucket = self._wheel.bucket_of(when)
         if self._bucket is None or bucket < self._bucket:
             self._wheel.put(self, bucket)
 
     def clear(self) -> None:
-        """Disarms. The wheel drops the object when its bucket comes up."""
+        """Disarm. The wheel drops the object when it reaches its bucket."""
         self._when = None
 
     def end(self) -> None:
-        """Disarms for good: the wheel, which keeps this object until its bucket comes up, keeps its owner no longer."""
+        """Disarm for good, and drop the callback: the wheel refers to this object until it reaches its bucket, and must
+        not keep the owner alive so long."""
         self._when = None
         self._callback = _nothing
 
@@ -52,9 +53,9 @@ class Deadline:
         return self._when is not None
 
     def visit(self, bucket: int, now: float) -> None:
-        """The wheel reached `bucket`: fire, move on, or leave the wheel."""
+        """Called when the wheel reaches `bucket`: fire, move to a later bucket, or leave the wheel."""
         if self._bucket != bucket:
-            return  # an earlier bucket took over
+            return  # put into an earlier bucket since
         self._bucket = None
         if self._when is None:
             return
@@ -64,7 +65,7 @@ class Deadline:
         self._when = None
         try:
             self._callback()
-        except Exception:  # one owner's mistake must not cost all others their deadlines
+        except Exception:  # one owner's bug must not cost the others their deadlines
             log.exception("a deadline's callback failed")
 
     def place(self, bucket: int) -> None:
@@ -72,7 +73,7 @@ class Deadline:
 
 
 def _nothing() -> None:
-    """What an ended deadline would call."""
+    """Callback of an ended deadline."""
 
 
 class TimerWheel:
@@ -101,7 +102,7 @@ class TimerWheel:
             self._arm()
 
     def close(self) -> None:
-        """Stops the ticks; deadlines still set never fire."""
+        """Stop the ticks; deadlines still set never fire."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -119,6 +120,7 @@ class TimerWheel:
             self._next += 1
             for deadline in self._buckets.pop(bucket, ()):
                 deadline.visit(bucket, now)
-        # Not before: one that moves on would find the wheel at rest, and restart it behind those not yet visited.
+        # Only now: with `_timer` unset, a deadline that moves to a later bucket would restart the wheel at the current
+        # time, past the buckets not yet visited.
         self._timer = None
         self._arm()

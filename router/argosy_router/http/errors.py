@@ -1,14 +1,14 @@
-"""What can go wrong between the router and a replica.
+"""Errors between the router and a replica.
 
 UpstreamError
 ├── ConnectFailed       no connection: refused, unreachable, or the connect deadline passed
 ├── ConnectionLost      the connection ended before the response did
 ├── FirstByteTimeout    connected, but no response in time
 ├── IdleTimeout         the response stalled
-├── CoreStalled         the replica's core has not stepped for too long
+├── CoreStalled         the replica's engine core has not run a step for too long
 └── MalformedResponse   not HTTP, over our limits, or a status no proxy may forward
 
-Messages are for the log; clients get `argosy_protocol.errors`.
+Their messages are for the log; clients get errors of `argosy_protocol.errors`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class UpstreamError(Exception):
     """Base of the tree."""
 
     reason: ClassVar[str] = "error"
-    """For metrics and the log."""
+    """Label value in metrics and the log."""
 
 
 class ConnectFailed(UpstreamError):
@@ -29,7 +29,8 @@ class ConnectFailed(UpstreamError):
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
-        """The host answered that nobody listens: the process is gone, no need to try again to be sure."""
+        """The host is up but nothing listens on the port: the process is gone, and a second attempt would tell no
+        more."""
 
 
 class ConnectionLost(UpstreamError):
@@ -38,7 +39,7 @@ class ConnectionLost(UpstreamError):
     def __init__(self, message: str, *, stale: bool = False) -> None:
         super().__init__(message)
         self.stale = stale
-        """A kept-alive connection died before one byte of the response: the usual race with the replica's own
+        """A reused connection closed before the first byte of the response: the usual race with the replica's own
         keep-alive timeout, which says nothing about its health."""
 
 

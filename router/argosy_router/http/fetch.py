@@ -1,4 +1,4 @@
-"""Small requests from a task: health polls, metrics, `/v1/models`.
+"""Small GET requests to replicas: health polls, metrics, `/v1/models`.
 
 Owns: collecting a bounded response. Must not know: what it is for.
 """
@@ -17,7 +17,7 @@ from argosy_router.http.messages import Headers
 from argosy_router.http.pool import ConnectionPool
 
 KEEP_S = 4.0
-"""Below the shortest keep-alive among engines' servers (uvicorn: 5 s)."""
+"""Shorter than the shortest keep-alive timeout among engines' servers (uvicorn: 5 s)."""
 
 
 class Response(msgspec.Struct):
@@ -27,7 +27,7 @@ class Response(msgspec.Struct):
 
 
 class _Stale(ConnectionLost):
-    """The replica had closed the kept connection: that says nothing about it."""
+    """The replica had closed the kept connection, which says nothing about its health."""
 
 
 class _Collector:
@@ -58,7 +58,7 @@ class _Collector:
 async def fetch(
     pool: ConnectionPool, path: str, key: str, timeout_s: float, limit: int = 1 << 20
 ) -> Response:
-    """GETs `path` on a connection of its own.
+    """GET `path` on a connection of its own.
 
     Raises:
         UpstreamError: no connection, no answer in time, or not HTTP.
@@ -67,9 +67,9 @@ async def fetch(
 
 
 class Fetcher:
-    """Requests to one replica, one after another, on a connection that is kept between them.
+    """Sequential requests to one replica on a connection that is kept between them.
 
-    `keep_s` is how long: shorter than the replica keeps it.
+    `keep_s` is how long an idle connection is kept: less than the replica's own keep-alive timeout.
     """
 
     def __init__(self, pool: ConnectionPool, key: str, keep_s: float = KEEP_S) -> None:
@@ -79,7 +79,7 @@ class Fetcher:
         self._kept: ClientConnection | None = None
 
     async def get(self, path: str, timeout_s: float, limit: int = 1 << 20) -> Response:
-        """GETs `path`.
+        """GET `path`.
 
         Raises:
             UpstreamError: no connection, no answer in time, or not HTTP.
@@ -91,7 +91,7 @@ class Fetcher:
         return await self._get(await self._pool.connect(self._keep), path, timeout_s, limit)
 
     def close(self) -> None:
-        """Ends the connection, if one is kept."""
+        """Close the kept connection, if there is one."""
         connection, self._kept = self._kept, None
         if connection is not None:
             connection.abort()
@@ -113,7 +113,7 @@ async def _get(
     limit: int,
     kept: Callable[[], ClientConnection | None] = lambda: None,
 ) -> Response:
-    """One request; afterwards the connection is closed, unless it is the one that `kept` returns."""
+    """Send one request; afterwards close the connection, unless it is the one that `kept` returns."""
     collector = _Collector(limit)
     connection.send(collector, request_head(pool, path, key), timeout_s)
     try:
@@ -124,7 +124,7 @@ async def _get(
 
 
 def request_head(pool: ConnectionPool, path: str, key: str) -> bytes:
-    """A GET request; `key` is the bearer key, empty for none."""
+    """Render a GET request; `key` is the bearer key, empty for none."""
     authorization = f"authorization: Bearer {key}\r\n" if key else ""
     return f"GET {path} HTTP/1.1\r\nhost: {pool.authority}\r\n{authorization}accept: */*\r\n\r\n".encode(
         "latin-1"

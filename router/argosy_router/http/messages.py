@@ -1,4 +1,4 @@
-"""Requests as parsed, and the few header rules every hop needs.
+"""Parsed requests, and the header rules that every hop needs.
 
 Owns: the shape of a parsed request, hop-by-hop header names, status lines.
 Must not know: connections.
@@ -56,9 +56,9 @@ class Request:
         self.keep_alive = keep_alive
         self.body = b""
         self.body_bytes = 0
-        """Of the body as it came, which whoever has read it may have dropped."""
+        """Size of the body as received; the application may have dropped `body` itself."""
         self.grant: object = None
-        """What the application found out at the head, for itself."""
+        """The application's own result of authorizing the head; None if it granted nothing."""
 
     def header(self, name: bytes) -> bytes | None:
         """First value of a header (`name` in lower case), or None."""
@@ -74,7 +74,7 @@ def first_value(headers: Headers, name: bytes) -> bytes | None:
 
 
 def connection_options(headers: Headers) -> frozenset[bytes]:
-    """Header names the `Connection` header declares hop-by-hop, in lower case."""
+    """Header names that the `Connection` header declares hop-by-hop, in lower case."""
     options: frozenset[bytes] = frozenset()
     for name, value in headers:
         if name == b"connection":
@@ -87,7 +87,7 @@ def status_line(status: int) -> bytes:
 
 
 def render_headers(headers: Headers) -> bytes:
-    """Header lines, each with its line end."""
+    """Render header lines, each with its line end."""
     return b"".join([b"%b: %b\r\n" % (name, value) for name, value in headers])
 
 

@@ -1,12 +1,12 @@
-"""The events of half a millisecond taken together: what network cards know as interrupt moderation.
+"""Read coalescing: while many streams send, the event loop turns once per interval (as in interrupt moderation).
 
-Owns: when the event loop waits before it looks for more to read.
+Owns: when the event loop pauses before it polls for more input.
 Must not know: what is sent, and to whom.
-Invariants: nothing waits while few streams are sending; nothing waits longer than the interval, and a loop that works
-for all of it does not wait at all.
+Invariants: there is no pause while few streams are sending; a pause ends with the interval, and a loop that was busy
+for the whole interval does not pause at all.
 
-An event of a stream costs a read, a write and a share of a turn of the loop, most of which is the kernel's. Where many
-streams are fast, a turn per interval finds several events of a stream in one read, and sends them in one write.
+Each event of a stream costs a read, a write and a share of a turn of the loop, most of it in the kernel. When many
+streams are fast, one turn per interval finds several events of a stream in one read, and sends them in one write.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections.abc import Callable
 from typing import Final
 
 MANY: Final = 8
-"""Streams that have something within an interval. Fewer are faster without a pause, which costs two or three events."""
+"""Streams active within one interval from which on the loop pauses. Fewer are faster without a pause, which costs as
+much as two or three events."""
 
 
 class Moderator:
-    """Slows the event loop down to a turn per interval while at least `MANY` streams have something in each."""
+    """Slows the event loop down to one turn per interval while at least `MANY` streams are active in each."""
 
     def __init__(
         self,
@@ -38,11 +39,11 @@ class Moderator:
         self._streams = 0
         self._is_due = False
         self.interval = 0
-        """Number of the current one: a stream counts once in each."""
+        """Number of the current interval; a stream counts once in each."""
         self.pauses = 0
 
     def count(self) -> None:
-        """Another stream has sent something in this interval."""
+        """Count a stream that has sent something in this interval."""
         self._streams += 1
         if self._streams < MANY or self._is_due:
             return
@@ -54,7 +55,7 @@ class Moderator:
             self._begin(now)
 
     def _pause(self) -> None:
-        """The loop has written what this turn had to write, and reads when the interval is over."""
+        """Sleep until the interval is over; runs after this turn's writes and before the next poll."""
         self._is_due = False
         now = self._now()
         left_s = self._begun + self._interval_s - now

@@ -1,10 +1,10 @@
-"""Kept-alive connections to one replica, last in first out.
+"""Pool of keep-alive connections to one replica, last in first out.
 
 Owns: connecting (with its deadline), reuse, expiry. Must not know: requests.
-Invariant: a connection is idle in the pool, or in one caller's hands, or closed; connecting tasks belong to the pool
-and end with it.
+Invariant: a connection is idle in the pool, in use by one caller, or closed; connecting tasks belong to the pool and
+end with it.
 
-LIFO keeps the working set small: after a burst the surplus connections go cold and expire instead of being rotated.
+LIFO keeps the working set small: after a burst, surplus connections stay unused and expire instead of being rotated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from argosy_router.http.tls import ClientTls
 
 
 class Waiter(Protocol):
-    """Whoever asked for a connection. Exactly one of the two is called, perhaps before `acquire` returns."""
+    """Callbacks of a caller of `acquire`. Exactly one of the two is called, perhaps before `acquire` returns."""
 
     def on_connected(self, connection: ClientConnection) -> None: ...
 
@@ -32,7 +32,7 @@ class Waiter(Protocol):
 class ConnectionPool:
     """Connections to one `http://host:port` or `https://host:port`.
 
-    `hostname` is what the replica is called where that differs from its address: on its certificate and in `Host`.
+    `hostname` is the replica's name in `Host` and on its certificate, where that differs from its address.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class ConnectionPool:
         self._wheel = wheel
         self._idle: list[ClientConnection] = []
         self._open_connections: set[ClientConnection] = set()
-        """Idle or carrying a request; those of `connect` are not among them."""
+        """Idle or carrying a request; connections from `connect` are not included."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     def acquire(self, waiter: Waiter, *, fresh: bool = False) -> None:
-        """Hands `waiter` an idle connection at once, or a new one later (always a new one if `fresh`)."""
+        """Give `waiter` an idle connection at once, or a new one later (always a new one if `fresh`)."""
         while self._idle and not fresh:
             connection = self._idle.pop()
             if not connection.is_closed:
@@ -65,16 +65,16 @@ class ConnectionPool:
         task.add_done_callback(lambda task: self._on_task_done(task, waiter))
 
     def _on_task_done(self, task: asyncio.Task[None], waiter: Waiter) -> None:
-        """Here and not in the task: one that is cancelled before it began never runs."""
+        """Fail a cancelled task's waiter. The task cannot do so itself: cancelled before it began, it never runs."""
         self._tasks.discard(task)
         if task.cancelled():
             waiter.on_connect_failed(ConnectFailed("replica was removed"))
 
     async def connect(self, on_idle: Callable[[ClientConnection], None] | None = None) -> ClientConnection:
-        """A new connection of the caller's own, which never enters the pool.
+        """Open a connection that belongs to the caller and never enters the pool.
 
         Args:
-            on_idle: gets it when a response has ended and it may carry another; without it it closes then.
+            on_idle: receives the connection when a response has ended and it can be reused; by default it closes then.
 
         Raises:
             ConnectFailed: refused, unreachable, or slower than the connect deadline.
@@ -97,12 +97,12 @@ class ConnectionPool:
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
             raise ConnectFailed(f"connect failed: {error.strerror or error}", refused=refused) from None
-        except ValueError as error:  # a host name that cannot be one (UnicodeError), for DNS or for TLS
+        except ValueError as error:  # an invalid host name (UnicodeError), for DNS or for TLS
             raise ConnectFailed(f"connect failed: {error}") from None
         return connection
 
     def release(self, connection: ClientConnection) -> None:
-        """Takes back a connection between two requests."""
+        """Return a connection to the pool between two requests."""
         if self._is_closed or len(self._idle) >= self._limits.max_idle_connections:
             connection.abort()
             return
@@ -110,12 +110,12 @@ class ConnectionPool:
         connection.expire_after(self._limits.keep_alive_s)
 
     def give_up(self, error: UpstreamError, *, even_begun: bool) -> None:
-        """Fails the requests under way; with `even_begun` also those whose response has begun."""
+        """Fail the requests under way; with `even_begun` also those whose response has begun."""
         for connection in list(self._open_connections):
             connection.give_up(error, even_begun=even_begun)
 
     def close(self) -> None:
-        """Closes what is idle or connecting; connections in use finish and close then."""
+        """Close idle and connecting connections; connections in use finish their request and close then."""
         self._is_closed = True
         for task in list(self._tasks):
             task.cancel()
@@ -143,7 +143,7 @@ class ConnectionPool:
 
 
 def split_url(url: str) -> tuple[bool, str, int]:
-    """Whether it is TLS, host and port of a replica's `http://host:port` or `https://host:port`.
+    """Split a replica's `http://host:port` or `https://host:port` into (is TLS, host, port).
 
     Raises:
         ValueError: another scheme, a path, credentials, or no host.

@@ -1,9 +1,9 @@
-"""Requests out of the bytes of one connection.
+"""Parser of the requests on one connection.
 
-Owns: framing: where a request ends, and the bounds of its parts.
-Must not know: deadlines, answers, what a request asks for.
-Invariants: after a failure nothing more is read; body bytes are in the server's room from their arrival until `release`
-or `close`.
+Owns: framing: where a request ends, and the limits on its parts.
+Must not know: deadlines, responses, what a request asks for.
+Invariants: nothing is parsed after a failure; body bytes count in the server's `BodyRoom` from their arrival until
+`release` or `close`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _METHODS: Final = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATC
 
 
 class Phase(Enum):
-    """Where the bytes read so far end."""
+    """Where in the message the bytes read so far end."""
 
     IDLE = "between requests"
     HEAD = "in a request's head"
@@ -37,7 +37,7 @@ class Phase(Enum):
 
 
 class RequestReader:
-    """Feeds llhttp; whole requests queue in `ready`, and what stops the reading is in `failure`."""
+    """Feeds llhttp. Complete requests are queued in `ready`; the error that stopped parsing is in `failure`."""
 
     def __init__(self, limits: ServerLimits, room: BodyRoom, on_head: Callable[[Request], bool]) -> None:
         """`on_head` is `Application.on_head`."""
@@ -61,14 +61,14 @@ class RequestReader:
         self._body: bytes | bytearray = b""
         self._max_body_bytes = 0
         self.is_body_read = False
-        """Whether somebody will look at the body of the request on its way."""
+        """Whether the application will use the body of the request being read."""
         self.body_bytes = 0
-        """Of the request on its way."""
+        """Body bytes received of the request being read."""
         self.incoming: Request | None = None
-        """The request on its way, once its head is whole and in order."""
+        """The request being read, once its head is complete and valid."""
 
     def feed(self, data: bytes) -> None:
-        """Reads on."""
+        """Parse more bytes."""
         self._wire_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -80,19 +80,19 @@ class RequestReader:
             self.failure = self._wire_failure()
 
     def release(self, request: Request) -> None:
-        """The request has its answer: its body makes room."""
+        """Give back the room of an answered request's body."""
         self._taken -= request.body_bytes
         self._room.give_back(request.body_bytes)
 
     def close(self) -> None:
-        """The connection is gone, with all that came over it."""
+        """Discard everything received; the connection is gone."""
         self._room.give_back(self._taken)
         self._taken = 0
         self.ready.clear()
         self._reset()
 
     def _wire_failure(self) -> ApiError | None:
-        """Bytes that no callback has counted: an endless header line, chunk extensions, trailers."""
+        """Check bytes that no callback counts: an endless header line, chunk extensions, trailers."""
         limits = self._limits
         if self.phase is Phase.HEAD and self._wire_bytes > limits.max_header_bytes:
             return HeadersTooLarge("request headers are too large")
@@ -104,7 +104,7 @@ class RequestReader:
         self.failure = error
         raise ValueError("refused")  # stops llhttp: nothing after this byte is trusted
 
-    # what llhttp calls
+    # llhttp's callbacks
 
     def on_message_begin(self) -> None:
         self._reset()
@@ -154,7 +154,7 @@ class RequestReader:
         self.phase = Phase.BODY
 
     def _check_framing(self, *, is_http10: bool) -> int:
-        """Header rules llhttp leaves to us. Returns the length that the body declares, zero without one."""
+        """Check the header rules that llhttp does not. Returns the declared content length, or zero."""
         hosts = lengths = codings = length = 0
         self.wants_continue = False
         for name, value in self._headers:
@@ -194,7 +194,7 @@ class RequestReader:
         self._taken += len(data)
         self.body_bytes += len(data)
         if not self._body:
-            self._body = data  # nearly always the whole of it
+            self._body = data  # nearly always the whole body
             return
         if isinstance(self._body, bytes):
             self._body = bytearray(self._body)

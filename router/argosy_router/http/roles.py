@@ -1,6 +1,6 @@
-"""The interfaces between a server, its application, and what answers one request.
+"""Interfaces between a server, its application, and whatever answers one request.
 
-Owns: what they ask of each other. Must not know: any of them.
+Must not know: any implementation of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from argosy_router.http.messages import Request
 
 
 class ClientListener(Protocol):
-    """What answers a request, and hears about its client."""
+    """Receiver of a client's events while it answers the client's request."""
 
     def on_client_lost(self) -> None: ...
 
@@ -22,7 +22,7 @@ class ClientListener(Protocol):
 
 
 class Client(Protocol):
-    """The client of a request, as its answer's author sees it (`server.ServerConnection` says what each call does)."""
+    """The client of a request, as seen by whatever answers it (`server.ServerConnection` documents each call)."""
 
     def attach(self, exchange: ClientListener) -> None: ...
 
@@ -38,10 +38,10 @@ class Client(Protocol):
 
 
 class Application(Protocol):
-    """What answers the requests of a server."""
+    """Answers the requests of a server."""
 
     def on_head(self, request: Request) -> bool:
-        """Take note of a request's head; return whether its body will be used. A body that will not be must be small.
+        """Check a request's head; return whether its body will be used. A body that will not be used must be small.
 
         Raises:
             ApiError: the request is refused before its body is read, and the connection closed.
@@ -53,7 +53,7 @@ class Application(Protocol):
         ...
 
     def on_refused(self, error: ApiError, request: Request | None) -> bytes:
-        """Take note of a request that is refused before `on_request`; perhaps not even its head could be parsed.
+        """Note a request that is refused before `on_request`; `request` is None if not even its head was valid.
 
         Returns:
             Header lines of the refusal.

@@ -1,19 +1,20 @@
-"""How many clients may be connected, and who gives way when one more comes.
+"""Connection limit: how many clients may be connected, and which connection closes to admit a new one.
 
-Owns: the count, and the order of those that are between two requests or have yet to send a request's head. Must not
-know: what is said on a connection.
-Invariants: a newcomer is turned away only while all others have sent a request that is read or answered; none of those
-is ever cut for it. Of those turned away at most `MAX_SURPLUS` are there to hear it.
+Owns: the count, and the order of connections that are idle between two requests or silent (no whole request head yet).
+Must not know: what is said on a connection.
+Invariants: a new connection is refused only while all others have a request that is being read or answered; none of
+those is closed for it. At most `MAX_SURPLUS` refused connections stay open to be told so.
 
-Descriptors are the scarce good: each request takes two, the client's connection and the replica's, so the default is
-half of what the process may open (HAProxy's rule). Like nginx, the router closes kept connections that idle before it
-refuses new ones: their clients open another one, as they must when a keep-alive timeout meets their next request.
+File descriptors are the scarce resource: each request takes two, the client's connection and the replica's, so the
+default is half of what the process may open (HAProxy's rule). Like nginx, the router closes idle keep-alive connections
+before it refuses new ones: their clients open another one, as they must when a keep-alive timeout races with their
+next request.
 
-A connection without a whole head is silent: nobody knows yet whether a key stands behind it. Whoever opens as many as
-there are seats would keep all others out, so silent connections give way: those that have had `GRACE_S` first, then
-those that idle, then the rest, oldest first each. One address (`AddressGroups`) has at most `silent_per_address` that
-have had their time, so that one machine cannot push out another's; behind a proxy that many clients share, it is none
-(`--trusted-proxy`).
+On a silent connection the client has shown no key yet. An attacker who opens as many as the limit would keep everybody
+else out, so silent connections are closed to admit others: first those silent for `GRACE_S`, then idle connections,
+then the remaining silent ones, oldest first each. One address (`AddressGroups`) may have at most `silent_per_address`
+connections that are silent for longer than `GRACE_S`, so that one machine cannot displace another's. Addresses of
+proxies, which many clients share (`--trusted-proxy`), are exempt.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import Protocol
 
 MAX_SURPLUS = 256
-"""Connections that are being told that they are too many; a further one is reset."""
+"""Connections over the limit that are open to be refused with a response; a further one is reset."""
 SPARE_DESCRIPTORS = 512
-"""For those, for telemetry, the admin port and files."""
+"""Reserved for surplus connections, telemetry, the admin port and files."""
 MAX_DEFAULT = 16384
-"""An event loop is busy with far fewer requests; what idles costs some 3 KB each."""
+"""Far fewer requests saturate an event loop; an idle connection costs some 3 KB."""
 MIN_DEFAULT = 64
 GRACE_S = 1.0
-"""Within it a client that means to ask has sent a head, over any network, also where it opens hundreds of connections
+"""An honest client sends a request head within this time, over any network, even when it opens hundreds of connections
 at once."""
 SHARE_PER_ADDRESS = 8
-"""One address has one part of so many of the seats for silent connections, where nothing else is said."""
+"""By default one address may have 1/8 of the connection limit as silent connections."""
 MIN_PER_ADDRESS = 8
 MAX_KNOWN_ADDRESSES = 4096
 
@@ -44,7 +45,7 @@ Network = IPv4Network | IPv6Network
 
 
 class Seated(Protocol):
-    """A connection, as seats know it."""
+    """A connection, as far as the limit looks at it."""
 
     @property
     def address(self) -> str:
@@ -52,35 +53,35 @@ class Seated(Protocol):
         ...
 
     def give_way(self) -> bool:
-        """Closes it, if that harms nobody. Returns whether it did."""
+        """Close the connection if that interrupts no request. Returns whether it was closed."""
         ...
 
 
 def open_files_limit() -> int:
-    """Descriptors that this process may open."""
+    """File descriptors that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2 * MAX_DEFAULT + SPARE_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def default_connections(open_files: int) -> int:
-    """How many clients may be connected where nobody says it."""
+    """Default connection limit for a process that may open `open_files` descriptors."""
     return max(MIN_DEFAULT, min(MAX_DEFAULT, (open_files - SPARE_DESCRIPTORS) // 2))
 
 
 class AddressGroups:
-    """Which addresses count as one client's. `trusted` are the networks of proxies, which many clients share."""
+    """Groups addresses that count as one client. `trusted` are the networks of proxies, which many clients share."""
 
     def __init__(self, trusted: Sequence[Network] = ()) -> None:
         self._trusted = trusted
         self.of = lru_cache(MAX_KNOWN_ADDRESSES)(self._of)
-        """The group of a peer's address, empty for none: an IPv4 address, or the /64 network of an IPv6 one, which is
-        what one machine gets."""
+        """The group of a peer's address: the address itself for IPv4, its /64 network for IPv6, as one machine gets a
+        /64; empty for a trusted proxy or a peer without an IP address."""
 
     def _of(self, host: str) -> str:
         try:
             address = ip_address(host.partition("%")[0])
         except ValueError:
-            return ""  # not a network's
+            return ""  # not an IP address, such as a Unix socket's
         if address.version == 6:
             address = address.ipv4_mapped or address
         if any(address.version == network.version and address in network for network in self._trusted):
@@ -91,25 +92,25 @@ class AddressGroups:
 
 
 class Seats:
-    """The places of one server. Times are those of one monotonic clock."""
+    """The connection limit of one server; each admitted connection has a seat. All times are of one monotonic clock."""
 
     def __init__(self, limit: int, silent_per_address: int = 0) -> None:
-        """Zero for `silent_per_address` makes it a share of `limit`."""
+        """`silent_per_address` of zero stands for a share of `limit`."""
         self._limit = limit
         self._silent_per_address = silent_per_address or max(MIN_PER_ADDRESS, limit // SHARE_PER_ADDRESS)
         self._taken = 0
         self._surplus = 0
         self.refused = 0
-        """Connections without a seat so far."""
+        """Connections refused so far."""
         self.idle: dict[Seated, None] = {}
-        """Kept connections between two requests; the one that has been for longest comes first."""
+        """Keep-alive connections between two requests, the longest idle first."""
         self._silent: dict[Seated, float] = {}
-        """Connections without a whole head, since when; the oldest comes first."""
+        """Silent connection -> since when, oldest first."""
         self._by_address: dict[str, dict[Seated, None]] = {}
-        """Of them, those of each address."""
+        """Address group -> its silent connections, oldest first."""
 
     def take(self, now: float) -> bool:
-        """A connection has come; `leave` must follow. Returns whether there is a seat for it."""
+        """Count a new connection, which must `leave` when it ends. Returns whether it is admitted."""
         if self._taken < self._limit or self._one_gives_way(now):
             self._taken += 1
             return True
@@ -119,11 +120,11 @@ class Seats:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether too many stand to be told so."""
+        """Whether more than `MAX_SURPLUS` connections over the limit are open."""
         return self._surplus > MAX_SURPLUS
 
     def fell_silent(self, connection: Seated, now: float) -> None:
-        """A seated connection has to send a head."""
+        """Note that an admitted connection still has to send a request head."""
         self._silent[connection] = now
         address = connection.address
         if not address:
@@ -137,7 +138,7 @@ class Seats:
             self._give_way(oldest)
 
     def spoke(self, connection: Seated) -> None:
-        """A silent connection has sent its head, or ends."""
+        """Note that a silent connection has sent its head, or ends."""
         if self._silent.pop(connection, None) is None:
             return
         address = connection.address
@@ -146,7 +147,7 @@ class Seats:
             del self._by_address[address]
 
     def leave(self, connection: Seated, *, is_seated: bool) -> None:
-        """The connection has ended."""
+        """Note that a connection has ended."""
         self.idle.pop(connection, None)
         self.spoke(connection)
         if is_seated:
@@ -158,7 +159,7 @@ class Seats:
         return self._a_silent_one(now - GRACE_S) or self._an_idle_one() or self._a_silent_one(now)
 
     def _a_silent_one(self, since: float) -> bool:
-        """The oldest one, if it has been silent for so long."""
+        """Close the oldest silent connection if it has been silent since `since` or before."""
         while self._silent:
             oldest = next(iter(self._silent))
             if self._silent[oldest] > since:

@@ -1,10 +1,10 @@
-"""The client-facing side of a connection: whose turn it is, deadlines, and how answers are written.
+"""Server side of a client connection: request order, deadlines and response writing.
 
 Owns: one accepted connection from its first byte to its close.
-Must not know: routes, keys, replicas: it hands requests to an `Application` and tells the `ClientListener` that answers
-when the client leaves or falls behind.
-Invariants: requests are answered one at a time and in order; a client that leaves is noticed at once, whatever it has
-sent ahead; one that does not read its answers gets no further ones, and is not read from either.
+Must not know: routes, keys, replicas. It hands requests to an `Application`, and tells the `ClientListener` that
+answers one when the client disconnects or reads too slowly.
+Invariants: requests are answered one at a time and in order; a disconnect is noticed at once, whatever the client has
+pipelined; while a client does not read its responses, the server starts no further one and stops reading from it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from argosy_router.http.roles import Application, ClientListener
 from argosy_router.http.seats import AddressGroups, Seats
 
 REQUESTS_PER_TURN = 16
-"""Answered at once on one connection in one turn of the loop, some 50 us each; others come before further ones that a
-client has sent ahead."""
+"""Requests answered on one connection per turn of the event loop (some 50 us each). Further pipelined requests wait
+until other connections have had their turn."""
 
 
 class ServerState:
-    """What the connections of one server share."""
+    """State shared by all connections of one server."""
 
     def __init__(self, application: Application, limits: ServerLimits, wheel: TimerWheel) -> None:
         self.application = application
@@ -42,21 +42,21 @@ class ServerState:
         self.moderator = Moderator(limits.stream_moderation_us * 1e-6)
         self.connections: set[ServerConnection] = set()
         self.is_draining = False
-        """Whether answers tell clients to take their next request elsewhere."""
+        """Whether responses carry `connection: close`, so that clients send their next request elsewhere."""
         self._changed = asyncio.Event()
 
     def left(self, connection: ServerConnection) -> None:
-        """A connection has ended."""
+        """Forget a connection that has ended."""
         self.connections.discard(connection)
         self._changed.set()
 
     @property
     def busy(self) -> int:
-        """Requests being sent or answered."""
+        """Number of connections with a request being received or answered."""
         return sum(connection.is_busy for connection in self.connections)
 
     async def emptied(self) -> None:
-        """Returns when there is no connection."""
+        """Wait until no connection is left."""
         while self.connections:
             self._changed.clear()
             await self._changed.wait()
@@ -71,41 +71,43 @@ class ServerConnection(asyncio.Protocol):
         self._application = state.application
         self.reader = RequestReader(state.limits, state.room, state.application.on_head)
         self._deadline = Deadline(state.wheel, self._on_deadline)
-        """Of what the client has to send next, or for the connection's end."""
+        """Until the client must have sent what comes next, or until the connection must have closed."""
         self._stall = Deadline(state.wheel, self._on_stall)
-        """Of what the client has to read."""
+        """Until the client must have read from the full write buffer."""
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self.exchange: ClientListener | None = None
         self.request: Request | None = None
         """The request being answered."""
         self._held = bytearray()
-        """What arrived meanwhile."""
+        """Pipelined bytes, received while `request` was being answered."""
         self._awaited: Phase | None = None
-        """What the deadline is set for."""
+        """The phase that the deadline is armed for."""
         self._body_mark = 0
         self._is_turning = False
         self._is_write_paused = False
         self._is_read_paused = False
-        """Between two requests: until the client has read the answers before, or others have had their turn."""
+        """Whether reading pauses between two requests, until the client has read the earlier responses or other
+        connections have had their turn."""
         self._is_known = True
-        """Whether the last request was of somebody whom the application let in."""
+        """Whether the application authorized the last request (set its `grant`)."""
         self.is_deaf = False
-        """Whether what arrives is dropped: the client has sent too much ahead."""
+        """Whether input is discarded, because the client has pipelined more than `max_held_bytes`."""
         self._is_closing = False
         self._is_chunked = False
         self.is_seated = True
-        """Whether it is one of those that may be there."""
+        """Whether the connection limit admitted it."""
         self._has_sat = False
         self._end_handshake: Callable[[], None] | None = None
         self.is_made = False
         self.address = ""
-        """Of the client, as seats count it; empty where many clients share one."""
+        """The client's address group (`AddressGroups`); empty where many clients share an address."""
         self.is_silent = False
-        """Whether it has yet to send a whole head, or the body of a request that nobody had to be known for."""
+        """Whether the client still has to prove itself: it has not sent a whole request head, or not the body of a
+        request that needs no key."""
         self._idle = state.seats.idle
         self._moderator = state.moderator
         self._interval = -1
-        """The moderator's, in which something of a stream was last sent."""
+        """The moderator's interval in which a stream on this connection last sent something."""
 
     # asyncio.Protocol
 
@@ -131,7 +133,7 @@ class ServerConnection(asyncio.Protocol):
         self._state.left(self)
 
     def eof_received(self) -> None:
-        # A half-closed connection counts as gone: nobody can be told apart from a client that died.
+        # A half-closed connection counts as gone: it looks the same as one whose client has died.
         if self.exchange is not None:
             self._leave()
             self._transport.abort()
@@ -145,7 +147,7 @@ class ServerConnection(asyncio.Protocol):
         elif not self.is_deaf:
             self._held += data
             if len(self._held) > self._limits.max_held_bytes:
-                # Pausing instead would hide that the client leaves.
+                # Pausing reads instead would hide a disconnect.
                 self.is_deaf = True
                 self._held.clear()
 
@@ -162,14 +164,14 @@ class ServerConnection(asyncio.Protocol):
             self.exchange.on_client_resumed()
         self._go_on()
 
-    # its seat, and silence
+    # connection limit
 
     def sit(self, peer: object, end_handshake: Callable[[], None] | None = None) -> None:
-        """Takes a seat if there is one: when the connection is made, or before its handshake.
+        """Count the connection against the limit: when it is made, or before its TLS handshake.
 
         Args:
-            peer: the client's address, as sockets tell it.
-            end_handshake: ends the handshake, and with it the connection.
+            peer: the client's address as `getpeername` returns it.
+            end_handshake: aborts the handshake, and with it the connection.
         """
         state = self._state
         now = state.wheel.time()
@@ -181,7 +183,7 @@ class ServerConnection(asyncio.Protocol):
             self._fall_silent(now)
 
     def never_made(self) -> None:
-        """The handshake failed."""
+        """Give the seat back: the handshake failed, so `connection_lost` will never be called."""
         self._state.seats.leave(self, is_seated=self.is_seated)
 
     def _fall_silent(self, now: float) -> None:
@@ -193,10 +195,10 @@ class ServerConnection(asyncio.Protocol):
         self.is_silent = False
         self._state.seats.spoke(self)
 
-    # a connection too many, and one that makes room
+    # connections over the limit, and those closed to admit others
 
     def _turn_away(self) -> None:
-        """Refuses its request as soon as that is known: an answer to nothing would confuse clients."""
+        """Refuse the first request once its head has arrived; a response before any request would confuse clients."""
         if self._state.seats.is_crowded:
             self._transport.abort()
             return
@@ -204,15 +206,15 @@ class ServerConnection(asyncio.Protocol):
         self._deadline.set(self._limits.surplus_timeout_s)
 
     def _on_surplus_head(self, request: Request) -> bool:
-        """Probes and metrics get their answer all the same."""
+        """Refuse what needs a body, such as completions; answer probes and metrics all the same."""
         request.keep_alive = False
         if self._application.on_head(request):
             raise Unavailable("the router has as many connections as it may", retry_after_s=1.0)
         return False
 
     def give_way(self) -> bool:
-        """Closes a silent connection at once, and an idle one unless a client that was let in does not have all of the
-        last answer. Returns whether it did."""
+        """Close a silent connection at once, and an idle one unless its client is authorized and has not yet read all
+        of the last response. Return whether it was closed."""
         if self.is_silent:
             self.is_silent = False
             self._is_closing = True
@@ -232,10 +234,10 @@ class ServerConnection(asyncio.Protocol):
         self._transport.abort()
         return True
 
-    # turns
+    # request order
 
     def _turn(self) -> None:
-        """Hands over requests until one is left to be answered later."""
+        """Hand requests to the application until one is not answered at once or none is left."""
         if self._is_turning:
             return
         reader = self.reader
@@ -273,7 +275,7 @@ class ServerConnection(asyncio.Protocol):
             self._is_turning = False
 
     def _await_reader(self) -> None:
-        """Leaves what the client has sent ahead until it has read; `_stall` bounds how long that takes."""
+        """Leave pipelined requests until the client has read earlier responses; `_stall` bounds how long that takes."""
         self._pause_reading()
         self._yield_seat()
 
@@ -283,19 +285,19 @@ class ServerConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _go_on(self) -> None:
-        """With the requests for which reading was paused."""
+        """Resume reading, and answer the requests that waited for it."""
         if self._is_read_paused and not self._is_write_paused and not self._is_closing:
             self._is_read_paused = False
             self._transport.resume_reading()
             self._turn()
 
     def _yield_seat(self) -> None:
-        """Has a newcomer go before somebody unknown who does not read, or may not."""
+        """Let new connections displace this one, if its client is not authorized."""
         if not self._is_known:
             self._fall_silent(self._state.wheel.time())
 
     def _wait(self) -> None:
-        """Arms the deadline of what the client has to do next, once."""
+        """Arm the deadline of the phase the client is in, once per phase."""
         phase, limits = self.reader.phase, self._limits
         if phase is self._awaited:
             return
@@ -309,7 +311,7 @@ class ServerConnection(asyncio.Protocol):
             self._fall_silent(self._state.wheel.time())
             self._deadline.set(limits.header_timeout_s)
         else:
-            if not self.reader.is_body_read:  # any route that needs no key will do for it
+            if not self.reader.is_body_read:  # a route without authentication: anybody can get this far
                 self._fall_silent(self._state.wheel.time())
             elif self.is_silent:
                 self._speak()
@@ -337,8 +339,10 @@ class ServerConnection(asyncio.Protocol):
         return delivered >= self._limits.min_body_rate * self._limits.body_timeout_s
 
     def _reject(self, error: ApiError) -> None:
-        """Answers a request that cannot be trusted to end where we think, and closes without reading on."""
-        self._fall_silent(self._state.wheel.time())  # a newcomer has the seat before a refusal has been read
+        """Answer a request whose rest is not read, because it is malformed or refused at its head, and close."""
+        self._fall_silent(
+            self._state.wheel.time()
+        )  # a new connection need not wait until the refusal has been read
         request = self.reader.incoming
         lines, body = self._application.on_refused(error, request), error.body()
         self._transport.write(
@@ -353,7 +357,7 @@ class ServerConnection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Closes, but goes on discarding input for a moment: a reset would overtake the answer."""
+        """Close, but go on discarding input for a moment: a reset would overtake the response."""
         self._is_closing = True
         self._held.clear()
         if self._transport.can_write_eof():
@@ -378,22 +382,22 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def is_behind(self) -> bool:
-        """Whether the client reads too slowly."""
+        """Whether the client reads too slowly: the write buffer is full."""
         return self._is_write_paused
 
     @property
     def held_bytes(self) -> int:
-        """Sent ahead of the answer being written."""
+        """Pipelined bytes that wait for the current response."""
         return len(self._held)
 
     def attach(self, exchange: ClientListener) -> None:
-        """`exchange` answers the current request and hears about the client until it has."""
+        """Let `exchange` answer the current request; until it has, it is told about the client."""
         self.exchange = exchange
         if self._is_write_paused:
             exchange.on_client_paused()
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """The whole response. `headers` are rendered lines without length, connection and the empty line."""
+        """Write a whole response. `headers` are rendered lines without length, connection and the empty line."""
         request = self.request
         assert request is not None
         close = b"" if self._keeps_alive() else b"connection: close\r\n"
@@ -407,7 +411,7 @@ class ServerConnection(asyncio.Protocol):
         self._done()
 
     def start(self, status: int, headers: bytes, first: bytes) -> None:
-        """Begins a response of unknown length with its first bytes."""
+        """Start a response of unknown length with its first bytes."""
         request = self.request
         assert request is not None
         self._is_chunked = not request.is_http10
@@ -421,7 +425,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport.write(b"%b%bconnection: close\r\n\r\n%b" % (status_line(status), headers, first))
 
     def send(self, data: bytes) -> None:
-        """More bytes of a started response; `data` must not be empty."""
+        """Write more bytes of a started response; `data` must not be empty."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         moderator = self._moderator
         if self._interval != moderator.interval:
@@ -429,30 +433,30 @@ class ServerConnection(asyncio.Protocol):
             moderator.count()
 
     def finish(self) -> None:
-        """Ends a started response."""
+        """End a started response."""
         if self._is_chunked:
             self._transport.write(b"0\r\n\r\n")
         self._done()
 
     def abort(self) -> None:
-        """Cuts the connection: the only way left to say that a started response is incomplete."""
+        """Abort the connection: the only way left to signal that a started response is incomplete."""
         self.exchange = None
         self._is_closing = True
         self._transport.abort()
 
     def cut(self) -> None:
-        """Ends the connection and the exchange on it, as if the client had left."""
+        """Abort the connection and its exchange, as if the client had disconnected."""
         self._transport.abort()
         self._leave()
 
     def drain(self) -> None:
-        """Closes if nothing is under way."""
+        """Close the connection if no request is under way."""
         if not self.is_busy and not self._is_closing:
             self._close()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being sent or answered."""
+        """Whether a request is being received or answered."""
         return self.request is not None or self.reader.phase is not Phase.IDLE
 
     def _keeps_alive(self) -> bool:

@@ -1,7 +1,7 @@
 """Event boundaries of a server-sent event stream.
 
-Owns: cutting bytes after the last whole event. Must not know: what events contain; it never decodes or re-encodes.
-Invariant: what `feed` returned so far, plus `tail`, is exactly what was fed.
+Owns: splitting bytes after the last whole event. Must not know: what events contain; it never decodes or re-encodes.
+Invariant: what `feed` has returned so far, plus `tail`, is exactly what was fed.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import re
 from typing import Final
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
-"""A chunk with 20 logprobs for 128 choices stays below a tenth of it."""
+"""A chunk with 20 logprobs for 128 choices takes less than a tenth of it."""
 
 
 class EventTooLarge(Exception):
-    """An event exceeds `MAX_EVENT_BYTES`: not a stream we can hold back safely."""
+    """An unfinished event exceeds `MAX_EVENT_BYTES`, and buffering it further is not safe."""
 
 
 class EventCutter:
-    """Splits a byte stream into whole events and an unfinished tail. Each byte is looked at once."""
+    """Splits a byte stream into whole events and an unfinished tail, scanning each byte once."""
 
     __slots__ = ("_edge", "_parts", "_size")
 
@@ -26,7 +26,7 @@ class EventCutter:
         self._parts: list[bytes] = []
         self._size = 0
         self._edge = b""
-        """The tail's last bytes: a blank line may straddle two reads."""
+        """The tail's last bytes, because a blank line may be split between two reads."""
 
     @property
     def tail(self) -> bytes:
@@ -34,12 +34,12 @@ class EventCutter:
         return b"".join(self._parts)
 
     def feed(self, data: bytes) -> bytes:
-        """The whole events now available, untouched.
+        """Add bytes; return the whole events now available, unchanged.
 
         Raises:
             EventTooLarge: the unfinished event has grown too long.
         """
-        if not self._parts and data.endswith(b"\n\n"):  # nearly every read of nearly every engine
+        if not self._parts and data.endswith(b"\n\n"):  # true of nearly every read from nearly every engine
             return data
         edge = self._edge
         probe = edge + data
@@ -61,7 +61,7 @@ class EventCutter:
 
 
 def without_comments(events: bytes) -> bytes:
-    """Whole events, less those at the beginning that are nothing but comments and blank lines."""
+    """Drop leading comments and blank lines from whole events."""
     while events.startswith((b":", b"\n", b"\r")):
         line_end = _LINE_END.search(events)
         if line_end is None:
@@ -72,11 +72,11 @@ def without_comments(events: bytes) -> bytes:
 
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 _EDGE_BYTES = 2
-"""The longest blank line is three bytes."""
+"""One less than the longest separator, which is three bytes."""
 
 
 def _after_last_event(data: bytes) -> int:
-    """Offset just after the last blank line, or 0. Lines end in LF, CRLF or CR."""
+    """Offset right after the last blank line, or 0. Lines end in LF, CRLF or CR."""
     end = 0
     for blank in (b"\n\n", b"\n\r\n", b"\r\r"):
         found = data.rfind(blank)

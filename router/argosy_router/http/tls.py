@@ -1,8 +1,8 @@
-"""TLS on both sides: which certificates we show, and which we believe.
+"""TLS contexts for the listener and for connections to replicas, reloaded when their files change.
 
-Owns: SSL contexts, and their renewal when files change. Must not know: connections.
-Invariants: a file that cannot be used never replaces one that could; connections keep what they were made with, new
-ones get the latest; nothing older than TLS 1.2, nothing but HTTP/1.1.
+Owns: SSL contexts and their reload. Must not know: connections.
+Invariants: an unusable file never replaces a usable one; connections keep the context they were made with, new ones
+get the latest; nothing older than TLS 1.2, no ALPN protocol but HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""A renewed certificate is in use this soon; the old one is still good for days."""
+"""Interval between checks of the files. A renewed certificate has time: the old one is usually valid for days."""
 
 Stamp = tuple[tuple[int, int, int], ...]
 
 
 class ServerTls:
-    """The certificate of the OpenAI endpoint and, with `ca_certs`, whose clients may connect.
+    """The certificate of the OpenAI endpoint and, with `ca_certs`, the authorities that client certificates need.
 
     Raises:
-        OSError: a file cannot be read (ssl.SSLError: or is not what it should be).
+        OSError: a file cannot be read (ssl.SSLError: its content is invalid).
     """
 
     def __init__(self, certfile: Path, keyfile: Path | None = None, ca_certs: Path | None = None) -> None:
@@ -35,13 +35,13 @@ class ServerTls:
         self.files = [path for path in (certfile, keyfile, ca_certs) if path is not None]
         self._latest = self._load()
         self.context = self._load()
-        """For the listener. It hands every handshake over to the latest one."""
+        """Context for the listener. Its SNI callback switches every handshake to the latest context."""
         self.context.sni_callback = (
             self._use_latest
         )  # called for every handshake, with or without a server name
 
     def reload(self) -> None:
-        """Reads the files again.
+        """Read the files again.
 
         Raises:
             OSError: as the constructor; the last good ones stay in use.
@@ -59,18 +59,18 @@ class ServerTls:
         if self._ca_certs is not None:
             context.load_verify_locations(self._ca_certs)
             context.verify_mode = ssl.CERT_REQUIRED
-            # A resumed session skips the certificate, and so would outlive the authority that issued it.
+            # A resumed TLS session skips the client's certificate, and so would outlive trust in its authority.
             context.num_tickets = 0
             context.options |= ssl.OP_NO_TICKET
         return context
 
 
 class ClientTls:
-    """Whom to believe that it is the replica: the authorities in `ca_certs`, else the system's; anybody if not
-    `verifies`.
+    """How replicas' certificates are verified: by the authorities in `ca_certs`, else by the system's; not at all if
+    `verifies` is false.
 
     Raises:
-        OSError: the file cannot be read (ssl.SSLError: or holds no certificate).
+        OSError: the file cannot be read (ssl.SSLError: it holds no certificate).
     """
 
     def __init__(self, ca_certs: Path | None = None, *, verifies: bool = True) -> None:
@@ -81,13 +81,13 @@ class ClientTls:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For new connections. The system's authorities are read when first needed: they take a tenth of a second."""
+        """Context for new connections. The system's authorities are loaded on first use, which takes 0.1 s."""
         if self._context is None:
             self._context = self._load()
         return self._context
 
     def reload(self) -> None:
-        """Reads the file again.
+        """Read the file again.
 
         Raises:
             OSError: as the constructor; the last good one stays in use.
@@ -107,20 +107,22 @@ class ClientTls:
 
 
 def _refuse_password() -> str:
-    """Without this OpenSSL would ask on the terminal."""
+    """Password callback that fails; without one OpenSSL would prompt on the terminal."""
     raise ssl.SSLError("the private key is encrypted: give one without a password")
 
 
 async def watch(tls: ServerTls | ClientTls, poll_s: float = POLL_S) -> None:
-    """Reloads whenever a file changed, until cancelled. Mounted Secrets are replaced by renaming, cert-manager and
-    people write in place: a `stat` sees both."""
+    """Reload whenever a file has changed, until cancelled.
+
+    Polls with `stat`, which sees both files replaced by a rename (mounted Secrets) and files written in place.
+    """
     seen = reported = _stamp(tls.files)
     while tls.files:
         await asyncio.sleep(poll_s)
         stamp = _stamp(tls.files)
         if stamp == seen:
             continue
-        try:  # at each poll until it works: files may be half-written, or key and certificate not match yet
+        try:  # repeated at each poll until it works: files may be half-written, or key and certificate not match yet
             tls.reload()
         except OSError as error:
             if stamp != reported:

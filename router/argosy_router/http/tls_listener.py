@@ -1,9 +1,9 @@
-"""Accepting TLS connections, each of which has its seat before its handshake.
+"""TLS listener that applies the connection limit before the handshake.
 
-Owns: listening sockets, and connections from their acceptance to the end of their handshakes. Must not know: HTTP.
-Invariants: connections that never finish a handshake are bounded, and give way, as those that never send a request do
-(the event loop's own server tells of a connection only after its handshake, and has no bound); a process without
-descriptors left pauses, and goes on.
+Owns: listening sockets, and connections from `accept` to the end of their handshakes. Must not know: HTTP.
+Invariants: connections that never finish their handshake are bounded and displaced like those that never send a request
+(the event loop's own server reports a connection only after its handshake, and has no bound); a process that is out of
+descriptors pauses accepting and then resumes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from argosy_router.http.server import ServerConnection, ServerState
 log = logging.getLogger(__name__)
 
 ACCEPTS_PER_TURN = 64
-"""Connections taken in one turn of the loop; an accept takes some 10 us."""
+"""Connections accepted per turn of the event loop; an accept takes some 10 us."""
 PAUSE_S = 0.5
-"""Without descriptors, until the next try: as good as any, since other connections must end first."""
+"""Until the next try when descriptors ran out. The exact value matters little: other connections must end first."""
 
 
 class TlsListener:
@@ -31,10 +31,10 @@ class TlsListener:
     def __init__(
         self, state: ServerState, context: Callable[[], ssl.SSLContext], host: str, port: int, backlog: int
     ) -> None:
-        """`context` gives that of new connections.
+        """`context` returns the SSL context for a new connection.
 
         Raises:
-            CannotListen: an address is taken or not of this machine.
+            CannotListen: an address is in use or does not belong to this machine.
         """
         self._state = state
         self._context = context
@@ -46,7 +46,7 @@ class TlsListener:
             self._resume(listening)
 
     def close(self) -> None:
-        """Stops listening; handshakes go on."""
+        """Stop listening; handshakes go on."""
         for pause in self._pauses.values():
             pause.cancel()
         for listening in self.sockets:
@@ -55,7 +55,7 @@ class TlsListener:
                 listening.close()
 
     async def cut(self) -> None:
-        """Ends all handshakes."""
+        """Cancel all handshakes."""
         handshakes = list(self._handshakes)
         for handshake in handshakes:
             handshake.cancel()
@@ -96,7 +96,7 @@ class TlsHandshake:
         self.task.add_done_callback(self._ended)
 
     def end(self) -> None:
-        """Ends it, and the connection."""
+        """Cancel the handshake, and with it the connection."""
         self.task.cancel()
 
     async def _shake_hands(self, context: ssl.SSLContext) -> None:
@@ -109,11 +109,11 @@ class TlsHandshake:
                     ssl_handshake_timeout=self._limits.tls_handshake_timeout_s,
                     ssl_shutdown_timeout=self._limits.linger_s,
                 )
-        except OSError as error:  # what the ssl module raises, too, and a handshake that takes too long
+        except OSError as error:  # includes ssl.SSLError and the handshake timeout
             log.debug("TLS handshake failed: %s", error)
 
     def _ended(self, _: asyncio.Task[None]) -> None:
-        """In whatever way, perhaps cancelled before it began."""
+        """Clean up after a handshake that failed or was cancelled, perhaps before it began."""
         if not self._connection.is_made:
             self._connection.never_made()
             self._socket.close()
