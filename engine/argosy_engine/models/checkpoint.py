@@ -1,4 +1,4 @@
-"""Which files a checkpoint consists of. No torch; no file but the index is opened."""
+"""Lists the files of a checkpoint. Opens only the index, and does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from argosy_engine.models.config import read_json
 
 
 def checkpoint_shards(path: Path) -> dict[Path, set[str] | None]:
-    """Safetensors file -> the tensors that the index seeks in it; None where there is no index: all that it has.
+    """Return the checkpoint's safetensors files, each with the tensors that the index lists for it.
+
+    Without an index there is one file, and None in place of the names: all its tensors count.
 
     Raises:
         ConfigError: there is no checkpoint in directory `path`, or its index is malformed.
@@ -26,7 +28,7 @@ def checkpoint_shards(path: Path) -> dict[Path, set[str] | None]:
         raise ConfigError(f"{index} has no weight_map")
     shards: dict[Path, set[str]] = {}
     for tensor, name in weight_map.items():
-        # A shard is a file beside its index; anything else would read outside of the checkpoint.
+        # A shard is a file next to its index; anything else could read outside the checkpoint.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(f"{index} names {name!r}; shards are .safetensors files in its own folder")
         shards.setdefault(path / name, set()).add(tensor)

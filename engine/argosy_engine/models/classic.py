@@ -1,4 +1,4 @@
-"""Blocks of the transformers before Llama: LayerNorm with bias, multi-head attention without rotary embedding."""
+"""Layers of pre-Llama transformers: LayerNorm with bias, multi-head attention without rotary embedding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""transformers' names"""
+"""Activation functions by the names that transformers' configs use."""
 
 
 class LayerNorm:
@@ -36,11 +36,11 @@ class LayerNorm:
 
 
 class MultiHeadAttention:
-    """Positions are in the input, so nothing happens to q and k between their projection and the cache.
+    """Multi-head attention for models whose input carries the positions: q and k are not rotated.
 
     Args:
-        qkv: [T, hidden_size] -> q, k and v side by side.
-        weights: the source of both projections, for its dtype and device.
+        qkv: projection of [T, hidden_size] to concatenated q, k and v.
+        weights: source of both projections, read here for its dtype and device.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MultiHeadAttention:
         self._heads = (3, num_heads, head_dim)
 
     def __call__(self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """x [T, hidden_size] -> the same shape."""
+        """Attend from x [T, hidden_size]; the output has the same shape."""
         qkv = self.qkv(x)
         if self.native is not None and self.native.serves(kv_cache):
             return self.output(self.native(qkv, kv_cache, meta))

@@ -1,7 +1,7 @@
-"""ModelConfig: what a checkpoint's config.json says about the computation. No torch, no transformers.
+"""ModelConfig: the parts of a checkpoint's config.json that determine the computation.
 
-`ModelConfig` holds what every part of the worker reads, whatever the family; a family's own config adds what only its
-model reads. `config_file` reads it from a checkpoint.
+`ModelConfig` holds what the worker reads for every model family; a family's subclass adds what only its model reads.
+`config_file` reads it from a checkpoint. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from argosy_engine.errors import ConfigError
 MAX_CONFIG_BYTES = 16 << 20
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
-"""A dimension. The bound is far above any model and keeps products of two of them within 64 bits."""
+"""A dimension. The bound is far above any real model and keeps the product of two dimensions within 64 bits."""
 LayerCount = Annotated[int, Meta(ge=1, le=4096)]
 Positive = Annotated[float, Meta(gt=0.0, le=1e12)]
 RawConfig = Mapping[str, Any]
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
-    """A decoder-only transformer, seen from the worker."""
+    """A decoder-only transformer as the worker sees it."""
 
     refused_dtypes: ClassVar[Mapping[str, str]] = {}
-    """dtype -> why the family cannot run in it"""
+    """Maps dtypes that the family cannot run in to the reason."""
 
     architecture: str
     vocab_size: Size
@@ -39,29 +39,29 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     num_key_value_heads: Annotated[int, Meta(ge=1, le=4096)]
     head_dim: Annotated[int, Meta(ge=1, le=4096)]
     max_position_embeddings: Size
-    """tokens of the longest sequence, RoPE scaling included"""
+    """Tokens of the longest sequence, RoPE scaling included."""
     tie_word_embeddings: bool
     dtype: Literal["float32", "bfloat16", "float16"]
-    """of the checkpoint"""
+    """The checkpoint's dtype."""
     eos_token_ids: tuple[int, ...]
     sliding_windows: tuple[Size | None, ...]
-    """per layer: a token attends to that many tokens, itself included; None: to all before it"""
+    """Per layer, the number of tokens that a token attends to, itself included; None: all tokens before it."""
     is_matryoshka: bool = False
-    """Whether leading elements of its vectors are vectors, too (Matryoshka, arXiv 2205.13147). vLLM's
-    name; Hugging Face has none."""
+    """Whether the leading elements of the model's embeddings are usable embeddings (Matryoshka, arXiv 2205.13147). The
+    name is vLLM's; Hugging Face has none."""
     matryoshka_dimensions: Annotated[tuple[Size, ...], Meta(max_length=256)] = ()
-    """How many elements it was trained to keep; empty: any number, if `is_matryoshka`."""
+    """Embedding lengths that the model was trained for; empty: any length, if `is_matryoshka`."""
 
     @property
     def pooled_size(self) -> int:
-        """Elements of the model's last hidden state."""
+        """Number of elements of the model's last hidden state."""
         return self.hidden_size
 
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
-        """The family's reading of config.json: every field but `architecture`, `dtype` and `eos_token_ids`.
+        """Map config.json to this family's fields, without those that `config_file` fills in for every family.
 
-        Values are checked against the fields' types and bounds afterwards.
+        `of` checks the values against the fields' types and bounds.
 
         Raises:
             ConfigError: the config asks for something the model does not compute.
@@ -70,9 +70,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
-        """
+        """Build the config and check it.
+
         Raises:
-            ConfigError: a field is missing, of another type or out of bounds, or fields contradict each other.
+            ConfigError: a field is missing, of the wrong type or out of bounds, or fields contradict each other.
         """
         try:
             config = msgspec.convert(fields, cls)
@@ -91,10 +92,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a small JSON object.
+    """Read a JSON object of at most `MAX_CONFIG_BYTES`.
 
     Raises:
-        ConfigError: missing, too large, or not a JSON object.
+        ConfigError: the file is missing, too large, or not a JSON object.
     """
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
@@ -108,10 +109,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def layer_count(raw: RawConfig, name: str = "num_hidden_layers") -> int:
-    """The number of layers, checked before anything per layer is made.
+    """Return the number of layers, checked before anything is allocated per layer.
 
     Raises:
-        ConfigError: missing, not an integer, or out of bounds.
+        ConfigError: the number is missing, not an integer, or out of bounds.
     """
     try:
         return msgspec.convert(raw.get(name), LayerCount)
@@ -120,10 +121,10 @@ def layer_count(raw: RawConfig, name: str = "num_hidden_layers") -> int:
 
 
 def sliding_windows_of(raw: RawConfig, window: Any, default: list[str]) -> tuple[Any, ...]:
-    """Per layer the window, from `layer_types` or, where a config has none, from the family's `default`.
+    """Return each layer's window, from the config's `layer_types` or else the family's `default`.
 
     Raises:
-        ConfigError: a layer type other than full or sliding attention, or sliding without a window.
+        ConfigError: a layer type is neither full nor sliding attention, or is sliding without a window.
     """
     windows = []
     for kind in raw.get("layer_types") or default:

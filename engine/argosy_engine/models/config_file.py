@@ -1,6 +1,6 @@
-"""Reading a checkpoint's config.json into the config of its family.
+"""Reads a checkpoint's config.json into its family's config class.
 
-A config is data: one that names code to run (`auto_map`) is refused, and there is no switch for it.
+A config is data: configs that name code to run (`auto_map`) are always rejected.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Reads config.json and generation_config.json (for the EOS ids).
+    """Read config.json, and generation_config.json for the EOS ids.
 
     Raises:
-        ConfigError: an architecture, dtype, quantisation or option that is not supported; malformed values.
+        ConfigError: the architecture, dtype, quantisation or an option is not supported, or values are malformed.
     """
     file = path / "config.json"
     raw = read_json(file)
@@ -61,7 +61,7 @@ def _dtype(raw: RawConfig) -> str:
 
 
 def _eos_token_ids(raw: RawConfig, path: Path) -> tuple[int, ...]:
-    """End tokens of generation_config.json and config.json together."""
+    """Return the EOS ids of config.json and generation_config.json, in this order and without duplicates."""
     generation = path / "generation_config.json"
     values = [raw.get("eos_token_id")]
     if generation.is_file():

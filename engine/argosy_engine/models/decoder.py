@@ -1,7 +1,7 @@
-"""The decoder of Llama's shape: Llama, Mistral, Qwen2 and Qwen3 differ only by what their config says.
+"""Llama-style decoder, shared by Llama, Mistral, Qwen2 and Qwen3, which differ only in their configs.
 
-Input is a step's flattened batch of T tokens; the KV cache is written and read through the attention backend.
-Projections are fused (q, k, v; gate, up), so a layer costs four matrix products.
+The input is a step's flattened batch of T tokens; the attention backend writes and reads the KV cache. Projections are
+fused (q, k, v; gate, up), so a layer takes four matrix products.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.weights import Weights
 
 MLP = Callable[[torch.Tensor], torch.Tensor]
-"""[T, hidden_size] -> the same shape"""
+"""Maps [T, hidden_size] to the same shape."""
 MakeMLP = Callable[[Weights, str, int], MLP]
 Rotary = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of a step's positions, each [T, 1, head_dim]"""
+"""cos and sin of a step's positions, each [T, 1, head_dim]."""
 
 
 class GatedMLP:
@@ -41,9 +41,10 @@ class GatedMLP:
 
 
 class DecoderLayer:
-    """
+    """Attention and MLP, each after an RMSNorm.
+
     Args:
-        make_mlp: (weights, prefix, layer index) -> what follows the attention.
+        make_mlp: makes the MLP from (weights, prefix, layer index).
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class DecoderLayer:
         )
 
     def native_layer(self) -> NativeLayer | None:
-        """The layer for `NativeDecoder`; None if some part of it has no kernel."""
+        """Return the layer for `NativeDecoder`; None if some part of it has no kernel."""
         if self.native is None or not isinstance(self.mlp, GatedMLP):
             return None
         layer = NativeLayer(
@@ -106,10 +107,10 @@ class DecoderLayer:
         kv_cache: torch.Tensor,
         meta: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual [T, hidden_size], whose sum enters the layer -> the same of its output.
+        """Run the layer on x + residual, both [T, hidden_size]; return the output as such a pair.
 
-        The sum is left to the norm that follows, which reads it anyway. The residual is changed in place.
-        Without rotary the CPU kernels do the attention, and rotate by themselves.
+        The sum is left to the next norm, which reads both anyway. The residual is updated in place. If `rotary` is None,
+        the CPU kernels do the rotation and the attention.
         """
         if residual is None:
             residual, x = x, self.input_norm(x)
@@ -138,9 +139,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """
+    """Embedding, decoder layers, final norm and output head.
+
     Args:
-        weights: every tensor is taken exactly once.
+        weights: the constructor takes every tensor exactly once.
         max_positions: length of the rotary tables.
     """
 
@@ -180,9 +182,9 @@ class Decoder:
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
-        """Hidden states [T, hidden_size] of token_ids [T] at positions [T].
+        """Compute hidden states [T, hidden_size] of token_ids [T] at positions [T], before the final norm.
 
-        kv_cache: of each layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
+        kv_cache: one tensor per layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
         """
         x = F.embedding(token_ids, self.embedding)
         native = self.layers[0].native
@@ -196,9 +198,9 @@ class Decoder:
         return x if residual is None else residual.add_(x)
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm over hidden [R, hidden_size]."""
+        """Apply the final norm to hidden [R, hidden_size]."""
         return self.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocab_size] of the rows that are sampled; call it with those rows only."""
+        """Compute logits [R, vocab_size] of hidden [R, hidden_size]. Pass only the rows to sample."""
         return self.lm_head.logits(self.norm(hidden))

@@ -1,16 +1,20 @@
-"""Fingerprint of a model: equal where one replica may continue a stream that another one began.
+"""Model fingerprint. Replicas with equal fingerprints may continue each other's streams.
 
-A resumed stream depends on all that turns a request and the tokens so far into the next token and its text: weights,
-architecture, dtype, tokenizer, chat template, default sampling parameters, logits processors. No torch.
+It covers everything that turns a request and the tokens so far into the next token and its text: weights, architecture,
+dtype, tokenizer, chat template, default sampling parameters, logits processors. This module does not import torch.
 
-Weights are sampled, not read: windows of `SAMPLE_BYTES`, evenly spread over every tensor. What that promises:
+The weights are sampled rather than read in full: windows of `SAMPLE_BYTES` bytes, evenly spread over every tensor
+(`sample_offsets`). What this detects:
 
-- a change of any run of `stride` bytes of a tensor is always seen (`sample_offsets`; a tensor that fits into its
-  samples is read whole), and a finetune, which changes values all over the tensors it touches, practically always;
-- one changed byte between two windows is not seen. Vocabulary that was added shows in shapes and tokenizer.
+- a changed byte inside a window, always, and so any changed run longer than the gap between two windows. A tensor no
+  larger than its samples is read completely;
+- a finetune, practically always, because it changes values throughout the tensors it touches;
+- added vocabulary, because it changes tensor shapes and the tokenizer;
+- a single changed byte between two windows, never.
 
-The digest names tensors, not files: a download, a snapshot of symlinks in the hub's cache and the same weights cut into
-other shards agree. A digest that a source publishes (LFS, OCI) would see every byte, but a local copy has none to show.
+The digest covers tensors rather than files, so a plain download, a snapshot of symlinks in the Hugging Face cache, and
+the same weights split into other shards have the same fingerprint. A digest published with the checkpoint (LFS, OCI)
+would cover every byte, but local copies carry none.
 """
 
 from __future__ import annotations
@@ -25,20 +29,20 @@ from argosy_engine.models.checkpoint import checkpoint_shards
 from argosy_engine.models.headers import StoredTensor, read_header
 
 SAMPLE_BYTES = 4096
-"""A page: reading less costs a disk the same."""
+"""One page: reading less costs the disk as much."""
 MAX_SAMPLES = 4096
-"""16 MiB in all, or one sample of each tensor where there are more tensors (70 MiB for 18,000 tensors of experts):
-tenths of a second from a cold disk. The load that comes before has most of it in the page cache."""
+"""16 MiB in total, or one sample per tensor if there are more tensors (70 MiB for 18,000 expert tensors). That takes
+tenths of a second from a cold disk, and loading the model has usually put most of it into the page cache."""
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-"""Files beside the weights that decide about prompts, text and default parameters; hashed whole."""
+"""Files next to the weights that determine prompts, text and default parameters; hashed in full."""
 
 
 def fingerprint(path: Path, settings: Sequence[str], *, has_weights: bool) -> str:
-    """32 hexadecimal digits for the checkpoint in directory `path`.
+    """Return the fingerprint of the checkpoint in directory `path`, 32 hexadecimal digits.
 
     Args:
-        settings: what else decides about tokens: architecture, dtype, flags.
-        has_weights: False where weights are drawn at random; then their seed belongs to the settings.
+        settings: everything else that affects the tokens: architecture, dtype, flags.
+        has_weights: False if the weights are random; their seed must then be among the settings.
 
     Raises:
         ConfigError: there is no checkpoint, or it is malformed.
@@ -55,7 +59,7 @@ def fingerprint(path: Path, settings: Sequence[str], *, has_weights: bool) -> st
 
 
 def weights_digest(path: Path, max_samples: int = MAX_SAMPLES) -> bytes:
-    """SHA-256 over names, dtypes, shapes and samples of all tensors of the checkpoint in directory `path`.
+    """Return the SHA-256 of names, dtypes, shapes and samples of all tensors of the checkpoint in directory `path`.
 
     Raises:
         ConfigError: there is no checkpoint, or it is malformed.
@@ -80,7 +84,7 @@ def weights_digest(path: Path, max_samples: int = MAX_SAMPLES) -> bytes:
 def _sample(
     file: Path, data_start: int, tensors: Mapping[str, StoredTensor], num_samples: int
 ) -> dict[str, bytes]:
-    """Digest of each tensor of one file."""
+    """Return the digest of each of the given tensors of one file."""
     places: dict[str, list[tuple[int, int]]] = {}
     for name, tensor in tensors.items():
         begin, end = (data_start + offset for offset in tensor.data_offsets)
@@ -89,7 +93,7 @@ def _sample(
             for offset in sample_offsets(end - begin, num_samples)
         ]
     with file.open("rb") as handle:
-        if hasattr(os, "posix_fadvise"):  # the kernel fetches them side by side
+        if hasattr(os, "posix_fadvise"):  # lets the kernel read the windows in parallel
             for each in places.values():
                 for offset, length in each:
                     os.posix_fadvise(handle.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
@@ -103,8 +107,11 @@ def _sample(
 
 
 def sample_offsets(size: int, num_samples: int) -> list[int]:
-    """Where the samples of a tensor of `size` bytes begin: its first and its last bytes and evenly between; one behind
-    another if that covers it; with a single sample its middle."""
+    """Return the start offsets of the samples of a tensor of `size` bytes.
+
+    The samples are evenly spaced from the tensor's first byte to its last. They are contiguous if together they cover
+    the tensor, and a single sample is taken from the middle.
+    """
     if size <= num_samples * SAMPLE_BYTES:
         return list(range(0, size, SAMPLE_BYTES))
     last = size - SAMPLE_BYTES
@@ -114,6 +121,6 @@ def sample_offsets(size: int, num_samples: int) -> list[int]:
 
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:
-    """With its length in front, so that no two sequences of parts read alike."""
+    """Add a part to the digest, prefixed with its length so that different sequences of parts never collide."""
     digest.update(len(part).to_bytes(8, "little"))
     digest.update(part)

@@ -1,7 +1,8 @@
 """Gemma 2 and Gemma 3 (text): norms before and after each block, GeGLU, local and global attention layers.
 
-Against Llama's decoder: RMSNorm scales by 1 + weight, the embedding by sqrt(hidden_size), scores by
-query_pre_attn_scalar; Gemma 3 turns local and global layers by different RoPE bases; Gemma 2 soft-caps logits.
+Differences from Llama's decoder: RMSNorm multiplies by 1 + weight, embeddings are multiplied by sqrt(hidden_size), and
+scores are divided by sqrt(query_pre_attn_scalar). Gemma 3 uses different RoPE bases in local and global layers; Gemma 2
+soft-caps logits.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.weights import Weights
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of a step's positions, each [T, 1, head_dim]"""
+"""cos and sin of a step's positions, each [T, 1, head_dim]."""
 
 
 class GemmaRMSNorm:
-    """x / rms(x) * (1 + weight), all in float32."""
+    """x / rms(x) * (1 + weight) over the last dimension, computed in float32."""
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
         self.weight = weights.take(name + ".weight", size).to(torch.float32, copy=True).add_(1.0)
@@ -94,7 +95,10 @@ class GemmaLayer:
     def __call__(
         self, hidden: torch.Tensor, rotary: Rotary | None, kv_cache: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
-        """hidden [T, hidden_size] -> the same shape. Without rotary the CPU kernels do the attention."""
+        """Run the layer on hidden [T, hidden_size]; the output has the same shape.
+
+        If `rotary` is None, the CPU kernels do the rotation and the attention.
+        """
         attended = self._attend(self.input_norm(hidden), rotary, kv_cache, meta)
         hidden = hidden + self.post_attention_norm(attended)
         return hidden + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(hidden)))

@@ -17,7 +17,7 @@ from argosy_engine.models.rope_config import RopeParameters, rope_fields
 
 
 class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
-    """Alternates layers of local attention (a sliding window) and global attention."""
+    """A decoder whose layers alternate between local attention (a sliding window) and global attention."""
 
     refused_dtypes: ClassVar = {"float16": "its activations exceed float16's range"}
 
@@ -26,10 +26,10 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
     rope_global: RopeParameters
     rope_local: RopeParameters
     qk_norm: bool
-    """Gemma 3: RMSNorm on each head of q and k before RoPE"""
+    """RMSNorm on each head of q and k before RoPE (Gemma 3)."""
     attention_bias: bool
     query_pre_attn_scalar: Positive
-    """scores are divided by its square root"""
+    """Scores are divided by its square root."""
     attn_logit_softcapping: Positive | None
     final_logit_softcapping: Positive | None
 
@@ -42,7 +42,7 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
         if raw.get("use_bidirectional_attention"):
             raise ConfigError("bidirectional attention is not supported")
         layers = layer_count(raw)
-        # Gemma 3 repeats five local layers and a global one, Gemma 2 one and one.
+        # Every sixth layer of Gemma 3 is global, and every second one of Gemma 2.
         period = raw.get("sliding_window_pattern", 6) if is_gemma3 else 2
         kinds = [
             "full_attention" if index % period == period - 1 else "sliding_attention"
@@ -73,7 +73,10 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
 
 
 def _rope(raw: RawConfig, is_gemma3: bool, positions: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of global and of local layers: one entry per layer type in newer configs, two bases in older ones."""
+    """Return the RoPE fields of global and of local layers.
+
+    Newer Gemma 3 configs have one entry per layer type, older ones two bases. Gemma 2 uses the same RoPE in all layers.
+    """
     entries = raw.get("rope_parameters") or {}
     if not is_gemma3:
         theta = raw.get("rope_theta") or 10000.0

@@ -1,6 +1,6 @@
 """GPT-2: learned positions, LayerNorm before each block, biases everywhere.
 
-The checkpoint's projections are Conv1D: [in, out], the transpose of a linear layer's weight.
+Its checkpoints store projections as Conv1D weights [in, out], the transpose of a linear layer's weight.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GPT2Layer:
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """hidden [T, hidden_size] -> the same shape."""
+        """Run the layer on hidden [T, hidden_size]; the output has the same shape."""
         hidden = hidden + self.attend(self.norm_1(hidden), kv_cache, meta)
         return hidden + self.down(self.activation(self.up(self.norm_2(hidden))))
 

@@ -13,9 +13,9 @@ class GPT2Config(ModelConfig, frozen=True, kw_only=True):
     activation: Literal["relu", "gelu", "gelu_new", "gelu_pytorch_tanh"]
     layer_norm_eps: Positive
     scales_attention: bool
-    """scores are divided by sqrt(head_dim)"""
+    """Whether scores are divided by sqrt(head_dim)."""
     scales_attention_by_layer: bool
-    """scores are also divided by the layer's number, from 1"""
+    """Whether scores are also divided by the layer's number, counted from 1."""
 
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors from the safetensors headers alone: no torch, no weights read.
+"""Tensor names, shapes and offsets of a checkpoint, read from the safetensors headers without torch or the weights.
 
-A safetensors file begins with the length of its header (8 bytes, little-endian) and the header, a JSON object
-tensor name -> {dtype, shape, data_offsets} (https://huggingface.co/docs/safetensors).
+A safetensors file begins with the length of its header (8 bytes, little-endian), followed by the header, a JSON object
+that maps tensor names to {dtype, shape, data_offsets} (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.models.checkpoint import checkpoint_shards
 
 MAX_HEADER_BYTES = 100 << 20
-"""The format's own limit."""
+"""The limit that the format defines."""
 
 
 class StoredTensor(msgspec.Struct):
-    """One tensor of a file."""
+    """Header entry of one tensor."""
 
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
-    """Of its first byte and behind its last one, from the start of the data."""
+    """Begin and end (exclusive), relative to the start of the data."""
 
 
 def checkpoint_elements(path: Path) -> dict[str, int]:
-    """Tensor name -> number of elements, over all shards of the checkpoint in directory `path`.
+    """Return the number of elements of each tensor, over all shards of the checkpoint in directory `path`.
 
     Raises:
         ConfigError: there is no safetensors file, or one is missing or malformed.
@@ -47,7 +47,7 @@ def checkpoint_elements(path: Path) -> dict[str, int]:
 
 
 def read_header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
-    """Where the data of a safetensors file starts, and its tensors by name.
+    """Return the offset at which the data of a safetensors file starts, and its tensors by name.
 
     Raises:
         ConfigError: the file is missing or malformed.

@@ -1,8 +1,8 @@
 """Layers shared by the architectures: linear, gated linear, RMSNorm, rotary embedding.
 
-Weights are plain tensors in inference mode. On a CPU the layers use our own kernels (`native`). Where there are none,
-`Linear` keeps its weight in the layout that is fast in torch at decode batch sizes (bf16: oneDNN's packed layout, about
-1.4x; float32: transposed). Either way the original weight is dropped.
+Weights are plain tensors in inference mode. On a CPU the layers use our own kernels (`native`). Where these are
+unavailable, `Linear` stores its weight in the layout that torch multiplies fastest at decode batch sizes (bf16: oneDNN's
+packed layout, about 1.4x; float32: transposed). In both cases the original weight is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Linear:
         self._transposed: torch.Tensor | None = None
         self.weight: torch.Tensor | None = None
         self.packed: PackedLinear | None = None
-        """for our kernels"""
+        """The weight in the layout of our kernels, if they apply."""
         self._kernels = _kernels(weight) if self.in_features * weight.itemsize % 4 == 0 else None
         if self._kernels is not None:
             self.packed = self._kernels.pack_linear(weight, bias)
@@ -49,18 +49,18 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """The same for an output head: float32 where the sums, which are float32, need no copy to stay so."""
+        """Apply the layer as an output head. The kernels return their float32 sums; other paths return x's dtype."""
         if self._kernels is None or self.packed is None:
             return self(x)
         return self._kernels.linear(x.contiguous(), self.packed, torch.float32)
 
 
 class GatedLinear:
-    """silu(gate) * up for x [T, in], where x W^T + b = [gate, up] with W [2 * inner, in] -> [T, inner]."""
+    """silu(gate) * up for x [T, in], where x W^T + b = [gate, up] with W [2 * inner, in]; returns [T, inner]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.packed: PackedLinear | None = None
-        """for our kernels"""
+        """The weight in the layout of our kernels, if they apply."""
         self._kernels = loaded = _kernels(weight)
         fits = weight.shape[1] * weight.itemsize % 4 == 0
         if loaded is not None and fits and weight.shape[0] // 2 % loaded.lanes == 0:
@@ -76,12 +76,12 @@ class GatedLinear:
 
 
 def _kernels(weight: torch.Tensor) -> Kernels | None:
-    """Our kernels, if they can compute with weights of this kind on this machine."""
+    """Return our kernels if they support this weight's device and dtype and are available on this machine."""
     return kernels() if weight.device.type == "cpu" and weight.dtype in DTYPES else None
 
 
 def _packs(weight: torch.Tensor) -> bool:
-    """Whether oneDNN has a layout of its own for this weight."""
+    """Whether oneDNN has a packed layout for this weight."""
     if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
         return False
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -108,20 +108,20 @@ class RMSNorm:
         return wide.to(x.dtype) * self.weight
 
     def after_adding(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual += x in place, and the norm of that; both [T, width], contiguous."""
+        """Add x to the residual in place and return the norm of the sum; both [T, width], contiguous."""
         if self._kernels is not None:
             return self._kernels.rms_norm(x, self.weight, self.eps, residual)
         return self(residual.add_(x))
 
 
 class RotaryEmbedding:
-    """Rotary position embedding, halves rotated (arXiv 2104.09864; the layout of Llama checkpoints).
+    """Rotary position embedding that rotates halves (arXiv 2104.09864), the layout of Llama checkpoints.
 
     Args:
         inv_freq: float32 [head_dim / 2] on the CPU, see `rope.inverse_frequencies`.
 
-    The tables are computed on the CPU, for every device: torch's arithmetic on the meta device, where models are
-    planned, imports its compiler first, which takes longer than all the rest of a small model's load.
+    The tables are always computed on the CPU. Weights are planned on the meta device, and torch's arithmetic there first
+    imports torch's compiler, which takes longer than the rest of a small model's load.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class RotaryEmbedding:
         self.sines = (angles.sin() * attention_scaling).to(device)
 
     def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin for positions [T], each [T, 1, head_dim]; once per step, for all layers."""
+        """Return cos and sin for positions [T], each [T, 1, head_dim]. Called once per step for all layers."""
         cos, sin = self.cosines[positions].to(self._dtype), self.sines[positions].to(self._dtype)
         return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((sin, sin), dim=-1).unsqueeze(1)
 
     @staticmethod
     def apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [T, heads, head_dim]."""
+        """Rotate x [T, heads, head_dim]."""
         half = x.shape[-1] // 2
         rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
         return x * cos + rotated * sin

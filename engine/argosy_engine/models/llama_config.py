@@ -1,4 +1,4 @@
-"""LlamaConfig: Llama, Mistral, Qwen2 and Qwen3, one decoder that differs by what the config says."""
+"""LlamaConfig: the config of Llama, Mistral, Qwen2 and Qwen3, which share one decoder."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
     rms_norm_eps: Positive
     rope: RopeParameters
     qk_norm: bool
-    """Qwen3: RMSNorm on each head of q and k before RoPE"""
+    """RMSNorm on each head of q and k before RoPE (Qwen3)."""
     attention_bias: bool
-    """bias on the q, k and v projections (Qwen2)"""
+    """Bias on the q, k and v projections (Qwen2)."""
     output_bias: bool
-    """bias on the attention's output projection"""
+    """Bias on the attention's output projection."""
     mlp_bias: bool
 
     @classmethod
@@ -66,7 +66,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
 
 
 def _positions(rope: dict[str, Any], positions: Any) -> Any:
-    """Linear and yarn scaling lengthen the context that the config states; llama3's is stated already."""
+    """Return the context length. Linear and YaRN scaling extend the config's value; Llama 3's already includes it."""
     if rope["kind"] == "linear":
         return int(positions * rope["factor"])
     if rope["kind"] == "yarn":
@@ -91,7 +91,7 @@ def _sliding_windows(architecture: str, raw: RawConfig) -> tuple[Any, ...]:
 
 
 class Qwen3MoeConfig(LlamaConfig, frozen=True, kw_only=True):
-    """Qwen3 with sparse MLPs: every decoder_sparse_step-th layer but those in mlp_only_layers."""
+    """Qwen3 with a sparse MLP in every decoder_sparse_step-th layer, except those in mlp_only_layers."""
 
     num_experts: Annotated[int, Meta(ge=1, le=4096)]
     num_experts_per_tok: Annotated[int, Meta(ge=1, le=4096)]

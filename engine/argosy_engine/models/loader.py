@@ -1,4 +1,4 @@
-"""Loading a model: plan what it takes, check the checkpoint's headers against that, read, and say how far it is."""
+"""Model loading: plan the weights, check the checkpoint's headers against the plan, read, and report progress."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from argosy_engine.models.weights import DummyWeights, SafetensorsWeights, Weigh
 logger = logging.getLogger("argosy.models")
 
 _QUIET_S = 1.0
-"""Loads shorter than this show no progress, only what they took."""
+"""Loads shorter than this show no progress, only the final line."""
 _LINE_EVERY_S = 5.0
-"""Between two progress lines where there is no terminal."""
+"""Interval between progress lines if standard error is not a terminal."""
 _GIB = 1 << 30
 
 
@@ -31,11 +31,11 @@ _GIB = 1 << 30
 class LoadedModel:
     model: CausalLM
     elements: dict[str, int]
-    """of each tensor that the model took"""
+    """Number of elements of each tensor that the model took, by name."""
 
 
 def plan_weights(config: ModelConfig, dtype: torch.dtype) -> WeightPlan:
-    """Names, shapes and bytes of the weights that a config asks for; needs no checkpoint."""
+    """Return names, shapes and bytes of the weights that a config asks for. Needs no checkpoint."""
     plan = WeightPlan(dtype)
     registry.model_class(config.architecture)(config, plan, 1)
     return plan
@@ -51,15 +51,14 @@ def load_model(
     load_format: Literal["auto", "dummy"],
     seed: int,
 ) -> LoadedModel:
-    """The model with its weights on the device.
+    """Build the model with its weights on the device.
 
     Args:
-        max_positions: length of position tables that are computed.
-        seed: of dummy weights.
+        max_positions: length of computed position tables.
+        seed: seed of dummy weights.
 
     Raises:
-        ConfigError: the checkpoint is damaged, its tensors are not those of its config, or the model cannot run in
-            `dtype`.
+        ConfigError: the checkpoint is damaged, its tensors do not match its config, or the model cannot run in `dtype`.
     """
     name = str(dtype).removeprefix("torch.")
     if name in config.refused_dtypes:
@@ -83,15 +82,15 @@ def load_model(
 
 
 def _tied_head(config: ModelConfig) -> list[str]:
-    """Checkpoints of tied models may carry the head a second time."""
+    """Return the patterns of tensors to ignore in tied models, whose checkpoints may also store the output head."""
     return [r"lm_head\.weight"] if config.tie_word_embeddings else []
 
 
 class LoadProgress:
-    """Bytes and seconds of a load: a bar on a terminal, a line every few seconds elsewhere.
+    """Reports a load's progress: a bar on a terminal, otherwise a log line every few seconds.
 
     Args:
-        total_bytes: that `advance` will add up to.
+        total_bytes: sum of all calls to `advance`.
     """
 
     def __init__(self, total_bytes: int) -> None:

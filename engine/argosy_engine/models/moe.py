@@ -1,4 +1,5 @@
-"""SparseMLP: a router sends every token to its k best experts, each a gated MLP (arXiv 2101.03961, 1701.06538)."""
+"""SparseMLP: a mixture of experts. A router sends every token to its k best experts, each a gated MLP
+(arXiv 1701.06538, 2101.03961)."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from argosy_engine.models.weights import Weights
 
 
 class SparseMLP:
-    """
+    """Sparse mixture-of-experts MLP.
+
     Args:
-        inner: width of one expert.
-        normalises: the k weights of a token are scaled to sum to 1.
+        inner: intermediate size of one expert.
+        normalises: whether to scale a token's k weights to sum to 1.
     """
 
     def __init__(
@@ -35,12 +37,12 @@ class SparseMLP:
         self.normalises = normalises
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden_size] -> the same shape."""
+        """Run the experts on x [T, hidden_size]; the output has the same shape."""
         chosen = torch.softmax(self.router(x).float(), dim=-1).topk(self.experts_per_token, dim=-1)
         weights, experts = chosen.values, chosen.indices
         if self.normalises:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        # Sorted by expert, each expert's tokens are one run: one matrix product per expert that is hit.
+        # Sorting by expert makes each expert's tokens contiguous, so each active expert runs once.
         order = experts.flatten().argsort(stable=True)
         rows = order // self.experts_per_token
         weights = weights.flatten()[order].to(x.dtype).unsqueeze(1)

@@ -1,6 +1,6 @@
-"""NativeDecoder: all layers of a decoder of Llama's shape in one call of the CPU kernels.
+"""NativeDecoder: runs all layers of a Llama-style decoder in one call of the CPU kernels.
 
-Called one by one from Python, the same kernels cost a model of a few million parameters as much again.
+For a model of a few million parameters, calling the same kernels one by one from Python takes twice as long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from argosy_engine.native.memory import allocate
 
 
 class NativeLayer:
-    """One layer's parts: norm, attention with its projections, norm, gated MLP."""
+    """The parts of one layer: norm, attention with its projections, norm, gated MLP."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class NativeLayer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is a kernel for every part."""
+        """Whether every part has a kernel."""
         return all(norm.has_kernel for norm in self._norms) and all(part.packed for part in self._linears)
 
     def struct(self) -> DecoderLayer:
@@ -48,9 +48,10 @@ class NativeLayer:
 
 
 class NativeDecoder:
-    """
+    """All layers of a decoder as one kernel call.
+
     Args:
-        layers: complete ones, all of the same widths.
+        layers: all of them complete (`is_complete`) and of the same widths.
     """
 
     def __init__(self, layers: Sequence[NativeLayer]) -> None:
@@ -65,7 +66,7 @@ class NativeDecoder:
     def __call__(
         self, x: torch.Tensor, kv_cache: Sequence[torch.Tensor], meta: AttentionMetadata
     ) -> torch.Tensor:
-        """Embeddings x [T, hidden_size] -> hidden states before the last norm, in x's memory."""
+        """Turn embeddings x [T, hidden_size] into hidden states before the final norm, in place; returns x."""
         for index, layer in enumerate(self._layers):
             layer.attention.bind(kv_cache[index])
             self._steps[index] = pointer(native_step(meta.of_layer(index)))

@@ -1,4 +1,4 @@
-"""OPT: learned positions from index 2 on, LayerNorm before each block (after it in 350m), ReLU."""
+"""OPT: learned positions that start at index 2, LayerNorm before each block (after it in OPT-350m), ReLU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from argosy_engine.models.opt_config import OPTConfig
 from argosy_engine.models.weights import Weights
 
 _POSITION_OFFSET = 2
-"""The first rows of the position table were kept for padding when the model was trained."""
+"""Rows at the start of the position table that training reserved for padding."""
 _EPS = 1e-5
 
 
@@ -38,7 +38,7 @@ class OPTLayer:
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """hidden [T, hidden_size] -> the same shape."""
+        """Run the layer on hidden [T, hidden_size]; the output has the same shape."""
         if self.norm_before:
             hidden = hidden + self.attend(self.attention_norm(hidden), kv_cache, meta)
             return hidden + self._mlp(self.mlp_norm(hidden))

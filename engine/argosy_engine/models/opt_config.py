@@ -12,9 +12,9 @@ class OPTConfig(ModelConfig, frozen=True, kw_only=True):
     intermediate_size: Size
     activation: Literal["relu", "gelu", "gelu_new", "gelu_pytorch_tanh"]
     embedding_size: Size
-    """width of the token embedding; projected to hidden_size and back where it differs (350m)"""
+    """Width of the token embedding. Where it differs from hidden_size (OPT-350m), it is projected there and back."""
     norm_before: bool
-    """LayerNorm before each block; after it in 350m"""
+    """Whether LayerNorm comes before each block, rather than after it (OPT-350m)."""
     has_final_norm: bool
     has_bias: bool
 

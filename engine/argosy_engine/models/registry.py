@@ -1,6 +1,6 @@
-"""The architectures there are: name in config.json -> the family's config class and model class.
+"""Registry of supported architectures: maps the name in config.json to the family's config and model classes.
 
-A family's module is imported when a checkpoint asks for it, so that start-up pays for one family only.
+A family's modules are imported only when a checkpoint needs them, which keeps start-up short.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class CausalLM(Protocol):
-    """A model over a step's flattened batch of T tokens. Weights are taken in the constructor, each exactly once.
+    """A model over a step's flattened batch of T tokens. The constructor takes each weight exactly once.
 
     `max_positions` is the length of position tables that are computed rather than loaded.
     """
 
     checkpoint_prefix: ClassVar[str]
-    """of the base model's tensors; checkpoints of the base model alone lack it"""
+    """Prefix of the base model's tensor names. Checkpoints of the base model alone lack it."""
     ignored_tensors: ClassVar[Sequence[str]]
-    """patterns of names that checkpoints carry and the computation does not need"""
+    """Patterns of tensor names that checkpoints may contain and the model does not use."""
 
     def __init__(self, config: ModelConfig, weights: Weights, max_positions: int) -> None: ...
 
@@ -39,23 +39,23 @@ class CausalLM(Protocol):
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
-        """Hidden states [T, hidden_size] of token_ids [T] at positions [T], before the final norm.
+        """Compute hidden states [T, hidden_size] of token_ids [T] at positions [T], before the final norm.
 
-        kv_cache: of each layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
+        kv_cache: one tensor per layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
         """
         ...
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm over hidden [R, hidden_size]: what pooling averages and the head multiplies."""
+        """Apply the final norm to hidden [R, hidden_size]. Pooling and the output head use the result."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocab_size] of hidden [R, hidden_size]; call it with the rows that are sampled only."""
+        """Compute logits [R, vocab_size] of hidden [R, hidden_size]. Pass only the rows to sample."""
         ...
 
 
 class _Family(NamedTuple):
-    """module:class of each, below argosy_engine.models"""
+    """Classes of a family as module:class, relative to argosy_engine.models."""
 
     config: str
     model: str
@@ -77,9 +77,10 @@ _FAMILIES = {
 
 
 def config_class(architecture: str) -> type[ModelConfig]:
-    """
+    """Return the config class of an architecture.
+
     Raises:
-        ConfigError: no such architecture; the message lists what there is.
+        ConfigError: the architecture is not supported; the message lists those that are.
     """
     family = _FAMILIES.get(architecture)
     if family is None:
@@ -90,7 +91,7 @@ def config_class(architecture: str) -> type[ModelConfig]:
 
 
 def model_class(architecture: str) -> type[CausalLM]:
-    """The model of an architecture that `config_class` knows."""
+    """Return the model class of an architecture that `config_class` knows."""
     return _load(_FAMILIES[architecture].model)
 
 

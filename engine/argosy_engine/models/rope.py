@@ -1,4 +1,4 @@
-"""The frequencies of rotary position embedding (arXiv 2104.09864), scaled as `rope_config` describes."""
+"""Frequencies of rotary position embedding (arXiv 2104.09864), scaled as `rope_config` describes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from argosy_engine.models.rope_config import RopeParameters
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
-    """Radians per position of each rotated pair, float32 [head_dim / 2] on the CPU."""
+    """Return the radians per position of each rotated pair, float32 [head_dim / 2] on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -23,8 +23,11 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeParameters, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Wavelengths within the trained context / high_freq_factor stay, those beyond context / low_freq_factor are
-    divided by `factor`, the ones between blend linearly."""
+    """Apply Llama 3.1's scaling.
+
+    Frequencies with wavelengths below context / high_freq_factor stay, those with wavelengths above
+    context / low_freq_factor are divided by `factor`, and those between are blended linearly. Context is the trained one.
+    """
     turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
@@ -32,8 +35,11 @@ def _llama3(rope: RopeParameters, inv_freq: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeParameters, inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Frequencies that turn more than beta_fast times within the trained context stay, those that turn less than
-    beta_slow times are divided by `factor`, a linear ramp over the dimensions lies between."""
+    """Apply YaRN's scaling.
+
+    Frequencies that turn more than beta_fast times within the trained context stay, those that turn less than beta_slow
+    times are divided by `factor`, and a linear ramp over the dimensions blends those between.
+    """
 
     def dimension(turns: float) -> float:
         context = rope.original_max_position_embeddings

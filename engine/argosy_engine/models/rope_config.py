@@ -1,6 +1,6 @@
-"""RopeParameters: what a config says about rotary position embedding.
+"""RopeParameters: the part of a model config that describes rotary position embedding.
 
-Scaling stretches a trained context: `linear` interpolates positions (arXiv 2306.15595), `llama3` divides only the low
+Scaling extends the trained context: `linear` interpolates positions (arXiv 2306.15595), `llama3` divides only the low
 frequencies (Llama 3.1), `yarn` blends interpolation and extrapolation per frequency (arXiv 2309.00071).
 """
 
@@ -18,7 +18,7 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """transformers' names. Fields beyond `theta` matter to the kinds that use them."""
+    """RoPE kind and its parameters, named as in transformers. Each kind reads `theta` and the fields it needs."""
 
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     theta: Annotated[float, Meta(gt=1.0, le=1e12)] = 10000.0
@@ -39,7 +39,7 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def attention_scaling(self) -> float:
-        """Factor on cos and sin: yarn's temperature, 1 elsewhere."""
+        """Factor on cos and sin: YaRN's attention temperature, 1 for the other kinds."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -65,13 +65,13 @@ _OPTIONAL = {
 
 
 def rope_fields(parameters: RawConfig, *, theta: Any, max_position_embeddings: Any) -> dict[str, Any]:
-    """Fields of RopeParameters from a config's RoPE entry (`rope_parameters`, or `rope_scaling` of older configs).
+    """Map a config's RoPE entry (`rope_parameters`, or `rope_scaling` in older configs) to fields of RopeParameters.
 
     Args:
-        theta, max_position_embeddings: of the config around it, where the entry does not say.
+        theta, max_position_embeddings: the model config's values, used where the entry has none.
 
     Raises:
-        ConfigError: a kind that is not computed here, or a factor is missing.
+        ConfigError: the kind is not supported, or a parameter that it needs is missing.
     """
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _KINDS:

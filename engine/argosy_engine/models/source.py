@@ -1,4 +1,4 @@
-"""Where a model's files are: `builtin://tiny`, `file:///path` or a directory."""
+"""Model sources: resolves `builtin://tiny`, `file:///path` or a directory to a local directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BUILTIN = {"tiny": "argosy-tiny"}
 
 
 def resolve_model(source: str) -> Path:
-    """The directory with config.json and model.safetensors.
+    """Return the model's directory, which has a config.json.
 
     Raises:
         ConfigError: unknown scheme or built-in name, or the directory has no config.json.

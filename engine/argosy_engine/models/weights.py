@@ -1,8 +1,8 @@
-"""Weights: where a model's constructor takes its tensors from, by name and shape.
+"""Weights: the source from which a model's constructor takes its tensors, by name and shape.
 
-One constructor serves three sources: `WeightPlan` writes down what the model will ask for, `SafetensorsWeights` reads
-a checkpoint, `DummyWeights` draws random numbers. Safetensors is the only format: it cannot carry code. Files are
-memory-mapped and every tensor is read when the model takes it, so peak memory is the model plus one (fused) tensor.
+There are three sources: `WeightPlan` records what the model asks for, `SafetensorsWeights` reads a checkpoint, and
+`DummyWeights` draws random numbers. Safetensors is the only supported format, because it cannot carry code. Files are
+memory-mapped, and each tensor is read when the model takes it, so peak memory is the model plus one (fused) tensor.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from argosy_engine.models.layers import GatedLinear, Linear
 
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_NAMED = 6
-"""Tensors that an error message lists by name, of each kind of fault."""
+"""Tensor names that an error message lists for each kind of fault."""
 
 
 class Weights(ABC):
-    """
+    """Source of a model's tensors.
+
     Attributes:
-        num_bytes: of the tensors taken so far, in the engine's dtype.
+        num_bytes: bytes of the tensors taken so far, in the engine's dtype.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -39,22 +40,22 @@ class Weights(ABC):
 
     @abstractmethod
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor, in the engine's dtype on its device."""
+        """Return the tensor in the engine's dtype, on its device."""
 
     def linear(
         self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
     ) -> Linear:
-        """One projection, or several fused along their outputs.
+        """Take one projection, or several fused along their outputs.
 
         Args:
-            parts: name without `.weight` -> output features.
-            is_transposed: the checkpoint stores [in, out] (GPT-2's Conv1D).
+            parts: output features by tensor name (without `.weight`).
+            is_transposed: whether the checkpoint stores [in, out] (GPT-2's Conv1D).
         """
 
         return Linear(*self._fused(parts, in_features, bias=bias, is_transposed=is_transposed))
 
     def gated_linear(self, gate: str, up: str, inner: int, in_features: int, *, bias: bool) -> GatedLinear:
-        """Two projections to `inner` features, fused with the activation between them."""
+        """Take two projections to `inner` features, fused with silu(gate) * up."""
         return GatedLinear(*self._fused({gate: inner, up: inner}, in_features, bias=bias))
 
     def _fused(
@@ -69,7 +70,7 @@ class Weights(ABC):
         return weight, self._fuse(parts, lambda name, size: self.take(name + ".bias", size)) if bias else None
 
     def _fuse(self, parts: Mapping[str, int], take: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
-        """The parts one after another along dimension 0, each copied into place as it is read."""
+        """Concatenate the parts along dimension 0. Each is copied into place as it is read, which limits peak memory."""
         if len(parts) == 1:
             return take(*next(iter(parts.items())))
         fused: torch.Tensor | None = None
@@ -85,7 +86,7 @@ class Weights(ABC):
 
 
 class WeightPlan(Weights):
-    """What a model will take: names, shapes and bytes, on the meta device. Costs no memory and reads no file."""
+    """Records names, shapes and bytes of what a model takes, on the meta device: no memory used, no file read."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype, torch.device("meta"))
@@ -116,15 +117,16 @@ class DummyWeights(Weights):
 
 
 class SafetensorsWeights(Weights):
-    """
+    """Reads tensors from a checkpoint's safetensors files.
+
     Args:
-        prefix: of the base model's tensors ("model."). Checkpoints saved from the base model lack it.
+        prefix: prefix of the base model's tensor names ("model."). Checkpoints saved from the base model lack it.
 
     Attributes:
-        on_read: called with every tensor's bytes in the file, after it was taken.
+        on_read: called after each tensor is taken, with its size in the file in bytes.
 
     Raises (from every method):
-        ConfigError: a file is missing, cut off or not safetensors.
+        ConfigError: a file is missing, truncated or not safetensors.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, *, prefix: str) -> None:
@@ -147,13 +149,13 @@ class SafetensorsWeights(Weights):
         return tensor
 
     def check(self, plan: WeightPlan, ignored: Sequence[str]) -> None:
-        """Compares the checkpoint's headers with what the model will take, before any data is read.
+        """Compare the checkpoint's headers with what the model will take, before any data is read.
 
         Args:
-            ignored: patterns of names that may lie in the checkpoint unused.
+            ignored: patterns of tensor names that the checkpoint may contain unused.
 
         Raises:
-            ConfigError: names every missing, unexpected, mis-shaped or quantised tensor.
+            ConfigError: tensors are missing, unexpected, of another shape or quantised; the message counts and names them.
         """
         slices = {name: file.get_slice(stored) for name, (file, stored) in self._files.items()}
         missing = [name for name in plan.shapes if name not in slices]
@@ -182,7 +184,7 @@ class SafetensorsWeights(Weights):
             raise ConfigError(f"the tensors of {self.path} do not fit its config.json: {text}")
 
     def stored_bytes(self, plan: WeightPlan) -> int:
-        """Bytes in the files of the tensors that the plan takes; it must have been checked."""
+        """Return the bytes that the plan's tensors take up in the files. Call `check` on the plan first."""
         total = 0
         for name, shape in plan.shapes.items():
             file, stored = self._files[name]
@@ -200,7 +202,7 @@ def _prefixed(name: str, prefix: str) -> str:
 
 
 def _open_checkpoint(path: Path) -> dict[str, tuple[Any, str]]:
-    """Tensor name -> (open file, name), of every shard."""
+    """Return (open file, name in it) by tensor name, over all shards."""
     tensors: dict[str, tuple[Any, str]] = {}
     for shard, wanted in checkpoint_shards(path).items():
         file = _open_file(shard)
