@@ -109,8 +109,8 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layer on x + residual, both [T, hidden_size]; return the output as such a pair.
 
-        The sum is left to the next norm, which reads both anyway. The residual is updated in place. If `rotary` is None,
-        the CPU kernels do the rotation and the attention.
+        The sum is left to the next norm, which reads both anyway. The residual is updated in place. If `rotary` is
+        None, the CPU kernels do the rotation and the attention.
         """
         if residual is None:
             residual, x = x, self.input_norm(x)

@@ -1,8 +1,8 @@
 """Layers shared by the architectures: linear, gated linear, RMSNorm, rotary embedding.
 
 Weights are plain tensors in inference mode. On a CPU the layers use our own kernels (`native`). Where these are
-unavailable, `Linear` stores its weight in the layout that torch multiplies fastest at decode batch sizes (bf16: oneDNN's
-packed layout, about 1.4x; float32: transposed). In both cases the original weight is dropped.
+unavailable, `Linear` stores its weight in the layout that torch multiplies fastest at decode batch sizes (bf16:
+oneDNN's packed layout, about 1.4x; float32: transposed). In both cases the original weight is dropped.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class RotaryEmbedding:
     Args:
         inv_freq: float32 [head_dim / 2] on the CPU, see `rope.inverse_frequencies`.
 
-    The tables are always computed on the CPU. Weights are planned on the meta device, and torch's arithmetic there first
-    imports torch's compiler, which takes longer than the rest of a small model's load.
+    The tables are always computed on the CPU. Weights are planned on the meta device, and torch's arithmetic there
+    first imports torch's compiler, which takes longer than the rest of a small model's load.
     """
 
     def __init__(

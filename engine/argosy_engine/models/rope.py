@@ -25,8 +25,8 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
 def _llama3(rope: RopeParameters, inv_freq: torch.Tensor) -> torch.Tensor:
     """Apply Llama 3.1's scaling.
 
-    Frequencies with wavelengths below context / high_freq_factor stay, those with wavelengths above
-    context / low_freq_factor are divided by `factor`, and those between are blended linearly. Context is the trained one.
+    With the trained context length L, frequencies with wavelengths below L / high_freq_factor stay, those with
+    wavelengths above L / low_freq_factor are divided by `factor`, and those between are blended linearly.
     """
     turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

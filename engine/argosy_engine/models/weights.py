@@ -70,7 +70,7 @@ class Weights(ABC):
         return weight, self._fuse(parts, lambda name, size: self.take(name + ".bias", size)) if bias else None
 
     def _fuse(self, parts: Mapping[str, int], take: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
-        """Concatenate the parts along dimension 0. Each is copied into place as it is read, which limits peak memory."""
+        """Concatenate the parts along dimension 0, copying each into place as it is read to limit peak memory."""
         if len(parts) == 1:
             return take(*next(iter(parts.items())))
         fused: torch.Tensor | None = None
@@ -155,7 +155,7 @@ class SafetensorsWeights(Weights):
             ignored: patterns of tensor names that the checkpoint may contain unused.
 
         Raises:
-            ConfigError: tensors are missing, unexpected, of another shape or quantised; the message counts and names them.
+            ConfigError: tensors are missing, unexpected, of another shape or quantised; the message names them.
         """
         slices = {name: file.get_slice(stored) for name, (file, stored) in self._files.items()}
         missing = [name for name in plan.shapes if name not in slices]
