@@ -1,1 +1,1 @@
-"""Turning logits into tokens: parameters, and the batched sampler."""
+"""Sampling: request parameters, logits processors, and the batched sampler that turns logits into tokens."""

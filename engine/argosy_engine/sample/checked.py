@@ -1,4 +1,4 @@
-"""Checked: parameters that users write in Python are checked as those that arrive as JSON are."""
+"""Checked: validates parameters written in Python as strictly as those that arrive as JSON."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from argosy_engine.errors import InvalidRequest
 
 
 class Checked(StructMeta):
-    """Metaclass of structs with a `verify`: calling the class converts, checks types and verifies.
+    """Metaclass of structs with a `verify` method: calling the class converts values, checks types and verifies.
 
-    Decoding and `structs.replace` pass by it: what travels to the core has been checked.
+    Decoding and `structs.replace` bypass it: parameters were checked before they are sent to the core.
     """
 
     ONE_OR_MORE: ClassVar[tuple[str, ...]] = ()
-    """Fields of strings that also take one alone."""
+    """Fields holding strings that also accept a single string."""
 
     def __call__(cls, **fields: Any) -> Any:  # noqa: N805 (of a metaclass)
-        """
+        """Build an instance from keyword arguments.
+
         Raises:
             InvalidRequest: unknown name (with a suggestion), wrong type or value out of bounds.
         """

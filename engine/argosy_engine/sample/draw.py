@@ -1,9 +1,9 @@
-"""The draw: temperature, min_p, top-k, top-p, and an inverse CDF with one stateless uniform per row (`noise`), so that
-a row's token depends on its own logits, parameters, seed and position only, never on its neighbours.
+"""Draw tokens: temperature, min_p, top-k, top-p, then an inverse CDF with one stateless uniform number per row.
 
-Without cuts the CDF runs over the token ids; with top-k or top-p over the tokens in the order of their logits, equal
-ones by id. On a CPU a kernel does all of it (native/src/sampling.h). What is here in torch is its reference, and serves
-the other devices, where it never waits for the device.
+A row's token depends only on its own logits, parameters, seed and position (`noise`), never on other rows. Without
+top-k and top-p the CDF runs over the token ids; with either, over the tokens in descending order of their logits, ties
+by id. On a CPU one kernel does all of this (native/src/sampling.h). The torch code here is its reference and runs on
+other devices, where it never waits for the device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from argosy_engine.sample.interface import Ints
 from argosy_engine.sample.noise import uniform
 
 _CANDIDATES = 1024
-"""On a CPU top-k and top-p first look at this many best tokens: a partial sort instead of a full one. Rows whose
-nucleus is larger fall back to the full vocabulary. Elsewhere asking for such rows would stop the device."""
+"""On a CPU, top-k and top-p first consider only this many best tokens, which replaces a full sort by a partial one.
+Rows whose nucleus is larger fall back to the full vocabulary. On other devices, finding such rows would wait for the
+device, so all tokens are sorted there."""
 
 _ENOUGH = 1 - 1e-6
-"""Of top-p: a sum that falls short by rounding is enough, or equal tokens would be kept by chance."""
+"""Factor on top-p's threshold: tolerates a sum that falls short by rounding, which would otherwise decide how many of
+several equally probable tokens are kept."""
 
 
 @dataclass(slots=True)
@@ -32,19 +34,19 @@ class SamplingBatch:
     """Parallel arrays, one entry per sampled row."""
 
     temperature: NDArray[np.float32]
-    """0 means greedy"""
+    """0: greedy."""
     top_p: NDArray[np.float32]
     top_k: Ints
-    """0 means off"""
+    """0: off."""
     min_p: NDArray[np.float32]
-    """0 means off"""
+    """0: off."""
     seeds: Ints
     positions: Ints
-    """index in the sequence of the token being sampled"""
+    """Index, in its sequence, of the token to sample."""
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Token ids int64 [R] for logits [R, vocab_size] of any float dtype: temperature, min_p, top-k, top-p, draw."""
+    """Draw token ids, int64 [R], from logits [R, vocab_size] of any float dtype."""
     is_random = batch.temperature > 0
     if not is_random.any():
         return _greedy(logits, batch)
@@ -86,7 +88,7 @@ def _greedy(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _kernels(logits: torch.Tensor) -> Kernels | None:
-    """Those that work on these logits."""
+    """Return our kernels if they support these logits' device and dtype."""
     return kernels() if logits.device.type == "cpu" and logits.dtype in DTYPES else None
 
 
@@ -95,7 +97,7 @@ def _plain(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _cut(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Top-k, then top-p over what is left; ties at the edge are broken by token id."""
+    """Draw after top-k, then top-p over the remaining tokens. Ties at the boundary are broken by token id."""
     logits = logits.float()
     probs = _probs(logits, batch)
     vocab_size = probs.shape[-1]
@@ -106,7 +108,7 @@ def _cut(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     kept = _nucleus(probs.gather(1, ids), cuts)
     tokens = _draw_kept(kept, ids, u)
     if count < vocab_size:
-        # What is kept up to the last candidate, or its equals, may go on behind it.
+        # If the last candidate or one of its ties is kept, tokens beyond the candidates may belong to the nucleus too.
         is_open = ((kept > 0) & (best == best[:, -1:])).any(-1) | ((cuts.top_k > count) & (cuts.mass < 0))
         if bool(is_open.any()):
             rest = is_open.nonzero().squeeze(1)
@@ -117,13 +119,13 @@ def _cut(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 class _Cuts(NamedTuple):
-    """Parallel tensors [R]."""
+    """Top-k and top-p limits as parallel tensors [R]."""
 
     top_k: torch.Tensor
-    """vocab_size where it is off"""
+    """vocab_size where top-k is off."""
     top_p: torch.Tensor
     mass: torch.Tensor
-    """What top-p is a share of; below 0, the mass of the k best."""
+    """Total probability that top-p refers to; negative: the sum over the k best tokens."""
 
 
 def _cuts(probs: torch.Tensor, batch: SamplingBatch) -> _Cuts:
@@ -131,15 +133,15 @@ def _cuts(probs: torch.Tensor, batch: SamplingBatch) -> _Cuts:
     mass = torch.ones(len(probs), dtype=torch.float64, device=device)
     if (batch.min_p > 0.0).any():
         has_floor = torch.from_numpy(batch.min_p > 0.0).to(device)
-        mass = torch.where(has_floor, probs.double().sum(-1), mass)  # a row's mass is its own affair
+        mass = torch.where(has_floor, probs.double().sum(-1), mass)  # rows without min_p keep exactly 1
     top_k = torch.from_numpy(np.where(batch.top_k > 0, batch.top_k, vocab_size)).to(device)
-    # Of what top-k keeps, top-p takes its share; unless top-k is off, that mass is that of the k best.
+    # Top-p is a share of what top-k keeps, which `_nucleus` sums up.
     mass = torch.where(top_k < vocab_size, -1.0, mass)
     return _Cuts(top_k, torch.from_numpy(batch.top_p).to(device), mass)
 
 
 def _nucleus(values: torch.Tensor, cuts: _Cuts) -> torch.Tensor:
-    """Sorted candidates [R, N] with 0 for those that top-k and top-p drop."""
+    """Zero the probabilities that top-k and top-p drop, in candidates [R, N] sorted in descending order."""
     is_beyond = torch.arange(values.shape[-1], device=values.device) >= cuts.top_k.unsqueeze(1)
     values = values.masked_fill(is_beyond, 0.0)
     cumulative = values.double().cumsum(-1)
@@ -152,8 +154,11 @@ def _draw_kept(kept: torch.Tensor, ids: torch.Tensor, u: torch.Tensor) -> torch.
 
 
 def processed_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """What `sample` draws from, as float32 logits [R, vocab_size]: over the temperature, minus infinity where min_p,
-    top-k or top-p drop a token. Greedy rows are as they came."""
+    """Return the float32 logits [R, vocab_size] that `sample` draws from.
+
+    They are divided by the temperature, and minus infinity where min_p, top-k or top-p drop a token. Greedy rows are
+    unchanged.
+    """
     is_random = batch.temperature > 0
     temperature = torch.from_numpy(np.where(is_random, batch.temperature, np.float32(1))).to(logits.device)
     processed = logits.float() / temperature.unsqueeze(1)
@@ -168,8 +173,10 @@ def processed_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
 
 
 def _best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` best logits and their tokens, best first, equal ones by id, but for which of the last one's equals
-    are among them."""
+    """Return the `count` best logits and their tokens in descending order, ties by id.
+
+    If further tokens tie with the last one, which of them are included is unspecified.
+    """
     if count == logits.shape[-1]:
         values, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
         return values, tokens
@@ -179,7 +186,7 @@ def _best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Probabilities at the rows' temperatures, 0 where min_p drops a token."""
+    """Return probabilities at the rows' temperatures, 0 where min_p drops a token."""
     temperature = torch.from_numpy(batch.temperature).to(logits.device)
     probs = torch.softmax(logits.float() / temperature.unsqueeze(1), dim=-1)
     if (batch.min_p > 0.0).any():
@@ -193,10 +200,11 @@ def _noise(batch: SamplingBatch, device: torch.device) -> torch.Tensor:
 
 
 def _draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF over unnormalised probabilities [R, N]: the first index whose cumulative sum exceeds u * total."""
+    """Apply the inverse CDF of unnormalised probabilities [R, N]: the first index whose cumulative sum exceeds
+    u * total."""
     cumulative = probs.double().cumsum(-1)
     target = (u * cumulative[:, -1]).unsqueeze(1)
     index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    # u < 1, but rounding may put the target on the last sum: then the last token with any probability.
+    # u < 1, but rounding may make the target equal to the last sum; then take the last token with any probability.
     last = cumulative.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
     return torch.minimum(index, last)

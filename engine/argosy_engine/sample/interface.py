@@ -1,19 +1,21 @@
-"""LogitsProcessor: per-request changes to logits, applied to a whole batch at once.
+"""LogitsProcessor: the interface for per-request changes to logits, applied to a whole batch at once.
 
-A processor is told about requests as they come and go (`update_state`) and keeps what it needs over all of them, so
-that `apply` is a handful of array operations however many requests use it: no Python per row and step. The sampler's
-own processors (`logits_processors`, `penalties`) and those of `--logits-processors` share this interface.
+A processor is notified as requests come and go (`update_state`) and keeps its state in arrays over all of them, so that
+`apply` takes a few array operations regardless of the number of requests, with no Python per row and step. The
+sampler's own processors (`logits_processors`, `penalties`) and those of `--logits-processors` share this interface.
 
-`examples/logits_processor.py` is one, for `argosy serve MODEL --logits-processors MODULE:CLASS` or
-`LLM(MODEL, logits_processors=[CLASS])`. Requests address it by what they say in `vllm_xargs`, which it finds in
+`examples/logits_processor.py` is an example, for `argosy serve MODEL --logits-processors MODULE:CLASS` or
+`LLM(MODEL, logits_processors=[CLASS])`. Requests pass it arguments in `vllm_xargs`, which it finds in
 `SamplingParams.extra_args`.
 
-The interface is vLLM V1's (v1/sample/logits_processor/interface.py) with three differences. A request keeps its slot
-for as long as it lives, so there are no moved rows, and `apply` gets the slots of the rows it is given. Who uses a
-processor is asked of the processor (`is_used_by`): it hears of no other requests, gets no other rows, and when it
-raises, no other request pays for it. `is_argmax_invariant` does not exist: an unused processor is not called at all.
+The interface is vLLM V1's (v1/sample/logits_processor/interface.py) with three differences:
 
-No torch here: the API process reads `is_used_by` and `validate_params`.
+- A request keeps its slot until it leaves, so rows never move; `apply` gets the slots of its rows.
+- The processor decides which requests use it (`is_used_by`). A custom processor hears of no other requests and gets no
+  other rows, and an exception that it raises fails no other request.
+- There is no `is_argmax_invariant`, because an unused processor is not called at all.
+
+This module does not import torch: the API process calls `is_used_by` and `validate_params`.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ Ints = NDArray[np.int64]
 
 
 class Added(NamedTuple):
-    """A request that took a slot: new, or back after a preemption with the output it had."""
+    """A request that took a slot: a new one, or one that resumes after a preemption with its output so far."""
 
     slot: int
     params: SamplingParams
     token_ids: list[int]
-    """prompt and output so far"""
+    """Prompt and output so far."""
     num_prompt_tokens: int
 
 
 @dataclass(slots=True)
 class BatchUpdate:
-    """What changed since the last step: first the slots that became free, then the requests that took one."""
+    """Changes since the last step: first the slots that were freed, then the requests that took a slot."""
 
     removed: list[int] = field(default_factory=list)
     added: list[Added] = field(default_factory=list)
@@ -64,12 +66,12 @@ class Rows:
     def __init__(self, slots: Ints, positions: Ints, num_slots: int) -> None:
         self.slots = slots
         self.positions = positions
-        """index in its sequence of the token that is sampled"""
+        """Index, in its sequence, of the token to sample."""
         self._num_slots = num_slots
 
     @cached_property
     def of_slot(self) -> Ints:
-        """Slot -> row, -1 for slots without one."""
+        """Row of each slot, -1 for slots without a row."""
         rows = np.full(self._num_slots, -1, np.int64)
         rows[self.slots] = np.arange(len(self.slots))
         return rows
@@ -81,62 +83,65 @@ class Rows:
         return positions
 
     def take(self, index: Ints) -> Rows:
-        """Some of the rows."""
+        """Select some of the rows."""
         return Rows(self.slots[index], self.positions[index], self._num_slots)
 
 
 class ProcessorConfig(NamedTuple):
-    """What a processor of `--logits-processors` is made with."""
+    """Constructor argument of custom processors (`--logits-processors`)."""
 
     model_path: str
     """The model's directory, with its tokenizer.json."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     token_ids: NDArray[np.int32]
-    """[max_num_seqs, max_model_len + 1], by slot the tokens of each request: up to the position that is sampled for
-    processors with `reads_tokens`, else possibly one less. Read only."""
+    """[max_num_seqs, max_model_len + 1]: the tokens of each request, by slot. Up to date for processors with
+    `reads_tokens`; for others the last sampled token may be missing. Read only."""
     device: torch.device
-    """Of the logits."""
+    """The logits' device."""
 
 
 class LogitsProcessor(ABC):
-    """Subclasses of `--logits-processors` are constructed with a `ProcessorConfig`, once per engine start."""
+    """Base class of logits processors.
+
+    Custom ones (`--logits-processors`) are constructed with a `ProcessorConfig`, once per engine start.
+    """
 
     reads_tokens = False
-    """Whether `apply` looks at tokens that were sampled in earlier steps. While such a processor is in use, a step
-    waits for the tokens of the one before it."""
+    """Whether `apply` reads tokens sampled in earlier steps. While such a processor is in use, each step waits for the
+    tokens of the previous one."""
 
     @classmethod
     @abstractmethod
     def is_used_by(cls, params: SamplingParams) -> bool:
-        """Whether a request asks for this processor. One of `--logits-processors` hears of no others."""
+        """Whether a request uses this processor. Custom processors hear of no other requests."""
 
     @classmethod  # noqa: B027 (most have nothing to refuse)
     def validate_params(cls, params: SamplingParams) -> None:
-        """Called for requests that use this processor, before they reach the engine core.
+        """Check the parameters of a request that uses this processor, before it reaches the engine core.
 
         Raises:
-            ValueError: something is wrong with the parameters; the client gets the message, with a 400.
+            ValueError: the parameters are invalid; the client gets the message in a 400 response.
         """
 
     @abstractmethod
     def update_state(self, update: BatchUpdate) -> None:
-        """Books requests that came and went."""
+        """Record requests that came or left."""
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, rows: Rows) -> None:
-        """Changes float32 logits [R, vocab_size] in place."""
+        """Change float32 logits [R, vocab_size] in place."""
 
     def __bool__(self) -> bool:
-        """Whether any live request uses this processor; it is not called while none does."""
+        """Whether any live request uses this processor. While none does, `apply` is not called."""
         return True
 
 
 def load_logits_processors(paths: Sequence[str]) -> tuple[type[LogitsProcessor], ...]:
-    """The classes that `MODULE:CLASS` name. The paths are the operator's, never a client's.
+    """Import the classes named by `MODULE:CLASS` paths, which come from the command line and never from a client.
 
     Raises:
-        ConfigError: one cannot be imported, or is no LogitsProcessor.
+        ConfigError: a class cannot be imported or is not a LogitsProcessor.
     """
     return tuple(_load(path) for path in paths)
 
@@ -149,7 +154,7 @@ def _load(path: str) -> type[LogitsProcessor]:
         found: Any = import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever importing somebody's module raises
+    except Exception as error:  # importing a user's module may raise anything
         raise ConfigError(
             f"--logits-processors {path}: {type(error).__name__}: {error}; the module must be importable, as an "
             "installed package or through PYTHONPATH"
@@ -160,10 +165,10 @@ def _load(path: str) -> type[LogitsProcessor]:
 
 
 def processor_path(processor: str | type[LogitsProcessor]) -> str:
-    """`MODULE:CLASS` of a class; a path remains one.
+    """Return the `MODULE:CLASS` path of a class; paths are returned unchanged.
 
     Raises:
-        ConfigError: the class lives inside a function, where no other process can find it.
+        ConfigError: the class is defined inside a function, so that other processes cannot import it.
     """
     if isinstance(processor, str):
         return processor

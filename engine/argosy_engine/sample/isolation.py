@@ -1,8 +1,8 @@
-"""IsolatedProcessor: a processor of `--logits-processors`, whose exceptions cost only the requests that use it.
+"""IsolatedProcessor: runs a custom logits processor such that its exceptions fail only the requests that use it.
 
-The processor works on a copy of the rows that use it. When `apply` raises, it gets each row alone, and those that still
-raise fail; a request with which `update_state` raises fails. What this cannot contain: an endless loop, a fault of
-the device, a crash of native code.
+The processor works on a copy of the rows that use it. If `apply` raises, it is retried with each row alone, and the
+requests whose rows raise again fail. If `update_state` raises for a request, that request fails. Endless loops, device
+faults and crashes of native code are not contained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("argosy.worker")
 
 
 class IsolatedProcessor:
-    """What the sampler calls in a processor's place.
+    """Wrapper that the sampler calls in place of a custom processor.
 
     Raises (from the constructor):
         ConfigError: the processor's own constructor failed.
@@ -45,7 +45,7 @@ class IsolatedProcessor:
         self.reads_tokens = kind.reads_tokens
         self._users: set[int] = set()
         self.failures: dict[int, str] = {}
-        """Slot -> why its request cannot go on."""
+        """Maps the slot of each failed request to the reason."""
 
     def __bool__(self) -> bool:
         return bool(self._users)
@@ -58,7 +58,7 @@ class IsolatedProcessor:
                 self._tell(BatchUpdate(removed=[slot]))
         for added in update.added:
             if self._is_used_by(added):
-                # One by one: an exception is then the fault of one request.
+                # One by one, so that an exception can be attributed to one request.
                 if self._tell(BatchUpdate(added=[added])):
                     self._users.add(added.slot)
                 else:
@@ -75,7 +75,7 @@ class IsolatedProcessor:
                 self._fail(int(rows.slots[row]))
 
     def _try(self, logits: torch.Tensor, rows: Rows, index: Ints) -> bool:
-        """Applies the processor to some of the rows; False, and no change, when it raises."""
+        """Apply the processor to some of the rows. If it raises, return False and leave the logits unchanged."""
         chosen = torch.from_numpy(index).to(logits.device)
         changed = logits[chosen]
         try:
@@ -87,7 +87,7 @@ class IsolatedProcessor:
         return True
 
     def _is_used_by(self, added: Added) -> bool:
-        """Whether the processor is to hear of a request; False when it fails at the question."""
+        """Whether a request uses the processor. If `is_used_by` raises, fail the request and return False."""
         try:
             return bool(self._kind.is_used_by(added.params))
         except Exception:

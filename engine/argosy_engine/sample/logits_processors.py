@@ -1,5 +1,7 @@
-"""The sampler's own logits processors (`interface` says what these are): flat arrays over all live requests, rebuilt
-when one comes or goes. While no live request uses a processor it is false and never called.
+"""The sampler's built-in logits processors (see `interface`).
+
+Each keeps flat arrays over all live requests that use it, rebuilt when one comes or leaves. While no live request uses
+a processor, it is falsy and `apply` is not called.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from argosy_engine.sample.interface import BatchUpdate, Ints, LogitsProcessor, R
 from argosy_engine.sample.params import SamplingParams
 
 _UNLIKELY = -1e30
-"""As good as impossible, and the only choice where everything else is impossible."""
+"""Never sampled unless every other token is masked out with minus infinity."""
 
 
 class _SlotTokens:
-    """(slot, token, value) triples of all live requests as parallel arrays, rebuilt when one comes or goes."""
+    """(slot, token, value) triples of all live requests as parallel arrays, rebuilt when one comes or leaves."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Ints, NDArray[np.float32]]] = {}
@@ -39,7 +41,7 @@ class _SlotTokens:
 
     @property
     def arrays(self) -> tuple[Ints, Ints, NDArray[np.float32]]:
-        """Slots, tokens and values of all triples. There must be at least one entry."""
+        """Slots, tokens and values of all triples. Requires at least one entry."""
         if self._arrays is None:
             tokens, values = zip(*self._entries.values(), strict=True)
             slots = np.repeat(np.fromiter(self._entries, np.int64), [len(ids) for ids in tokens])
@@ -48,7 +50,7 @@ class _SlotTokens:
 
 
 class AllowedTokenIds(LogitsProcessor):
-    """Everything but a request's `allowed_token_ids` becomes impossible."""
+    """Masks out all tokens except a request's `allowed_token_ids`."""
 
     def __init__(self) -> None:
         self._tokens = _SlotTokens()
@@ -78,13 +80,15 @@ class AllowedTokenIds(LogitsProcessor):
 
 
 class MinTokens(LogitsProcessor):
-    """A request with fewer than `min_tokens` outputs does not end: end-of-sequence and stop ids are taken only where
-    nothing else is possible, as behind a grammar's last token."""
+    """Suppresses EOS and stop ids until a request has `min_tokens` output tokens.
+
+    They stay possible where nothing else is, as after a grammar's last token.
+    """
 
     def __init__(self, eos_token_ids: Iterable[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokens = _SlotTokens()
-        """value: first position that may take the token"""
+        """The values are the first positions at which the token is allowed."""
 
     @classmethod
     def is_used_by(cls, params: SamplingParams) -> bool:
@@ -110,7 +114,7 @@ class MinTokens(LogitsProcessor):
 
 
 class LogitBias(LogitsProcessor):
-    """Adds `logit_bias[token]` to the token's logit."""
+    """Adds each token's `logit_bias` to its logit."""
 
     def __init__(self) -> None:
         self._tokens = _SlotTokens()
@@ -138,10 +142,10 @@ class LogitBias(LogitsProcessor):
 
 
 class BadWords(LogitsProcessor):
-    """The last token of a bad word is impossible where the output ends with the tokens before it.
+    """Masks out the last token of a bad word where the output ends with the word's preceding tokens.
 
     Args:
-        token_ids: int32 [num_slots, max_len], every request's tokens so far; the owner keeps it current.
+        token_ids: int32 [num_slots, max_len], every request's tokens so far; the owner keeps it up to date.
     """
 
     reads_tokens = True
@@ -169,7 +173,7 @@ class BadWords(LogitsProcessor):
             self._join()
 
     def _join(self) -> None:
-        """Flat arrays over all words; prefixes are right-aligned and padded with -1, which matches anything."""
+        """Rebuild the flat arrays over all words. Prefixes are right-aligned and padded with -1, a wildcard."""
         words = [(slot, word) for slot, words in self._words.items() for word in words]
         width = max((len(word) - 1 for _, word in words), default=0)
         self._slots = np.array([slot for slot, _ in words], np.int64)
@@ -183,7 +187,7 @@ class BadWords(LogitsProcessor):
     def apply(self, logits: torch.Tensor, rows: Rows) -> None:
         index = rows.of_slot[self._slots]
         positions = rows.position_of_slot[self._slots]
-        # Only output counts: a bad word that begins in the prompt may be finished.
+        # Only output tokens count: the model may complete a bad word that begins in the prompt.
         candidates = np.flatnonzero((index >= 0) & (positions - self._lengths >= self._starts))
         if not len(candidates):
             return

@@ -1,4 +1,4 @@
-"""Log probabilities: of sampled and prompt tokens, of the best alternatives, and the token's rank."""
+"""Log probabilities of sampled and prompt tokens and of their best alternatives, and the tokens' ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from argosy_engine.sample.token_logprobs import LogprobsMode, TokenLogprobs
 
 _MAX_LOGITS_BYTES = 64 << 20
-"""Prompt positions are scored so many bytes of logits at a time: a prompt times a vocabulary can be gigabytes."""
+"""Bytes of logits computed at a time for prompt positions: a long prompt's logits can take gigabytes."""
 
 
 def score(logits: torch.Tensor, mode: LogprobsMode) -> torch.Tensor:
-    """What is reported of logits [N, vocab_size], as float32: themselves or their log probabilities."""
+    """Return the scores to report for logits [N, vocab_size], in float32: the logits or their log probabilities."""
     return logits.float() if mode.endswith("logits") else logits.float().log_softmax(-1)
 
 
 class LogprobsTensors(NamedTuple):
-    """For N tokens and k alternatives."""
+    """Scores of N tokens with k alternatives each."""
 
     token_ids: torch.Tensor
     """int64 [N, 1 + k]"""
@@ -29,7 +29,7 @@ class LogprobsTensors(NamedTuple):
     """int64 [N]"""
 
     def tolists(self, counts: list[int]) -> list[TokenLogprobs]:
-        """One entry per token, with so many alternatives each. Waits for the device."""
+        """Return one entry per token, with `counts` alternatives each. Waits for the device."""
         ids, values, ranks = self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist()
         return [
             TokenLogprobs(ids[row][: count + 1], values[row][: count + 1], ranks[row])
@@ -38,7 +38,7 @@ class LogprobsTensors(NamedTuple):
 
 
 def gather_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobsTensors:
-    """Picks the tokens [N] and the `count` best ones from scores float32 [N, vocab_size]."""
+    """Gather the scores of the tokens [N] and of the `count` best tokens from float32 scores [N, vocab_size]."""
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(1) + 1
     best = torch.topk(logprobs, min(count, logprobs.shape[1]), dim=1)
@@ -55,13 +55,13 @@ def score_prompt(
     vocab_size: int,
     mode: LogprobsMode,
 ) -> list[TokenLogprobs]:
-    """Log probabilities of prompt tokens.
+    """Compute the log probabilities of prompt tokens.
 
     Args:
-        hidden: [N, hidden_size] of the positions before the tokens.
+        hidden: [N, hidden_size], the hidden states at the positions before the tokens.
         token_ids: int64 [N].
         count: alternatives per token.
-        mode: nothing processes the logits of a prompt, so `processed` is the same as `raw`.
+        mode: `processed` is the same as `raw` here, because a prompt's logits are not processed.
     """
     size = max(_MAX_LOGITS_BYTES // (4 * vocab_size), 1)
     scored: list[TokenLogprobs] = []

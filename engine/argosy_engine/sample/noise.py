@@ -1,7 +1,7 @@
-"""Stateless sampling noise: one uniform number as a pure function of (seed, position).
+"""Stateless sampling noise: uniform numbers as a pure function of (seed, position).
 
-No generator state, so a seeded request gives the same tokens whatever shares its batch, after a preemption, and on
-another replica that resumes it. SplitMix64 (Steele, Lea, Flood 2014) as the mixing function.
+There is no generator state, so a seeded request draws the same noise in any batch, after a preemption, and on another
+replica that resumes it. The mixing function is SplitMix64 (Steele, Lea, Flood 2014).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniform(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Uniforms in [0, 1) for parallel arrays of seeds and token positions (prompt included)."""
+    """Return uniform numbers in [0, 1) for parallel arrays of seeds and token positions (prompt included)."""
     with np.errstate(over="ignore"):
         state = _mix(seeds.astype(np.uint64) + _GAMMA) ^ (positions.astype(np.uint64) * _GAMMA)
         bits = _mix(state + _GAMMA)

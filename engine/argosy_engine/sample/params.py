@@ -1,4 +1,4 @@
-"""SamplingParams: what one request asks of the sampler and of the stop check. Field names are vLLM's."""
+"""SamplingParams: a request's parameters for sampling and stopping. Field names are vLLM's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from argosy_engine.sample.checked import Checked
 from argosy_engine.structured.params import StructuredOutputsParams
 
 GREEDY_EPSILON = 1e-5
-"""Temperatures below this mean greedy, as in vLLM."""
+"""Temperatures below this mean greedy sampling, as in vLLM."""
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -21,26 +21,26 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_TOKENS = 1024
-"""All bad words of a request together, in tokens."""
+"""Tokens of all bad words of a request together."""
 MAX_BAD_WORD_CHARS = 1024
 MAX_EXTRA_ARGS = 64
 MAX_EXTRA_ARGS_BYTES = 64 * 1024
-"""All of a request together, as msgpack."""
+"""Size of a request's `extra_args` as msgpack."""
 MAX_REPETITION_PATTERN = 1024
-"""Bound on pattern size and count, and thereby on the numbers that are kept for each such request."""
+"""Bound on pattern size and count, and thereby on the state kept for each such request."""
 
 
 class RepetitionDetectionParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Ends a generation whose last tokens are one pattern, `min_count` times in a row."""
+    """Ends a generation once its last tokens repeat one pattern `min_count` times in a row."""
 
     max_pattern_size: int = 0
-    """tokens; 0 is off"""
+    """In tokens; 0 turns detection off."""
     min_pattern_size: int = 0
-    """tokens; 0 means 1"""
+    """In tokens; 0 means 1."""
     min_count: int = 0
 
     def problem(self) -> str | None:
-        """What is wrong with these values, or None."""
+        """Return what is wrong with these values, or None."""
         if not 0 <= self.min_pattern_size <= self.max_pattern_size <= MAX_REPETITION_PATTERN:
             return f"needs 0 <= min_pattern_size <= max_pattern_size <= {MAX_REPETITION_PATTERN}"
         if self.max_pattern_size and not 2 <= self.min_count <= MAX_REPETITION_PATTERN:
@@ -49,12 +49,10 @@ class RepetitionDetectionParams(Struct, frozen=True, omit_defaults=True, forbid_
 
 
 class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=Checked):
-    """
+    """Sampling and stopping parameters of one request. `stop` and `bad_words` also accept a single string.
+
     Raises (from the constructor):
         InvalidRequest: unknown name, wrong type or value out of bounds.
-
-    `stop` and `bad_words` take one string alone, too.
-    `seed`: noise is a pure function of (seed, position); None draws a seed for the request at admission.
     """
 
     ONE_OR_MORE: ClassVar[tuple[str, ...]] = ("stop", "bad_words")
@@ -64,24 +62,25 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 or -1: off"""
+    """0 or -1 turns it off."""
     min_p: float = 0.0
-    """Tokens less probable than this share of the best one are dropped; 0 is off."""
+    """Drop tokens whose probability is below this share of the most probable token's; 0 turns it off."""
     seed: int | None = None
+    """Sampling noise is a pure function of (seed, position). None: the request gets a seed at admission."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    """Over prompt and output; the other two count the output only."""
+    """Applies to prompt and output tokens; the other two penalties count output tokens only."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Set by the input processor from `bad_words`: the core knows no text."""
+    """Set by the input processor from `bad_words`, because the core never sees text."""
     max_tokens: int | None = 16
-    """None: up to the model's context length"""
+    """None: up to the model's context length."""
     min_tokens: int = 0
-    """No end-of-sequence, stop id or stop string before this many output tokens. A grammar that allows nothing but the
-    end has its way."""
+    """Before this many output tokens, no EOS token, stop id or stop string ends the request. A grammar that allows only
+    the end takes precedence."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -89,14 +88,14 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
-    """Log probabilities of each output token and of this many best alternatives; -1: of the whole vocabulary. The
-    engine's `--max-logprobs` is the bound."""
+    """Return log probabilities of each output token and of this many best alternatives; -1: of the whole vocabulary.
+    The engine's `--max-logprobs` is the upper bound."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token but the first."""
+    """The same for each prompt token except the first."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the output must look like. The core gets it as a grammar beside the parameters."""
+    """Format that the output must have. The core gets it as a grammar, separately from these parameters."""
     extra_args: dict[str, Any] | None = None
-    """For the logits processors of `--logits-processors`; `vllm_xargs` of API requests."""
+    """Arguments of custom logits processors (`--logits-processors`); API requests pass them as `vllm_xargs`."""
 
     @property
     def is_greedy(self) -> bool:
@@ -107,7 +106,11 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def verify(self) -> None:
-        """Raises InvalidRequest when a value is out of bounds."""
+        """Check all values.
+
+        Raises:
+            InvalidRequest: a value is out of bounds.
+        """
         repetition = self.repetition_detection.problem() if self.repetition_detection else None
         checks = (
             ("n", 1 <= self.n <= MAX_N, f"must be between 1 and {MAX_N}"),
@@ -170,7 +173,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
         )
 
     def token_ids(self) -> dict[str, tuple[int, ...]]:
-        """Every field that holds token ids, for the check against the vocabulary."""
+        """Return every field that holds token ids, to be checked against the vocabulary."""
         return {
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids or (),
@@ -185,7 +188,7 @@ def _is_small(extra_args: dict[str, Any] | None) -> bool:
     if not extra_args:
         return True
     try:
-        size = len(msgspec.msgpack.encode(extra_args))  # as they travel to the core
+        size = len(msgspec.msgpack.encode(extra_args))  # the encoding in which they are sent to the core
     except (TypeError, ValueError, OverflowError, RecursionError):
         return False
     return len(extra_args) <= MAX_EXTRA_ARGS and size <= MAX_EXTRA_ARGS_BYTES

@@ -1,8 +1,8 @@
-"""Penalties: repetition, frequency and presence, from the distinct tokens each request has seen.
+"""Repetition, frequency and presence penalties.
 
-A penalty touches only tokens that occur, so each request that uses one keeps the list of its distinct tokens with
-their counts in the output, and a step gathers, changes and scatters those logits: the work grows with the length of
-the sequence, not with the vocabulary. All of it are tensor operations on the logits' device; nothing is read back.
+A penalty affects only tokens that occur in the request. Each request with penalties has a list of its distinct tokens
+with their counts in the output, and a step gathers, changes and scatters only those logits, so the work grows with the
+sequence length and not with the vocabulary. All operations run on the logits' device, and nothing is read back.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _INITIAL_WIDTH = 256
 
 
 class Penalties(LogitsProcessor):
-    """
+    """Logits processor for all three penalties. Its tables grow with the number of requests that use penalties.
+
     Args:
-        num_slots: requests that can live at once. Tables grow as requests with penalties come.
+        num_slots: maximum number of live requests.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -28,12 +29,12 @@ class Penalties(LogitsProcessor):
         self._free: list[int] = []
         self._num_live = 0
         self._bound = np.zeros(0, np.int64)
-        """At most so many distinct tokens per entry; the exact number is on the device."""
+        """Upper bound of the distinct tokens per entry; the exact number is on the device only."""
         self._ids = torch.zeros(0, _INITIAL_WIDTH, dtype=torch.int64, device=device)
         self._counts = torch.zeros(0, _INITIAL_WIDTH, dtype=torch.float32, device=device)
         self._num_distinct = torch.zeros(0, dtype=torch.int64, device=device)
         self._penalties = torch.zeros(0, 3, dtype=torch.float32, device=device)
-        """repetition, frequency, presence"""
+        """Per entry: repetition, frequency, presence."""
 
     @classmethod
     def is_used_by(cls, params: SamplingParams) -> bool:
@@ -79,7 +80,7 @@ class Penalties(LogitsProcessor):
         row, entry = (torch.from_numpy(index).to(self._device) for index in (row_index, entry_index))
         width = max(int(self._bound[entry_index].max()), 1)
         column = torch.arange(width, device=self._device).expand(len(row_index), width)
-        # Behind the last distinct token the first one again: the same value written twice changes nothing.
+        # Pad with the first distinct token: writing the same value twice changes nothing.
         column = torch.where(column < self._num_distinct[entry].unsqueeze(1), column, 0)
         ids = self._ids[entry].gather(1, column)
         counts = self._counts[entry].gather(1, column)
@@ -90,7 +91,7 @@ class Penalties(LogitsProcessor):
         logits[row.unsqueeze(1), ids] = values
 
     def observe(self, rows: Rows, tokens: torch.Tensor) -> None:
-        """Counts the tokens [R] that were sampled for the rows."""
+        """Count the tokens [R] sampled for the rows."""
         row_index, entry_index = self._present(rows)
         if not len(row_index):
             return
@@ -108,7 +109,7 @@ class Penalties(LogitsProcessor):
         self._bound[entry_index] += 1
 
     def _present(self, rows: Rows) -> tuple[Ints, Ints]:
-        """Rows that have penalties, and their entries."""
+        """Return the rows that have penalties, and their entries."""
         entries = self._entry_of_slot[rows.slots]
         index = np.flatnonzero(entries >= 0)
         return index, entries[index]

@@ -1,4 +1,4 @@
-"""PoolingParams: how the hidden states of a prompt become one vector. Field names are vLLM's."""
+"""PoolingParams: how to pool a prompt's hidden states into one vector. Field names are vLLM's."""
 
 from __future__ import annotations
 
@@ -14,37 +14,43 @@ from argosy_engine.sample.checked import Checked
 class PoolingParams(
     Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=Checked
 ):
-    """
+    """Pooling parameters of one request.
+
     Raises (from the constructor):
         InvalidRequest: unknown name, wrong type or value out of bounds.
     """
 
     pooling_type: Literal["last", "mean"] = "last"
-    """The last token's state, or the mean over all tokens."""
+    """Take the last token's hidden state, or the mean over all tokens."""
     normalize: bool = True
     """Scale the vector to length 1."""
     dimensions: int | None = None
-    """Keep that many leading elements, and scale what is left; for models trained so (Matryoshka, arXiv 2205.13147)."""
+    """Keep this many leading elements, before normalising; for models trained for it (Matryoshka, arXiv 2205.13147)."""
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether a cached prefix is of no use, because its states are not kept."""
+        """Whether a cached prefix cannot be used, because the KV cache does not hold its hidden states."""
         return self.pooling_type == "mean"
 
     def verify(self) -> None:
-        """Raises InvalidRequest when a value is out of bounds."""
+        """Check all values.
+
+        Raises:
+            InvalidRequest: a value is out of bounds.
+        """
         if self.dimensions is not None and self.dimensions < 1:
             raise InvalidRequest("dimensions must be at least 1", param="dimensions")
 
     def check_dimensions(self, size: int, is_matryoshka: bool, trained: Sequence[int] = ()) -> None:
-        """
+        """Check `dimensions` against the model.
+
         Args:
-            size: elements of the model's vector.
-            is_matryoshka: whether its leading elements are a vector, too.
-            trained: how many elements the model was trained to keep; empty for any number.
+            size: number of elements of the model's vectors.
+            is_matryoshka: whether the model supports shorter vectors.
+            trained: lengths that the model was trained for; empty for any length.
 
         Raises:
-            InvalidRequest: the model's vectors cannot be cut to that many elements.
+            InvalidRequest: the model's vectors cannot be shortened to `dimensions`.
         """
         if self.dimensions is None:
             return

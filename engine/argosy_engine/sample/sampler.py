@@ -1,10 +1,10 @@
-"""Sampler: logits to token ids for a whole batch.
+"""Sampler: turns logits into token ids for a whole batch.
 
-Order as in vLLM V1 (v1/sample/sampler.py): snapshot of the raw log probabilities, grammar mask, allowed ids, bad
-words, min_tokens, logit_bias, penalties, the processors of `--logits-processors`, then the draw (`draw`: temperature,
-min_p, top-k, top-p) and the log probabilities of what was drawn.
+The order is vLLM V1's (v1/sample/sampler.py): snapshot of the raw log probabilities, grammar mask, allowed_token_ids,
+bad_words, min_tokens, logit_bias, penalties, custom processors (`--logits-processors`), then the draw (`draw`:
+temperature, min_p, top-k, top-p) and the log probabilities of the drawn tokens.
 
-`Sampler` keeps what lives as long as a request, by slot. A step pays only for what its live requests use: an
+`Sampler` keeps each request's sampling state by slot. A step does only the work that its live requests need: an
 all-greedy batch is one argmax.
 """
 
@@ -27,37 +27,37 @@ from argosy_engine.sample.token_logprobs import LogprobsMode, TokenLogprobs
 
 
 class GrammarMask(NamedTuple):
-    """What grammars allow next, for the rows that have one."""
+    """Tokens that grammars allow next, for the rows that have a grammar."""
 
     rows: Ints
-    """[G] indices into the rows of the logits"""
+    """[G], indices of rows of the logits."""
     bitmask: NDArray[np.int32]
-    """[G, ceil(vocab_size / 32)], token t allowed if bit t % 32 of word t // 32 is set (xgrammar's layout)"""
+    """[G, ceil(vocab_size / 32)]; token t is allowed if bit t % 32 of word t // 32 is set (xgrammar's layout)."""
 
 
 class SampledLogprobs(NamedTuple):
-    """Of the rows whose requests asked for them: parallel lists [N] and N rows of tensors, still on the device."""
+    """Log probabilities of the N rows whose requests asked for them: parallel lists, tensors still on the device."""
 
     rows: list[int]
     counts: list[int]
-    """alternatives"""
+    """Number of alternatives to report."""
     tensors: LogprobsTensors
 
     def by_row(self) -> dict[int, TokenLogprobs]:
-        """Waits for the device."""
+        """Return the log probabilities by row. Waits for the device."""
         return dict(zip(self.rows, self.tensors.tolists(self.counts), strict=True))
 
 
 class SamplerOutput(NamedTuple):
     token_ids: torch.Tensor
-    """int64 [R], on the device"""
+    """int64 [R], on the device."""
     logprobs: SampledLogprobs | None
     failed: dict[int, str]
-    """Row -> why its request cannot go on; its token means nothing."""
+    """Maps rows whose requests failed to the reason. Their tokens are meaningless."""
 
 
 class SamplerOptions(NamedTuple):
-    """What the engine's flags say about sampling."""
+    """Engine options that concern sampling."""
 
     model_path: str = ""
     vocab_size: int = 0
@@ -69,11 +69,12 @@ _DEFAULTS = SamplerOptions()
 
 
 class Sampler:
-    """
+    """Batched sampler; a request has a slot for as long as it runs.
+
     Args:
-        token_ids: int32 [num_slots, max_len], every request's tokens so far, kept current by the owner whenever
+        token_ids: int32 [num_slots, max_len], every request's tokens so far. The owner keeps it up to date whenever
             `reads_tokens` is true.
-        eos_token_ids: what ends a sequence, for min_tokens.
+        eos_token_ids: tokens that end a sequence, for min_tokens.
 
     Raises (from the constructor):
         ConfigError: a logits processor of the options cannot be constructed.
@@ -109,7 +110,7 @@ class Sampler:
         self._update = BatchUpdate()
 
     def add(self, slot: int, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
-        """A request takes a slot, with the tokens it has so far."""
+        """Add a request in a slot, with its tokens so far."""
         self._temperature[slot] = 0.0 if params.is_greedy else params.temperature
         self._top_p[slot] = params.top_p
         self._top_k[slot] = max(params.top_k, 0)
@@ -119,25 +120,25 @@ class Sampler:
         self._update.added.append(Added(slot, params, token_ids, num_prompt_tokens))
 
     def remove(self, slot: int) -> None:
-        """A request gives its slot back."""
+        """Remove the request in a slot."""
         self._flush_if_taken(slot)
         self._update.removed.append(slot)
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the next `sample` looks at the requests' latest tokens."""
+        """Whether the next call of `sample` reads the requests' latest tokens."""
         self._flush()
         return any(processor.reads_tokens for processor in self._processors if processor)
 
     def sample(
         self, logits: torch.Tensor, slots: Ints, positions: Ints, grammar: GrammarMask | None = None
     ) -> SamplerOutput:
-        """One token per row.
+        """Sample one token per row.
 
         Args:
-            logits: [R, vocab_size] of any float dtype; may be changed.
-            slots: [R] distinct slots.
-            positions: [R] index in its sequence of the token that is sampled.
+            logits: [R, vocab_size] of any float dtype; may be changed in place.
+            slots: [R], distinct slots.
+            positions: [R], the index of the sampled token in its sequence.
         """
         self._flush()
         rows = Rows(slots, positions, self._num_slots)
@@ -177,7 +178,7 @@ class Sampler:
         return SamplerOutput(tokens, logprobs, failed)
 
     def _failed(self, slots: Ints) -> dict[int, str]:
-        """The rows with which a processor has failed."""
+        """Return the rows for which a custom processor failed, with the reasons."""
         failures = {slot: why for processor in self._isolated for slot, why in processor.failures.items()}
         if not failures:
             return {}
@@ -190,13 +191,16 @@ class Sampler:
             self._update = BatchUpdate()
 
     def _flush_if_taken(self, slot: int) -> None:
-        """An update holds removals before additions: a request that came and went between two steps needs two."""
+        """Flush if the slot's request was added since the last flush.
+
+        An update applies removals before additions, so a request that came and left between two steps needs two.
+        """
         if any(added.slot == slot for added in self._update.added):
             self._flush()
 
 
 def apply_grammar(logits: torch.Tensor, grammar: GrammarMask) -> None:
-    """Makes everything impossible that the grammars do not allow; in place."""
+    """Mask out all tokens that the grammars do not allow, in place."""
     device, vocab_size = logits.device, logits.shape[1]
     rows = torch.from_numpy(grammar.rows).to(device)
     words = torch.from_numpy(grammar.bitmask).to(device)

@@ -1,5 +1,5 @@
-"""TokenLogprobs: what travels from the sampler to the client. Apart from `logprobs`, because the API process has no
-torch."""
+"""TokenLogprobs: log probabilities as the sampler sends them to the client. Separate from `logprobs`, because the API
+process does not import torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Literal
 from msgspec import Struct
 
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
-"""raw: of the model; processed: of what the token is drawn from, after grammar, penalties, temperature and cuts."""
+"""raw: the model's values; processed: the values that the token is drawn from, after grammar mask, logits processors,
+temperature, min_p, top-k and top-p."""
 
 
 class TokenLogprobs(Struct, array_like=True, gc=False):
-    """One token: itself first, then the best tokens, best first (itself among them, when it is one)."""
+    """Scores of one position: the token itself, then the best tokens in descending order, which may include it."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """1 is the most probable token"""
+    """Rank of the token itself; 1 is the most probable."""
