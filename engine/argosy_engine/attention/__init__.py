@@ -1,5 +1,5 @@
-"""Attention over the paged KV cache: the metadata of a step, and one backend per way to compute it."""
+"""Attention over the paged KV cache: a step's metadata, and the backends (plain torch, CPU kernels)."""
 
 WORKSPACE_BYTES = 256 << 20
-"""Of gathered keys and values, or of scores, that torch's attention writes at a time; more only where one request, or
-one query, takes more."""
+"""Limit on the gathered keys and values, or the scores, that the torch backend materialises at a time. Exceeded only
+where a single request, or a single query, takes more."""

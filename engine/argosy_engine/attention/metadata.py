@@ -1,4 +1,5 @@
-"""AttentionMetadata: where each token of a step's flattened batch belongs. Built once per step, for all layers."""
+"""AttentionMetadata: request, position and KV cache slot of each token in a step's flattened batch. Built once per step
+for all layers."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """The batch is flattened to T tokens of R requests; requests with one new token come first.
+    """Metadata of a batch flattened to T tokens of R requests, decodes (one new token) first.
 
-    Shapes: `slot_mapping` int64 [T] (block * block_size + offset); `block_tables` int64 [R, max_blocks];
-    `query_lens`, `seq_lens` per request (new tokens; all tokens after this step), as Python ints and tensors.
+    `slot_mapping` is int64 [T] (block * block_size + offset), `block_tables` int64 [R, max_blocks]. Per request,
+    `query_lens` counts the new tokens and `seq_lens` all tokens after this step.
     """
 
     num_decodes: int
@@ -25,11 +26,12 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     decode_seq_lens: torch.Tensor
-    """int64 [num_decodes]"""
+    """int64 [num_decodes], the decodes' `seq_lens` on the device."""
     layers: tuple[AttentionMetadata, ...] = ()
-    """of each layer, where they belong to several KV cache groups; these differ in slots and block tables only"""
+    """Metadata of each layer, if the layers belong to several KV cache groups, which differ only in slots and block
+    tables. Empty otherwise."""
     native_step: NativeStep | None = None
-    """the same for the CPU kernels, once the first layer that uses them has made it"""
+    """This metadata in the form that the CPU kernels read, created by the first layer that uses them."""
 
     def of_layer(self, index: int) -> AttentionMetadata:
         return self.layers[index] if self.layers else self

@@ -1,7 +1,7 @@
-"""Paged attention by our own CPU kernels: prompts and decodes of a step in one call, no gathering.
+"""Paged attention with our CPU kernels: one call for a step's prompts and decodes, without gathering the cache.
 
-The kernels keep keys and values in their own order inside a block (src/step.h), so a layer is written and read by the
-same backend. Blocks remain what they are elsewhere: `kv_cache` has the shape and size of every other backend's.
+The kernels use their own layout inside a block (src/step.h), so a layer's cache must be written and read by the same
+backend. The shape and size of `kv_cache` are the same as for other backends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from argosy_engine.native.library import DTYPES, Kernels, Layer, Step, kernels
 
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 48
-"""Query heads per KV head: a tile's rows."""
+"""Query heads per KV head that the kernels support: the rows of a tile."""
 
 
 class NativeAttention:
-    """Norm of the q and k heads, rotary embedding, KV write and attention, from the fused q, k, v projection.
+    """One layer's norm of q and k heads, rotary embedding, KV write and attention, on the fused q, k, v projection.
 
     Args:
         cosines, sines: float32 [positions, rotary_dim / 2]; None: no rotary embedding.
@@ -49,7 +49,7 @@ class NativeAttention:
         cosines_at, sines_at, q_norm_at, k_norm_at = (
             None if tensor is None else tensor.data_ptr() for tensor in self._kept_alive
         )
-        self.layer = Layer(  # as the kernels read it
+        self.layer = Layer(
             q_norm=q_norm_at,
             k_norm=k_norm_at,
             cosines=cosines_at,
@@ -75,7 +75,7 @@ class NativeAttention:
         device: torch.device,
         **options: Any,
     ) -> NativeAttention | None:
-        """The kernels' backend where they have one for these shapes, else None."""
+        """Create the backend, or return None if the kernels do not support the device, dtype or shapes."""
         if device.type != "cpu" or dtype not in DTYPES:
             return None
         if head_dim > _MAX_HEAD_DIM or num_heads // num_kv_heads > _MAX_GROUP:
@@ -86,13 +86,16 @@ class NativeAttention:
         return cls(loaded, num_heads, num_kv_heads, head_dim, **options)
 
     def serves(self, kv_cache: torch.Tensor) -> bool:
-        """Whether a cache of [..., block_size, num_kv_heads, head_dim] will do: blocks of whole vectors of keys."""
+        """Whether the kernels support a cache [..., block_size, num_kv_heads, head_dim]: its block size must be a
+        multiple of `lanes`."""
         return kv_cache.shape[-3] % self._kernels.lanes == 0
 
     def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """qkv [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous -> [T, num_heads * head_dim].
+        """Write keys and values to the cache and compute attention, [T, num_heads * head_dim].
 
-        kv_cache: this layer's, [2, num_blocks, block_size, num_kv_heads, head_dim]. The heads in qkv change in place.
+        Args:
+            qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous; changed in place.
+            kv_cache: this layer's, [2, num_blocks, block_size, num_kv_heads, head_dim].
         """
         self.bind(kv_cache)
         layer, step = self.layer, native_step(meta)
@@ -100,7 +103,7 @@ class NativeAttention:
         return self._kernels.attention(layer, step, qkv)
 
     def bind(self, kv_cache: torch.Tensor) -> None:
-        """Makes this the cache that `layer` works on."""
+        """Point `layer` to this cache."""
         layer, address = self.layer, kv_cache.data_ptr()
         if address != layer.k_cache:
             _, layer.num_blocks, layer.block_size, _, _ = kv_cache.shape
@@ -109,7 +112,7 @@ class NativeAttention:
 
 
 def native_step(meta: AttentionMetadata) -> Step:
-    """Return a step's metadata as the kernels read it; made for the first layer, used by all."""
+    """Return a step's metadata in the kernels' form, created on the first call and shared by all layers."""
     if meta.native_step is None:
         meta.native_step = NativeStep(meta.seq_lens, meta.query_lens, meta.slot_mapping, meta.block_tables)
     return meta.native_step.struct

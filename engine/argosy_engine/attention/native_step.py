@@ -1,4 +1,4 @@
-"""One step's metadata in the form that the CPU kernels read: a struct of pointers into arrays."""
+"""NativeStep: one step's metadata in the form that the CPU kernels read, a struct of pointers into arrays."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from argosy_engine.native.library import Step
 
 
 class NativeStep:
-    """Holds the arrays that `struct` points to.
+    """Owns the arrays that `struct` points to.
 
     Args:
-        seq_lens, query_lens: of R requests (all tokens after this step; new tokens).
+        seq_lens, query_lens: per request, the number of tokens after this step and of new tokens.
         slot_mapping: int64 [T].
         block_tables: int64 [R, max_blocks].
     """

@@ -1,8 +1,8 @@
-"""Paged attention in plain torch: the portable backend and the reference for every kernel.
+"""Paged attention in plain torch: the portable backend and the reference for all kernels.
 
-Decodes run as padded batches, grouped by length so that one long request does not make all pay; prompts run one
-by one against their gathered blocks. Both are cut so that what is gathered or written out at a time is bounded. The
-cache is `[2, num_blocks, block_size, num_kv_heads, head_dim]`.
+Decodes run as padded batches grouped by length, so that one long request does not slow down the others; prompts run one
+by one over their gathered blocks. Both are split so that gathered keys and values, or scores, stay within
+`WORKSPACE_BYTES`. The cache is `[2, num_blocks, block_size, num_kv_heads, head_dim]`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _BUCKET_TOKENS = 256
 
 
 class TorchAttention:
-    """
+    """One layer's causal, grouped-query attention.
+
     Args:
-        num_heads, num_kv_heads, head_dim: of the model; heads are grouped (GQA).
         scale: factor on the scores; default 1 / sqrt(head_dim).
-        sliding_window: a token sees that many tokens, itself included; None: all before it.
+        sliding_window: number of tokens that a token attends to, itself included; None: all tokens before it.
         logit_softcap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118).
     """
 
@@ -46,13 +46,13 @@ class TorchAttention:
     def write(
         self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMetadata
     ) -> None:
-        """Stores this step's keys and values, each [T, num_kv_heads, head_dim], at their slots."""
+        """Write this step's keys and values, each [T, num_kv_heads, head_dim], to their slots."""
         flat = kv_cache.view(2, -1, self.num_kv_heads, self.head_dim)
         flat[0].index_copy_(0, meta.slot_mapping, k)
         flat[1].index_copy_(0, meta.slot_mapping, v)
 
     def __call__(self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """Causal attention of q [T, num_heads, head_dim] over the cache; the result has q's shape."""
+        """Compute causal attention of q [T, num_heads, head_dim] over the cache; the result has q's shape."""
         out = torch.empty_like(q)
         if meta.num_decodes:
             self._decode(q[: meta.num_decodes], kv_cache, meta, out[: meta.num_decodes])
@@ -101,7 +101,7 @@ class TorchAttention:
         if self.sliding_window is not None:
             hidden |= positions < seq_lens - self.sliding_window
         k = kv_cache[0].index_select(0, tables).view(shape).permute(0, 2, 3, 1)
-        # Hidden positions hold what other requests left, and a probability of zero times NaN is NaN.
+        # Hidden positions may hold stale values, and a probability of zero times NaN is NaN.
         v = kv_cache[1].index_select(0, tables).view(shape).masked_fill_(hidden[:, :, None, None], 0.0)
         # matmul + softmax, not SDPA: with one query per row it is about twice as fast on a CPU.
         scores = torch.matmul(q.view(batch, self.num_kv_heads, groups, self.head_dim), k).float() * self.scale
@@ -113,7 +113,7 @@ class TorchAttention:
         self, q: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int
     ) -> torch.Tensor:
         block_size, num_new = kv_cache.shape[2], len(q)
-        # Nothing but the request's own tokens is gathered: blocks behind the window have other owners by now.
+        # Gather only tokens inside the window: blocks that left it may belong to other requests by now.
         first = 0 if self.sliding_window is None else max(seq_len - num_new - self.sliding_window + 1, 0)
         first_block = first // block_size
         blocks = table[first_block : -(-seq_len // block_size)]
@@ -124,7 +124,7 @@ class TorchAttention:
         num_seen = seq_len - first
         if self.logit_softcap is None and self._sees_all_before(num_new, num_seen):
             return self._attend(q, k, v)
-        # Scores are written out: a few queries at a time, each against the keys up to its own.
+        # The scores are materialised here, so run a few queries at a time, against the keys up to the last of them.
         size = max(WORKSPACE_BYTES // (4 * self.num_heads * num_seen), 1)
         parts, end = [], num_seen - num_new
         for part in q.split(size):
@@ -133,7 +133,7 @@ class TorchAttention:
         return torch.cat(parts)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The last queries of a request, [new, num_heads, head_dim], over k and v [num_kv_heads, seq_len, head_dim]."""
+        """Attend from the last queries [new, num_heads, head_dim] to k and v [num_kv_heads, seq_len, head_dim]."""
         q = q.transpose(0, 1)
         if self.logit_softcap is not None:
             return self._attend_capped(q, k, v).transpose(0, 1)
@@ -150,7 +150,10 @@ class TorchAttention:
         return out.squeeze(0).transpose(0, 1)
 
     def _attend_capped(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """SDPA has no soft cap. q [num_heads, new, head_dim], k and v [num_kv_heads, seq_len, head_dim]."""
+        """Attend with a soft cap, which SDPA does not support.
+
+        q is [num_heads, new, head_dim], k and v are [num_kv_heads, seq_len, head_dim].
+        """
         num_new, seq_len = q.shape[1], k.shape[1]
         grouped = q.reshape(self.num_kv_heads, -1, self.head_dim)
         scores = torch.matmul(grouped, k.transpose(1, 2)).float() * self.scale
@@ -162,16 +165,19 @@ class TorchAttention:
         return torch.matmul(probs.view(self.num_kv_heads, -1, seq_len), v).view(q.shape)
 
     def _visible(self, num_new: int, seq_len: int, device: torch.device) -> torch.Tensor | None:
-        """Which of seq_len tokens each of the last num_new ones sees, bool [num_new, seq_len]; None: plain causal."""
+        """Return the mask of the tokens that each of the last num_new tokens attends to, bool [num_new, seq_len].
+
+        None means plain causal attention without context.
+        """
         if self._sees_all_before(num_new, seq_len):
             return None
         context, window = seq_len - num_new, self.sliding_window
-        # Bottom-right aligned: query i sees the context and the new tokens up to itself.
+        # The causal mask is aligned bottom-right: query i sees the context and the new tokens up to itself.
         mask = torch.ones(num_new, seq_len, dtype=torch.bool, device=device).tril(context)
         return mask if window is None else mask.triu(context - window + 1)
 
     def _sees_all_before(self, num_new: int, seq_len: int) -> bool:
-        """Whether nothing lies before the new tokens or beyond the window: SDPA needs no mask."""
+        """Whether all tokens are new and within the window, so that SDPA needs no mask."""
         return num_new == seq_len and (self.sliding_window is None or self.sliding_window >= seq_len)
 
     def _cap(self, scores: torch.Tensor) -> torch.Tensor:
