@@ -1,1 +1,1 @@
-"""The engine core: scheduler, KV cache, busy loop, and the clients that talk to it. It never sees text."""
+"""The engine core: scheduler, KV cache, busy loop, and its clients. It never sees text."""

@@ -1,4 +1,4 @@
-"""AsyncMPClient: the asyncio client of an engine core in a process of its own. See `core.client`."""
+"""AsyncMPClient: the asyncio client of an engine core that runs in its own process. See `core.client`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from argosy_engine.errors import EngineDead, UtilityFailed
 
 
 class AsyncMPClient:
-    """The core in a process of its own. Create it with `start`."""
+    """Client of a core in its own process. Create it with `start`."""
 
     def __init__(self, handle: CoreHandle) -> None:
         self._handle = handle
@@ -37,15 +37,15 @@ class AsyncMPClient:
         self._call_ids: Iterator[int] = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._is_read = True
-        """Or nobody will answer calls any more."""
+        """Whether the outputs may still be read; once they are not, no call can be answered."""
         self.config: ResolvedConfig
 
     @classmethod
     async def start(cls, args: EngineArgs) -> AsyncMPClient:
-        """Starts the core process and waits until its model is loaded.
+        """Start the core process and wait until its model is loaded.
 
         Raises:
-            ConfigError: the core refuses its arguments; the message is for the person who started it.
+            ConfigError: the core rejects its arguments; the message is meant for the person who started it.
             EngineDead: the core died while starting.
         """
         handle = CoreHandle(args)
@@ -82,7 +82,7 @@ class AsyncMPClient:
         return self._handle.config
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """Raises EngineDead if the core has died."""
+        """Send a request to the core. Raises EngineDead if the core has died."""
         await self._send([RequestType.ADD, self._encoder.encode(request)])
 
     async def abort_requests(self, request_ids: list[str]) -> None:
@@ -90,10 +90,10 @@ class AsyncMPClient:
             await self._send([RequestType.ABORT, self._encoder.encode(request_ids)])
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls a utility of the core and waits for its result; someone must be reading `outputs`.
+        """Call a utility of the core and wait for its result. A task must be reading `outputs` meanwhile.
 
         Raises:
-            UtilityFailed: the core knows no such utility, or it failed.
+            UtilityFailed: the core has no such utility, or it failed.
             EngineDead: the core died.
         """
         call_id = next(self._call_ids)
@@ -107,10 +107,10 @@ class AsyncMPClient:
             del self._calls[call_id]
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
-        """Everything the core sends, until it dies.
+        """Yield everything that the core sends, until it dies.
 
         Raises:
-            EngineDead: the process ended or said that it dies.
+            EngineDead: the process ended, or announced that it is dying.
         """
         receive = asyncio.ensure_future(self._output.recv())
         exited = asyncio.ensure_future(self._exit())
@@ -136,7 +136,7 @@ class AsyncMPClient:
                     future.set_exception(EngineDead("the engine core is gone"))
 
     async def _send(self, message: list[bytes]) -> None:
-        """Hands a message over; only a dead core cannot take it at once."""
+        """Send a message without blocking: the queue has no limit, so only a dead core cannot take it."""
         if self._handle.poll() is not None:
             raise self._handle.dead()
         if not self._is_read:
@@ -156,7 +156,7 @@ class AsyncMPClient:
             future.set_exception(error)
 
     async def _exit(self) -> None:
-        """Returns when the core has ended, noticed by its pidfd: an event, no polling."""
+        """Wait until the core has ended: on its pidfd, or by polling where there is none."""
         pidfd = self._handle.pidfd
         if pidfd is None:
             while self._handle.poll() is None:  # noqa: ASYNC110 (no event tells it here)
@@ -176,7 +176,7 @@ class AsyncMPClient:
         return self._handle.pid
 
     async def close(self) -> None:
-        """Ends the core."""
+        """End the core and close the sockets."""
         await asyncio.to_thread(self._handle.end)
         close_all(self._context, self._input, self._output)
 

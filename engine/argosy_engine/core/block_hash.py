@@ -1,9 +1,9 @@
-"""What makes two KV blocks equal: the hash of a block is that of everything its content depends on.
+"""Hashes of KV blocks: a block's hash covers everything that its content depends on.
 
-Each hash covers its parent's, so it names the whole prefix: tokens, the salt that separates tenants, the adapter whose
-weights computed it, and what stands behind placeholder tokens. Every part is tagged and length-prefixed, so that no
-part can pass for another. SHA-256: collisions are out of reach even for an attacker who chooses the tokens
-(CVE-2025-25183), so a hit needs no content check.
+Each hash includes its parent's and so identifies the whole prefix: tokens, the salt that separates tenants, the adapter
+whose weights computed it, and the multimodal items behind placeholder tokens. Salt, adapter and items are tagged and
+length-prefixed, so that none can be mistaken for another. SHA-256 is collision resistant even against an attacker who
+chooses the tokens (CVE-2025-25183), so a hit needs no comparison of content.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from argosy_engine.worker.step import MultimodalFeature
 
 
 def root_hash(cache_salt: str | None, adapter: str | None = None) -> bytes:
-    """Parent of a request's first block."""
+    """Return the parent hash of a request's first block."""
     parts = b"argosy-block/2\0" + _part(b"salt", cache_salt or "")
     if adapter is not None:
         parts += _part(b"adapter", adapter)
@@ -26,17 +26,18 @@ def root_hash(cache_salt: str | None, adapter: str | None = None) -> bytes:
 def hash_block(
     parent: bytes, token_ids: list[int], features: Sequence[MultimodalFeature] = (), start: int = 0
 ) -> bytes:
-    """
+    """Hash a full block.
+
     Args:
-        parent: hash of the block before.
-        token_ids: of the block.
-        features: of the request.
+        parent: hash of the previous block, or `root_hash`.
+        token_ids: the block's tokens.
+        features: all multimodal items of the request; those that overlap the block are hashed.
         start: position of the block's first token.
     """
     parts = parent + array("q", token_ids).tobytes()
     for feature in features:
         if feature.offset < start + len(token_ids) and feature.offset + feature.length > start:
-            # The same picture may begin in this block or before it: the tokens alone do not tell.
+            # The offset is hashed too: placeholder tokens do not tell which part of the item falls into this block.
             parts += _part(b"feature", feature.identifier) + (feature.offset - start).to_bytes(
                 8, "little", signed=True
             )

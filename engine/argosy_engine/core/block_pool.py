@@ -1,11 +1,11 @@
-"""The pool of KV blocks: who uses which block, and which blocks hold a known prefix.
+"""BlockPool: allocates KV blocks, counts their references, and evicts cached prefixes in LRU order.
 
-A block is in one of two places: used by one or more requests (`ref_count > 0`), or in the free queue. A free block
-may still hold a cached prefix; it is evicted only when the queue hands it out again. Block 0 is the null block:
-never handed out, the target of padding writes.
+A block is either used by one or more requests (`ref_count > 0`) or in the free queue. A free block may still hold a
+cached prefix, which is evicted only when the block is allocated again. Block 0 is the null block: it is never allocated
+and serves as the target of padding writes.
 
 Invariants (`check`): every block but the null block is free xor referenced; the free queue links each free block
-exactly once; a hash maps only to blocks that carry it.
+exactly once; a hash maps only to a block that carries it.
 Design: vLLM `v1/core/block_pool.py` (intrusive doubly linked free queue, O(1) removal from the middle).
 """
 
@@ -29,7 +29,7 @@ class Block:
 
 
 class FreeQueue:
-    """Doubly linked list through the blocks themselves; the front is evicted first."""
+    """Intrusive doubly linked list of free blocks, allocated and evicted from the front."""
 
     def __init__(self) -> None:
         self._head = Block(-1)
@@ -76,12 +76,13 @@ class FreeQueue:
 
 
 class BlockPool:
-    """Hands out, shares and takes back blocks.
+    """Pool of all KV blocks, with the prefix cache over them.
 
     Args:
         num_blocks: including the null block.
-        on_evict: called with a block id when its cached content is about to be lost.
-        on_cached, on_uncached: called with a hash once a block is registered for it, and once none is any more.
+        on_evict: called with a block id when its cached content is dropped.
+        on_cached: called with a hash when a block has been registered for it.
+        on_uncached: called with a hash when no block is registered for it any more.
     """
 
     def __init__(
@@ -112,9 +113,9 @@ class BlockPool:
         return 1.0 - self._free.num_blocks / usable if usable else 0.0
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks off the front of the free queue, evicting what they cached.
+        """Take `count` blocks from the front of the free queue and evict what they cached.
 
-        The caller has checked `num_free_blocks`.
+        The caller must have checked `num_free_blocks`.
         """
         ids = []
         for _ in range(count):
@@ -126,7 +127,7 @@ class BlockPool:
         return ids
 
     def lookup(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """Ids of the cached blocks for the longest prefix of the hashes. Takes no reference."""
+        """Return the ids of the blocks that cache the longest prefix of the hashes. Takes no reference."""
         ids = []
         for block_hash in block_hashes:
             block = self._by_hash.get(block_hash)
@@ -139,11 +140,11 @@ class BlockPool:
         return block_hash in self._by_hash
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
-        """How many of these blocks sit in the free queue: sharing them uses up that many free blocks."""
+        """Return how many of these blocks are free: sharing them takes that many blocks off the free queue."""
         return sum(self.blocks[i].ref_count == 0 for i in block_ids)
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Takes a reference on cached blocks (a prefix hit)."""
+        """Take a reference on cached blocks (a prefix hit)."""
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count == 0:
@@ -151,7 +152,7 @@ class BlockPool:
             block.ref_count += 1
 
     def register(self, block_id: int, block_hash: bytes) -> bool:
-        """Declares that a full block holds the prefix of this hash. False when another block already does."""
+        """Add a full block to the prefix cache under this hash. Returns False if another block already holds it."""
         block = self.blocks[block_id]
         assert block.ref_count > 0
         assert block.block_hash is None
@@ -164,17 +165,17 @@ class BlockPool:
         return True
 
     def unregister(self, block_ids: Sequence[int]) -> None:
-        """Withdraws `register` for blocks whose content will not be computed after all."""
+        """Undo `register` for blocks whose content will not be computed after all."""
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.block_hash is not None:
                 self._forget(block)
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drops one reference on each block.
+        """Drop one reference on each block.
 
-        In reverse, so that the end of a chain is evicted before its beginning; blocks without cached content go to
-        the front of the queue, where they are used first.
+        Blocks are freed in reverse, so that the end of a chain is evicted before its beginning. Blocks without cached
+        content go to the front of the free queue and are allocated first.
         """
         for block_id in reversed(block_ids):
             block = self.blocks[block_id]
@@ -187,7 +188,7 @@ class BlockPool:
                     self._free.append(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix; False (and no change) while a request holds blocks."""
+        """Evict every cached prefix. Returns False, and changes nothing, while a request holds blocks."""
         if self._free.num_blocks != len(self.blocks) - 1:
             return False
         for block in list(self._by_hash.values()):
@@ -205,7 +206,7 @@ class BlockPool:
             self._on_uncached(block_hash)
 
     def check(self) -> None:
-        """Asserts the invariants of the module docstring; O(blocks), for tests and the idle engine."""
+        """Assert the invariants of the module docstring. O(blocks); for tests and the idle engine."""
         free = [block.block_id for block in self._free]
         assert len(free) == len(set(free)) == self._free.num_blocks
         for block in self.blocks[1:]:

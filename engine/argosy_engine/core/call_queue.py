@@ -1,17 +1,19 @@
-"""CallQueue: waiting requests, and who gets a seat (a place among the running ones) where calls have many sequences.
+"""CallQueue: the waiting queue, with a fair share of the running slots ("seats") between calls of several sequences.
 
-A call's sequences are its prompts times their choices. A sequence keeps its seat until it ends, so one call could hold
-all of them for as long as its outputs take. Calls of several sequences share by max-min fairness instead:
+A call's sequences are its prompts times the choices of each. A sequence keeps its seat until it ends, so without a
+limit one call could hold all seats for as long as its outputs take. Calls of several sequences therefore share the
+seats by max-min fairness:
 
-- Of these calls, the one with the fewest seats gets the next one.
-- Between them and requests that are alone in their call, turns decide (`TurnClock`) while calls of several sequences
-  hold less than half of the seats; beyond that they take only what nobody else waits for.
-- Where no seat is free, the newest sequence of the call with the most gives its own up (`displacement`): to another
-  call if that leaves it with no fewer seats than the other then has, to a request that is alone while such calls hold
-  more than half. It waits as a preempted request does, and finds what it had in the prefix cache.
+- Among these calls, the one with the fewest seats gets the next seat.
+- While these calls hold less than half of the seats, turns (`TurnClock`) decide between them and requests that are the
+  only sequence of their call. Above half, they get a seat only if no single request of the same priority waits.
+- When no seat is free, the newest sequence of the call with the most seats is preempted (`displacement`): in favour of
+  another call if its own call then still has at least as many seats as the other, or in favour of a single request if
+  calls of several sequences hold more than half of the seats. It waits like any preempted request and finds its
+  computed tokens in the prefix cache.
 
-Every seat that is given up brings the calls closer to equal shares and none is taken back for it, so there are no more
-of them than requests that arrive. Without calls of several sequences this is a `RequestQueue` and costs no more.
+Each displacement brings the calls closer to equal shares and is never reversed, so there are no more displacements than
+arriving requests. Without calls of several sequences this is a `RequestQueue` at the same cost.
 """
 
 from __future__ import annotations
@@ -24,21 +26,24 @@ from argosy_engine.core.request import Request
 from argosy_engine.core.request_queue import MIN_STALE, RequestQueue
 
 _Rank = tuple[int, int, int, int]
-"""Of a call that waits: urgency, seats that it holds, turn and order of arrival of its next sequence."""
+"""Order among waiting calls: priority, seats held, turn and order of arrival of the call's next sequence."""
 
 
 class CallQueue(RequestQueue):
-    """Invariant: the rank of every call that waits is in the heap; an entry that differs from its call's is stale."""
+    """Waiting queue that also counts the seats of each call of several sequences.
+
+    Invariant: the rank of every waiting call is in the heap; a heap entry that differs from its call's rank is stale.
+    """
 
     def __init__(self, max_num_seqs: int) -> None:
         super().__init__()
         self._half = max(1, max_num_seqs // 2)
         self._seats: dict[str, dict[str, Request]] = {}
-        """Call -> its running sequences."""
+        """Call id -> running sequences by request id."""
         self._num_seats = 0
-        """Of all these calls."""
+        """Number of seats that all these calls hold."""
         self._queues: dict[str, RequestQueue] = {}
-        """Call -> its waiting sequences."""
+        """Call id -> waiting sequences."""
         self._num_queued = 0
         self._ranks: dict[str, _Rank] = {}
         self._ranking: list[tuple[_Rank, str]] = []
@@ -47,7 +52,7 @@ class CallQueue(RequestQueue):
         return super().__len__() + self._num_queued
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
+        """Iterate over the waiting requests in no particular order."""
         return chain(super().__iter__(), *self._queues.values())
 
     def push(self, request: Request) -> None:
@@ -60,7 +65,7 @@ class CallQueue(RequestQueue):
         self._rank(call_id)
 
     def remove(self, request: Request) -> None:
-        """Raises KeyError when the request does not wait here."""
+        """Remove a request. Raises KeyError if it is not in the queue."""
         call_id = request.call_id
         if not call_id:
             super().remove(request)
@@ -73,7 +78,7 @@ class CallQueue(RequestQueue):
         self._rank(call_id)
 
     def peek(self) -> Request | None:
-        """Who gets the next free seat."""
+        """Return the request that gets the next free seat without removing it, or None."""
         single = super().peek()
         if not self._queues:
             return single
@@ -85,7 +90,10 @@ class CallQueue(RequestQueue):
         return min(single, sequence, key=lambda request: request.queue_key)
 
     def displacement(self) -> tuple[Request, Request] | None:
-        """While no seat is free: who is to get one, and the running sequence that gives it up."""
+        """Return the waiting request that is entitled to a seat and the running sequence to preempt for it, or None.
+
+        To be called when no seat is free.
+        """
         if not self._num_seats:
             return None
         single = super().peek()
@@ -101,13 +109,13 @@ class CallQueue(RequestQueue):
         return None if victim is None else (sequence, victim)
 
     def take_seat(self, request: Request) -> None:
-        """A sequence of a call, which waits no longer, runs."""
+        """Count the seat of a sequence that starts to run; it has been removed from the queue."""
         self._seats.setdefault(request.call_id, {})[request.request_id] = request
         self._num_seats += 1
         self._rank(request.call_id)
 
     def leave_seat(self, request: Request) -> None:
-        """A sequence of a call does not run, or no longer."""
+        """Release the seat of a sequence. Does nothing if it holds none."""
         seats = self._seats.get(request.call_id)
         if seats is None or seats.pop(request.request_id, None) is None:
             return
@@ -117,7 +125,7 @@ class CallQueue(RequestQueue):
         self._rank(request.call_id)
 
     def check(self, running: Iterable[Request]) -> None:
-        """Asserts that these are the requests with seats; for tests and the idle engine."""
+        """Assert that exactly the given requests hold seats; for tests and the idle engine."""
         expected = {request.request_id for request in running if request.call_id}
         assert {request_id for seats in self._seats.values() for request_id in seats} == expected
         assert len(expected) == self._num_seats
@@ -125,7 +133,7 @@ class CallQueue(RequestQueue):
         assert self._ranks.keys() == self._queues.keys()
 
     def _peek_sequence(self) -> Request | None:
-        """The next sequence of the call that goes first."""
+        """Return the next sequence of the call with the lowest rank, or None."""
         ranking, ranks = self._ranking, self._ranks
         while ranking:
             rank, call_id = ranking[0]
@@ -135,7 +143,10 @@ class CallQueue(RequestQueue):
         return None
 
     def _newest_of_greediest(self, min_seats: int, instead_of: Request) -> Request | None:
-        """Of the calls with at least so many seats that are not more urgent."""
+        """Return the newest running sequence of the call with the most seats, or None.
+
+        Only calls with at least `min_seats` seats and no higher priority than `instead_of` are considered.
+        """
         urgency = instead_of.queue_key[0]
         greediest: dict[str, Request] = {}
         for seats in self._seats.values():
@@ -146,7 +157,7 @@ class CallQueue(RequestQueue):
         return max(greediest.values(), key=lambda request: request.queue_key, default=None)
 
     def _rank(self, call_id: str) -> None:
-        """The call's seats or its next sequence may have changed."""
+        """Update the rank of a call whose seats or next sequence may have changed."""
         queue = self._queues.get(call_id)
         head = None if queue is None else queue.peek()
         if head is None:

@@ -1,13 +1,13 @@
 """Clients of the engine core: one in the same process, two over ZMQ to a process of its own.
 
-All speak the same messages to the same `EngineCore`:
+All of them exchange the same messages with the same `EngineCore`:
 
-InprocClient    calls it directly: offline use and tests
-SyncMPClient    blocking: offline use with the core in its own process
-AsyncMPClient   asyncio: the API server (`core.async_client`)
+InprocClient    direct calls, for offline use and tests
+SyncMPClient    blocking, for offline use with the core in its own process
+AsyncMPClient   asyncio, for the API server (`core.async_client`)
 
-A client owns the core's life: when it closes (or dies), the core ends. When the core dies, every call says so and none
-waits for it; to abort requests is nothing to do then.
+A client owns the core's lifetime: when it closes or dies, the core ends. When the core dies, every call raises
+`EngineDead` instead of waiting, except for aborts, which then have no effect.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from argosy_engine.core.messages import (
 from argosy_engine.errors import EngineDead, UtilityFailed
 
 POLL_MS = 200
-"""Where the system has no pidfd, how often a client looks whether the core still lives."""
+"""Interval at which a client checks that the core is alive, where the system has no pidfd."""
 
 WAIT_S = 0.5
-"""How long a core in the caller's process may wait for a grammar before it looks at deadlines."""
+"""How long a core in the caller's process waits for a grammar before it checks deadlines again."""
 
 CHECK_INTERVAL_S = 1.0
-"""A core in the caller's process idles after every call: its invariants cost milliseconds where blocks are many."""
+"""Minimum interval between two checks of the invariants in the caller's process. Such a core is idle after every call,
+and with many blocks a check takes milliseconds."""
 
 
 class SyncClient(Protocol):
-    """What `LLM` and `LLMEngine` need of a client."""
+    """Interface that `LLM` and `LLMEngine` need from a client."""
 
     config: ResolvedConfig
 
@@ -56,7 +57,7 @@ class SyncClient(Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None: ...
 
     def step(self) -> EngineCoreOutputs:
-        """What the core's next step gave; call it only while `has_work`."""
+        """Return the outputs of the core's next step. Call it only while `has_work`."""
         ...
 
     def call_utility(self, method: str, *args: Any) -> Any: ...
@@ -65,7 +66,7 @@ class SyncClient(Protocol):
 
 
 class InprocClient:
-    """The core as an object of this process."""
+    """Client that holds the core as an object in its own process."""
 
     def __init__(self, args: EngineArgs) -> None:
         from argosy_engine.core.engine_core import EngineCore
@@ -102,7 +103,7 @@ class InprocClient:
         return outputs
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        """Raises UtilityFailed if the core knows no such utility or it failed."""
+        """Call a utility. Raises UtilityFailed if the core has no such utility, or it failed."""
         return result_of(self.core.call_utility(UtilityCall(0, method, list(args))))
 
     def close(self) -> None:
@@ -110,11 +111,11 @@ class InprocClient:
 
 
 class SyncMPClient:
-    """The core in a process of its own, for callers that block.
+    """Blocking client of a core in its own process.
 
     Raises (from the constructor):
-        ConfigError: the core refuses its arguments; the message is for the person who started it.
-        EngineDead: the core died while starting; from every method: it died later.
+        ConfigError: the core rejects its arguments; the message is meant for the person who started it.
+        EngineDead: the core died while starting. The methods raise it if the core dies later.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -164,7 +165,7 @@ class SyncMPClient:
         return outputs
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        """Raises UtilityFailed if the core knows no such utility or it failed."""
+        """Call a utility and wait. Raises UtilityFailed if the core has no such utility, or it failed."""
         call_id = next(self._call_ids)
         call = UtilityCall(call_id, method, list(args))
         self._send([RequestType.UTILITY, self._encoder.encode(call)])
@@ -186,22 +187,22 @@ class SyncMPClient:
         return outputs
 
     def _send(self, message: list[bytes], deadline: float | None = None, doing: str = "") -> None:
-        """Hands a message over; EngineDead if the core has ended."""
+        """Send a message. Raises EngineDead if the core has ended."""
         if self._handle.poll() is not None:
             raise self._handle.dead(doing)
         self._wait(self._input, zmq.POLLOUT, deadline, doing)
         try:
             self._input.send_multipart(message, zmq.NOBLOCK)
-        except zmq.Again:  # it ended since
+        except zmq.Again:  # it has ended since
             raise self._handle.dead(doing) from None
 
     def _receive(self, deadline: float | None, doing: str = "") -> bytes:
-        """The core's next message; EngineDead as soon as it has ended without one."""
+        """Wait for the core's next message. Raises EngineDead as soon as the core has ended without one."""
         self._wait(self._output, zmq.POLLIN, deadline, doing)
         return bytes(self._output.recv())
 
     def _wait(self, socket: Any, event: int, deadline: float | None, doing: str) -> None:
-        """Returns when the socket is ready; EngineDead if the core ends before, or the deadline passes."""
+        """Wait until the socket is ready. Raises EngineDead if the core ends or the deadline passes before that."""
         poller = zmq.Poller()
         poller.register(socket, event)
         if self._handle.pidfd is not None:
@@ -215,7 +216,7 @@ class SyncMPClient:
 
 
 def bind(context: zmq.Context[Any], handle: CoreHandle) -> tuple[Any, Any]:
-    """Input and output socket, unbounded: the core's admission limits bound what they hold."""
+    """Bind the core's input and output socket. They have no limit: admission bounds what they can hold."""
     input_socket, output_socket = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     input_socket.setsockopt(zmq.SNDHWM, 0)
     input_socket.bind(handle.input_address)

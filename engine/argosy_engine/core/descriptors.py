@@ -1,7 +1,7 @@
-"""File descriptors: enough of them before anything is started that cannot do without.
+"""File descriptors: raises the limit, and checks that enough are free before an engine is started.
 
-libzmq ends the process (SIGABRT) when it cannot open an epoll instance or accept a connection, so running out must be
-found out, or be kept from happening, before.
+libzmq aborts the process (SIGABRT) when it cannot open an epoll instance or accept a connection, so a shortage must be
+detected or prevented beforehand.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ MIN_FREE = 32
 
 
 def raise_limit() -> int:
-    """Raises the soft limit to the hard one, for this process and those that it starts; returns it. The usual soft
-    limit of 1024 exists only for `select`."""
+    """Raise the soft limit to the hard limit, for this process and those that it starts; return the limit.
+
+    The usual soft limit of 1024 exists only for programs that use `select`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -25,9 +27,10 @@ def raise_limit() -> int:
 
 
 def require_free(count: int = MIN_FREE) -> None:
-    """
+    """Check that this process can open `count` more files.
+
     Raises:
-        ConfigError: this process cannot open so many more files.
+        ConfigError: it cannot.
     """
     opened: list[int] = []
     try:

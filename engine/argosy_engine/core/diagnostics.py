@@ -1,7 +1,7 @@
-"""SIGUSR1: the stacks of all threads and the ages of what they work on, on standard error.
+"""SIGUSR1 handler: writes the stacks of all threads and a description of the process's state to standard error.
 
-The stacks come from the signal handler itself, in C, so they come from a process that hangs, too. The description is
-made by a thread that waits for the signal: the main thread may be the one that hangs.
+The signal handler itself, in C, writes the stacks, so a process that hangs writes them too. A separate thread writes
+the description, because the main thread may be the one that hangs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ logger = logging.getLogger("argosy.core")
 
 
 def dump_stacks_on_signal() -> None:
-    """From here on SIGUSR1 dumps stacks, where it used to kill. Call it first thing."""
+    """Dump stacks on SIGUSR1, which kills the process by default. Call it as early as possible."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
 
 
 def describe_on_signal(describe: Callable[[], str]) -> None:
-    """Logs a description, too. Called in the main thread.
+    """Log a description on SIGUSR1, besides the stacks. Call it in the main thread.
 
     Args:
-        describe: called in another thread; what it raises is logged.
+        describe: called in another thread; exceptions are logged.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)

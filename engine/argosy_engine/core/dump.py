@@ -1,5 +1,8 @@
-"""What the core is doing, for its log: load, requests and their ages, last steps. No text, no token ids, bounded.
-Written when the core dies and when it is asked (`diagnostics`)."""
+"""State dump of the engine core for its log: load, requests and their ages, last steps.
+
+It is written when the core dies and on SIGUSR1 (`diagnostics`). It contains no text and no token ids, and its length is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from argosy_engine.worker.step import SchedulerOutput
 logger = logging.getLogger("argosy.core")
 
 MAX_REQUESTS = 64
-"""Requests listed each for the queue and the last step; the rest is counted."""
+"""Maximum number of requests in each list; the rest is only counted."""
 
 _PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "logprobs")
-"""Numbers only: stop strings, bad words and schemas are the user's text."""
+"""Sampling parameters to list: numbers only, because stop strings, bad words and schemas are the user's text."""
 
 
 def log_dump(core: EngineCore) -> None:
-    """Never raises: what is broken may be the very thing it describes."""
+    """Log the state of the core. Never raises, although the state may be inconsistent."""
     try:
         logger.error("%s", describe(core))
     except Exception:
@@ -31,7 +34,7 @@ def log_dump(core: EngineCore) -> None:
 
 
 def describe(core: EngineCore, title: str = "state of the engine core at its end") -> str:
-    """Some lines of `name: key=value ...`; at most `MAX_REQUESTS` per list."""
+    """Describe the core in lines of `name: key=value ...`, with at most `MAX_REQUESTS` requests per list."""
     now = time.monotonic()
     config, scheduler = core.config, core.scheduler
     lines = [

@@ -1,11 +1,12 @@
-"""EngineCore: scheduler, KV cache and executor in one object, driven a step at a time.
+"""EngineCore: runs scheduler, KV cache, grammars and executor, one step per call.
 
-The same object serves both ways to run: in the caller's process (`InprocClient`) and in a process of its own
-(`core.process`). It raises on its own faults only: nothing a request contains can make `step` raise. A fault in the
-bookkeeping (scheduler, KV cache) is logged and healed; one in the executor ends the engine.
+The same class serves both ways to run: in the caller's process (`InprocClient`) and in a process of its own
+(`core.process`). `step` raises only if the executor fails, which ends the engine; no content of a request can make it
+raise. A fault in the bookkeeping (scheduler, KV cache) is logged, and the state is rebuilt.
 
-With async scheduling two steps are in flight: while the device computes one, the next is scheduled and launched, and
-the one before is booked. Its tokens are the same, a step that turns out to be needless excepted: it is dropped.
+With async scheduling two steps are in flight: while the device computes one, the core schedules and launches the next
+and processes the output of the one before. The tokens are the same as without it; the output of a step for a request
+that has ended meanwhile is dropped.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, Schedul
 logger = logging.getLogger("argosy.core")
 
 _MAX_NUM_MIXED_PREFILL_TOKENS = 512
-"""On a CPU, where a step of the whole budget takes seconds; from here on larger chunks are hardly faster."""
+"""Default on a CPU, where a step of the whole token budget takes seconds. Larger chunks are hardly faster per token."""
 
 _MAX_TIMEOUT_S = 86400.0
 
@@ -51,13 +52,14 @@ class _Launched(NamedTuple):
     step: SchedulerOutput
     pending: PendingOutput
     at: float
-    """`time.perf_counter()`"""
+    """When it was launched, by `time.perf_counter()`."""
 
 
 class EngineCore:
-    """
+    """The engine core, ready to run once constructed.
+
     Raises (from the constructor):
-        ConfigError: the model or a flag cannot work.
+        ConfigError: the model cannot be served, or not with these flags.
     """
 
     def __init__(self, args: EngineArgs, executor: Executor) -> None:
@@ -121,17 +123,17 @@ class EngineCore:
         )
         self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._launched: deque[_Launched] = deque()
-        """Steps that are not booked yet, oldest first."""
+        """Steps whose output is not processed yet, oldest first."""
         self._last_step: SchedulerOutput | None = None
         self._timing = StepTiming()
         self._is_checked = True
-        """Whether the invariants were checked since the last step."""
+        """Whether the invariants have been checked since the last step."""
         self._was_healed = False
-        """Whether the last step's bookkeeping failed."""
+        """Whether the state was rebuilt and no step has been processed since."""
         self.watchdog = Watchdog(args.request_stall_timeout)
         self._num_stalled = 0
         self._num_computed = 0
-        """Tokens of all steps that were booked, for the watchdog."""
+        """Number of tokens computed by all processed steps, for the watchdog."""
         self.step_began_at = self.step_ended_at = time.monotonic()
         self.sleep_state = SleepState(self.scheduler, self.kv, executor)
         self._utilities: dict[str, Callable[..., Any]] = {
@@ -149,35 +151,39 @@ class EngineCore:
 
     @property
     def last_steps(self) -> list[SchedulerOutput]:
-        """For the dump of a dying core: what is not booked yet, oldest first, and the last that was to be launched."""
+        """Steps for the dump of a dying core: those in flight, oldest first, and the last one given to the executor."""
         steps = [launched.step for launched in self._launched]
         if self._last_step is not None and all(step is not self._last_step for step in steps):
             steps.append(self._last_step)
         return steps
 
     def preprocess_request(self, message: EngineCoreRequest) -> Request:
-        """The core's view of a request, its prompt hashed. Reads nothing that changes: any thread may call it."""
+        """Build the core's request from a message and hash its prompt. Thread-safe: it reads no mutable state."""
         return Request(message, self.kv.block_size, self.kv.enable_prefix_caching)
 
     def add_request(self, message: EngineCoreRequest, request: Request | None = None) -> None:
-        """
+        """Queue a request, and start to compile its grammar if it has one.
+
         Args:
-            request: what `preprocess_request` made of the message, where that was called already.
+            request: result of `preprocess_request` for this message, if that was called already.
+
+        Raises:
+            EngineAsleep: the engine is asleep.
         """
         self.sleep_state.check_awake()
         request = request or self.preprocess_request(message)
         if message.grammar is None:
             self.scheduler.add(request)
             return
-        # Blocked first: the grammar may be there before the next line.
+        # Block the request before asking for the grammar: it may be compiled at once.
         request.status = RequestStatus.WAITING_FOR_GRAMMAR
         self.scheduler.add(request)
-        # An output that matches its grammar can only end: ignore_eos would leave nothing to say.
+        # Once the output is complete, the grammar allows only EOS, so `ignore_eos` cannot be honoured.
         request.stop_ids |= self.scheduler.eos_token_ids
         try:
             self.structured.add(request.request_id, message.grammar, message.resume_token_ids, message.tenant)
         except Exception:
-            self.scheduler.abort([request.request_id])  # told to the client by the caller
+            self.scheduler.abort([request.request_id])  # the caller reports the error to the client
             raise
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -188,9 +194,10 @@ class EngineCore:
             self._heal("aborting requests")
 
     def step(self) -> EngineCoreOutputs:
-        """Launches the next step and books the oldest one, or nothing yet if another may be launched before.
+        """Launch the next step, then wait for the oldest step in flight and process its output.
 
-        A step whose bookkeeping fails is empty; the next one starts afresh.
+        Returns empty outputs (without stats) if another step may be launched first, and idle outputs if the bookkeeping
+        failed and was rebuilt.
         """
         self._is_checked = False
         self.step_began_at = time.monotonic()
@@ -209,7 +216,9 @@ class EngineCore:
             return self.idle_outputs()
         if step.num_scheduled_tokens or step.finished_request_ids:
             self._last_step = step
-            at = time.perf_counter()  # an executor may compute the step before it returns
+            at = (
+                time.perf_counter()
+            )  # before `execute`, because an executor may compute the step before it returns
             self._launched.append(_Launched(step, self.executor.execute(step), at))
             if step.num_scheduled_tokens and len(self._launched) < self._max_in_flight:
                 return EngineCoreOutputs()
@@ -224,12 +233,12 @@ class EngineCore:
         return outputs
 
     def _schedule(self) -> SchedulerOutput | None:
-        """The next step, None if the bookkeeping failed."""
+        """Schedule the next step; None if the bookkeeping failed and was rebuilt."""
         try:
             self._admit_compiled()
             step = self.scheduler.schedule()
             if self.structured:
-                # What a grammar allows depends on the tokens that are still under way.
+                # What a grammar allows depends on tokens that are still in flight; `_mask_next` sends the mask then.
                 step.awaits_grammar = bool(self._launched and self._with_grammar(step))
                 step.grammar = None if step.awaits_grammar else self._grammar_bitmask(step)
             return step
@@ -238,7 +247,7 @@ class EngineCore:
             return None
 
     def _book(self, step: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs:
-        """Tells scheduler and grammars what a step gave."""
+        """Process the output of a step: update grammars and scheduler."""
         try:
             stale = self.scheduler.in_flight.stale(step) if step.num_scheduled_tokens else ()
             for request_id, error in result.errors.items():
@@ -260,7 +269,7 @@ class EngineCore:
         )
 
     def _mask_next(self) -> None:
-        """Sends the step that is launched already what the grammars allow, now that they know the tokens before."""
+        """Send the grammar bitmask to the launched step that waits for it, now that the previous tokens are known."""
         if not self._launched or not self._launched[-1].step.awaits_grammar:
             return
         launched = self._launched[-1]
@@ -272,7 +281,7 @@ class EngineCore:
         launched.pending.sample(mask)
 
     def _admit_compiled(self) -> None:
-        """Requests whose grammar has become known may run, or end."""
+        """Unblock requests whose grammar has been compiled, and fail those whose compilation failed."""
         for compiled in self.structured.take_compiled():
             if compiled.failure is None:
                 self.scheduler.unblock(compiled.request_id)
@@ -280,7 +289,7 @@ class EngineCore:
                 self._fail({compiled.request_id: compiled.failure})
 
     def _fail(self, failures: Mapping[str, Failure]) -> None:
-        """Ends requests whose grammar cannot be followed."""
+        """Fail requests whose grammar cannot be compiled or followed."""
         for request_id, failure in failures.items():
             kind = ErrorKind.INVALID_GRAMMAR
             if failure.is_overload or failure.is_fault:
@@ -288,7 +297,7 @@ class EngineCore:
             self.scheduler.fail(request_id, failure.reason, kind)
 
     def _with_grammar(self, step: SchedulerOutput) -> list[str]:
-        """The requests with a grammar that sample in this step, which is the newest."""
+        """Return the ids of the requests with a grammar that sample a token in this step, the newest one."""
         requests = self.scheduler.requests
         return [
             request_id
@@ -298,7 +307,7 @@ class EngineCore:
         ]
 
     def _grammar_bitmask(self, step: SchedulerOutput) -> GrammarBitmask | None:
-        """What they may say next."""
+        """Compute which tokens the grammars allow in this step; None if no request in it has a grammar."""
         request_ids = self._with_grammar(step)
         if not request_ids:
             return None
@@ -307,7 +316,7 @@ class EngineCore:
         return GrammarBitmask(request_ids, bitmask)
 
     def _follow_grammars(self, result: ModelRunnerOutput, stale: Collection[str]) -> None:
-        """Tells the grammars what was sampled. A token that does not fit costs its request only."""
+        """Advance the grammars by the sampled tokens. A token that a grammar rejects fails only its own request."""
         sampled = zip(result.request_ids, result.sampled_token_ids, strict=True)
         self._fail(
             self.structured.accept(
@@ -320,7 +329,7 @@ class EngineCore:
         self.structured.forget([i for i in self.structured.request_ids if i not in requests])
 
     def stats(self, iteration_tokens: int = 0) -> SchedulerStats:
-        """Load now, and the counters since the last call."""
+        """Return the current load, and the counters since the last call."""
         kv, scheduler = self.kv, self.scheduler
         stats = SchedulerStats(
             num_running=len(scheduler.running),
@@ -341,7 +350,7 @@ class EngineCore:
         return stats
 
     def tick(self) -> None:
-        """Lets time pass, for what waits for something other than a step; cheap enough for each turn of a loop."""
+        """Check deadlines of grammars and requests that make no progress; cheap enough for each turn of the loop."""
         try:
             self.structured.tick()
         except Exception:
@@ -354,7 +363,7 @@ class EngineCore:
             self._heal("looking after requests")
 
     def _fail_stalled(self) -> None:
-        """Ends requests that nothing moves any more."""
+        """Fail the requests that the watchdog reports as stalled."""
         stalled = self.watchdog.check(self.scheduler.requests.values(), self._num_computed)
         if not stalled:
             return
@@ -366,15 +375,15 @@ class EngineCore:
         self._forget_finished()
 
     def _unknown_requests(self, request_ids: list[str]) -> list[str]:
-        """Those of these requests that the core does not have (any more)."""
+        """Return those of the ids that the core does not know (any more)."""
         return [request_id for request_id in request_ids if request_id not in self.scheduler.requests]
 
     def idle_outputs(self) -> EngineCoreOutputs:
-        """Heartbeat of a core with nothing to do; also carries what aborts and resets changed."""
+        """Build the heartbeat of an idle core, with the residency changes of aborts and resets."""
         return EngineCoreOutputs(stats=self.stats(), residency=self.kv.residency.take_delta())
 
     def check_when_idle(self) -> None:
-        """Checks the invariants once after the last step, and heals what it finds."""
+        """Check the invariants once after the last step, and rebuild the state if one is violated."""
         if not self._is_checked and not self.has_work:
             self._is_checked = True
             try:
@@ -383,8 +392,11 @@ class EngineCore:
                 self._heal("checking the idle engine")
 
     def _heal(self, activity: str) -> None:
-        """Called where an exception was caught: logs it and rebuilds the bookkeeping. Requests are recomputed; if
-        that fails in the next step too, they are answered with an error instead."""
+        """Log the exception being handled and rebuild the bookkeeping.
+
+        Unfinished requests are recomputed. If no step has succeeded since the last rebuild, they end with an error
+        instead.
+        """
         logger.exception("fault while %s: the KV cache is rebuilt, running requests are recomputed", activity)
         error = "the engine could not keep track of this request" if self._was_healed else None
         self._was_healed = True
@@ -398,7 +410,7 @@ class EngineCore:
         self._release_blocked()
 
     def _release_blocked(self) -> None:
-        """Moves requests that a fault left blocked although nothing they could wait for will come."""
+        """Unblock or fail requests that a fault left blocked although no compilation is pending for them."""
         for request_id in list(self.scheduler.blocked):
             if self.structured.is_waiting_for(request_id):
                 continue
@@ -409,7 +421,7 @@ class EngineCore:
                 self._fail({request_id: Failure("the engine lost this request's grammar", is_fault=True)})
 
     def call_utility(self, call: UtilityCall) -> UtilityOutput:
-        """Runs a named utility; failures are answers, not crashes."""
+        """Run a utility by name. A failure is returned in the output; only `EngineDead` is raised."""
         method = self._utilities.get(call.method)
         if method is None:
             return UtilityOutput(call.call_id, f"unknown utility {call.method!r}")
@@ -424,7 +436,7 @@ class EngineCore:
             return UtilityOutput(call.call_id, f"{type(error).__name__}: {error}")
 
     def _sleep(self, level: int) -> None:
-        """See `SleepState.sleep`. What is still under way when nobody waits is nobody's, and ends first."""
+        """Put the engine to sleep (`SleepState.sleep`), after the steps in flight if no request needs their output."""
         while self._launched and not self.scheduler.has_unfinished_requests:
             launched = self._launched.popleft()
             self.scheduler.update(launched.step, launched.pending.get())
@@ -437,7 +449,7 @@ class EngineCore:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """See `Executor.collective_rpc`."""
+        """Check the timeout and call `Executor.collective_rpc`."""
         if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < _MAX_TIMEOUT_S):
             raise UtilityFailed(
                 f"collective_rpc: timeout is a number of seconds above 0, not {timeout!r:.64}"
@@ -454,7 +466,10 @@ class EngineCore:
 
 
 def _matryoshka(args: EngineArgs, config: ModelConfig) -> tuple[bool, tuple[int, ...]]:
-    """Whether embeddings may be cut, and to how many elements; `--hf-overrides` wins over the checkpoint's config."""
+    """Return whether embeddings may be truncated, and to which dimensions.
+
+    `--hf-overrides` takes precedence over the checkpoint's config.
+    """
     asked = args.hf_overrides or HfOverrides()
     dimensions = config.matryoshka_dimensions
     if asked.matryoshka_dimensions is not None:
@@ -464,7 +479,11 @@ def _matryoshka(args: EngineArgs, config: ModelConfig) -> tuple[bool, tuple[int,
 
 
 def _is_async(args: EngineArgs, device: str) -> bool:
-    """A CPU worker in the core's own process computes while it launches, so there is nothing to overlap with."""
+    """Decide whether to schedule asynchronously.
+
+    By default everywhere but on a CPU worker in the core's own process, which computes a step while it launches it, so
+    that there is nothing to overlap.
+    """
     if args.async_scheduling is None:
         return device != "cpu" or args.distributed_executor_backend != "uni"
     return args.async_scheduling

@@ -1,10 +1,12 @@
-"""GrammarProcess: the process that compiles grammars, as the engine core sees it. A `structured.compiler.Backend`.
+"""GrammarProcess: the engine core's client of the process that compiles grammars. A `structured.compiler.Backend`.
 
-The process is started with the first grammar and again after its end, whatever ended it; engines that never use
-grammars do not pay for it. Two bonds tie its life to the core's: the socket between them, and the kernel (`lifeline`).
+The process is started with the first grammar, and again after it has ended for whatever reason; engines that never use
+grammars do not start it. It ends with the core, because the socket between them closes and because the kernel kills it
+(`lifeline`).
 
-A process that does not fork in time, because it is stopped or hangs in the kernel, is killed and replaced. What counts
-is the clock: such a process uses no CPU time. A grammar that lost its process is compiled once more, by the next one.
+A process that does not fork in time, because it is stopped or hangs in the kernel, is killed and replaced. Wall clock
+time decides, because such a process uses no CPU time. If a process is lost, the next one compiles the grammar again,
+once.
 """
 
 from __future__ import annotations
@@ -44,41 +46,41 @@ if TYPE_CHECKING:
     from argosy_engine.structured.params import GrammarSpec
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Of a compiled grammar as text; a schema of 60 patterns over 100k tokens has 67 MB."""
+"""Maximum size of a compiled grammar as text. A schema of 60 patterns over 100k tokens takes 67 MB."""
 FORK_TIMEOUT_S = 3.0
-"""From asking for a compilation to its process. A fork takes milliseconds, on a crowded machine a part of a second."""
+"""Limit for a fork of the running process. It takes milliseconds, or a fraction of a second on a busy machine."""
 WARM_UP_TIMEOUT_S = 20.0
-"""From the start of the process to its first fork. Importing XGrammar and reading the vocabulary take 0.5 s, several on
-a busy machine; what remains of a request's deadline is for a second try."""
+"""Limit from the start of the process to its first fork. Importing XGrammar and reading the vocabulary take 0.5 s, or
+several seconds on a busy machine. The rest of a request's deadline is left for a second attempt."""
 TABLE_TIMEOUT_S = 10.0
-"""For the vocabulary, which the process has already; all grammars wait for the first one to fetch it."""
+"""Limit for fetching the vocabulary, which the process has already read; all grammars wait for the first fetch."""
 _KILL_GRACE_S = 1.0
-"""From a compilation's deadline, where the kernel's timer ends it, to our giving up on it: the timer of a process that
-is stopped does nothing."""
+"""How long to wait after a compilation's deadline, when the kernel's timer should have killed it, before giving up: a
+stopped process is not killed by its timer."""
 _EXIT_TIMEOUT_S = 2.0
 _ORPHAN_S = 0.1
-"""From the end of a compilation that fell with the process to our knowing of the process's end."""
+"""How long the end of the process may be noticed after the end of a compilation that it took with it."""
 
 logger = logging.getLogger("argosy.structured")
 
 
 class ProcessLost(BackendUnavailable):
-    """The process that was to compile, or compiled, is no more; nothing is known against the grammar."""
+    """The compiling process ended before it answered, for a reason that is not known to be the grammar."""
 
 
 class _ForkServer:
-    """One process, from its start to its end.
+    """Handle of one grammar process, from its start to its end.
 
     Raises (from the constructor):
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(self, args: GrammarProcessArgs, warm_up_timeout_s: float) -> None:
         self.is_warm = False
-        """Whether it has forked."""
+        """Whether it has forked at least once."""
         self._is_killed = False
         self._control, theirs = socket.socketpair()
-        self._control.setblocking(False)  # it has room for more jobs than there may be
+        self._control.setblocking(False)  # its buffer holds more jobs than there can be
         safe_path = ["-P"] if sys.flags.safe_path else []
         try:
             with theirs:
@@ -93,7 +95,7 @@ class _ForkServer:
                     ],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
-                    # A process with threads must not fork.
+                    # The server must have one thread only, because it forks.
                     env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
                 )
         except BaseException:
@@ -111,7 +113,7 @@ class _ForkServer:
         return self._is_killed or self._process.poll() is not None
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Whether it is over by then."""
+        """Whether it ends within the given time, or has been killed."""
         return self._is_killed or self.is_reaped(timeout_s)
 
     def is_reaped(self, timeout_s: float = 0.0) -> bool:
@@ -120,21 +122,20 @@ class _ForkServer:
         return self._process.returncode is not None
 
     def patience_s(self, fork_timeout_s: float) -> float:
-        """How long a fork may take from now on."""
+        """Return how many seconds a fork may take from now on; the first one has to wait for the warm-up."""
         return fork_timeout_s if self.is_warm else max(fork_timeout_s, self._warm_by - time.monotonic())
 
     def send(self, job: socket.socket) -> None:
         socket.send_fds(self._control, [b"J"], [job.fileno()])
 
     def kill(self) -> None:
-        """Ends it and, by the kernel, all that it forked. Never blocks: a process that hangs in the kernel ends when
-        that lets it go."""
+        """Kill the process; the kernel then kills its forks. Never blocks, even if the process hangs in the kernel."""
         self._is_killed = True
         self._control.close()
         self._process.kill()
 
     def end(self) -> None:
-        """As `kill`, but lets it go by itself if it does so soon."""
+        """Close the socket and wait for the process to exit; kill it if it does not exit soon."""
         self._control.close()
         if not self.is_reaped(_EXIT_TIMEOUT_S):
             self.kill()
@@ -144,7 +145,7 @@ class _ForkServer:
 class GrammarProcess:
     """
     Args:
-        deadline_s: after it the kernel kills a compilation, should nobody have done so before.
+        deadline_s: seconds after which the kernel kills a compilation that has not been killed before.
         fork_timeout_s: see `FORK_TIMEOUT_S`.
         warm_up_timeout_s: see `WARM_UP_TIMEOUT_S`.
     """
@@ -163,7 +164,7 @@ class GrammarProcess:
         self._lock = threading.Lock()
         self._server: _ForkServer | None = None
         self._killed: list[_ForkServer] = []
-        """Until they are reaped."""
+        """Killed processes that are not reaped yet."""
         self._deserializer: Deserializer | None = None
         self._deserializer_lock = threading.Lock()
 
@@ -173,17 +174,18 @@ class GrammarProcess:
         return None if server is None else server.pid
 
     def new_compilation(self) -> ForkedCompilation:
-        """
+        """Ask for a fork, and start the process if it does not run.
+
         Raises:
             OSError: the process cannot be started.
         """
         return ForkedCompilation(self)
 
     def deserializer(self) -> Deserializer:
-        """Made once, by whoever needs it first: it takes a part of a second.
+        """Return the deserializer, made on first use in a fraction of a second.
 
         Raises:
-            BackendUnavailable: there is no vocabulary.
+            BackendUnavailable: the vocabulary cannot be fetched.
         """
         with self._deserializer_lock:
             if self._deserializer is None:
@@ -195,7 +197,7 @@ class GrammarProcess:
             return self._deserializer
 
     def close(self) -> None:
-        """Ends the process, and with it what it compiles."""
+        """End the process and its compilations."""
         with self._lock:
             if self._server is not None:
                 self._server.end()
@@ -204,7 +206,7 @@ class GrammarProcess:
             self._server = None
 
     def connect(self) -> _Connection:
-        """A new job; the other end of its socket is on its way to the process.
+        """Send the process the socket of a new job, and return our end.
 
         Raises:
             OSError: the process cannot be started.
@@ -215,7 +217,7 @@ class GrammarProcess:
                 server = self._running()
                 try:
                     server.send(theirs)
-                except ConnectionError:  # it ends just now
+                except ConnectionError:  # the process has just ended
                     self._drop(server)
                     server = self._running()
                     server.send(theirs)
@@ -225,7 +227,7 @@ class GrammarProcess:
         return _Connection(server, ours)
 
     def replace(self, server: _ForkServer) -> None:
-        """Kills a process that hangs; the next job starts another."""
+        """Kill a process that hangs; the next job starts another one."""
         with self._lock:
             if self._server is server:
                 logger.error(
@@ -248,7 +250,7 @@ class GrammarProcess:
 
 
 class _Connection:
-    """The socket of one job, and the processes that work on it. Thread-safe."""
+    """Socket of one job, with its fork server and its forked process. Thread-safe."""
 
     def __init__(self, server: _ForkServer, job: socket.socket) -> None:
         self.server = server
@@ -258,10 +260,11 @@ class _Connection:
         self._is_closed = self._is_asked = self._is_lowered = False
 
     def await_fork(self, timeout_s: float) -> None:
-        """
+        """Wait until the server has forked for this job.
+
         Raises:
-            TimeoutError: the server does not fork.
-            EOFError: the server, or the job, has ended.
+            TimeoutError: the server did not fork in time.
+            EOFError: the server or the job has ended.
             OSError: as EOFError.
         """
         self.job.settimeout(timeout_s)
@@ -276,7 +279,7 @@ class _Connection:
         self.server.is_warm = True
 
     def kill(self) -> None:
-        """Ends the job at once, also where its process is stopped; reading and writing fail from here on."""
+        """End the job at once, even if its process is stopped. Reading and writing fail from then on."""
         with self._lock:
             if self._is_closed:
                 return
@@ -285,7 +288,7 @@ class _Connection:
             self._kill_forked()
 
     def ask(self, question: Job) -> None:
-        """Raises OSError if the process has ended."""
+        """Send the job. Raises OSError if the process has ended."""
         self.job.sendall(framed(msgspec.msgpack.encode(question)))
         with self._lock:
             self._is_asked = True
@@ -293,7 +296,7 @@ class _Connection:
                 self._send_lowered()
 
     def lower_priority(self) -> None:
-        """From here on, or from when it has been asked: nothing comes before the question."""
+        """Lower the job's priority now, or as soon as `ask` has sent it: the job must be the first message."""
         with self._lock:
             self._is_lowered = True
             if self._is_asked:
@@ -305,7 +308,7 @@ class _Connection:
                 self.job.send(LOWER_PRIORITY, socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        """Leaves no process behind."""
+        """Close the socket and kill the forked process."""
         with self._lock:
             self._is_closed = True
             self._kill_forked()
@@ -316,12 +319,12 @@ class _Connection:
 
     def _kill_forked(self) -> None:
         if self._pidfd is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # it has ended already
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 class ForkedCompilation:
-    """One grammar, compiled in a process of its own."""
+    """Compilation of one grammar in a forked process."""
 
     def __init__(self, process: GrammarProcess) -> None:
         self._process = process
@@ -330,16 +333,16 @@ class ForkedCompilation:
         self._is_killed = self._is_lowered = False
 
     def run(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Blocks; see `structured.compiler.Compilation`."""
+        """Compile the grammar. Blocks; see `structured.compiler.Compilation`."""
         answer = self.ask(Job(self._process.deadline_s, spec), COMPILED)
         return self._process.deserializer().grammar(msgspec.msgpack.decode(answer, type=Serialized))
 
     def ask(self, question: Job, expected: bytes) -> bytes:
-        """The answer of this kind, in msgpack. Asks a second time if the process was lost.
+        """Run a job and return its answer in msgpack. Tries a second time if the process was lost.
 
         Raises:
-            ValueError: what is wrong with the grammar.
-            BackendUnavailable: it is not the grammar's fault.
+            ValueError: the grammar is invalid or too expensive; the message tells why.
+            BackendUnavailable: it failed for a reason other than the grammar.
         """
         try:
             return self._ask(question, expected)
@@ -358,9 +361,10 @@ class ForkedCompilation:
             self._connection.lower_priority()
 
     def _reconnect(self) -> None:
-        """
+        """Connect to the next process.
+
         Raises:
-            BackendUnavailable: it was killed meanwhile, or there is no other process.
+            BackendUnavailable: the compilation was killed meanwhile, or no process can be started.
         """
         try:
             connection = self._process.connect()
@@ -396,7 +400,12 @@ class ForkedCompilation:
         return _content(received, expected)
 
     def _answer(self, connection: _Connection, question: Job) -> bytearray:
-        """All that comes; what has come before a fault of the connection."""
+        """Send the job and return all bytes received until the connection ends or breaks.
+
+        Raises:
+            ValueError: the answer is longer than `MAX_ANSWER_BYTES`.
+            BackendUnavailable: the process hung.
+        """
         received = bytearray()
         give_up_at = time.monotonic() + question.deadline_s + _KILL_GRACE_S
         try:
@@ -411,7 +420,7 @@ class ForkedCompilation:
                     raise ValueError(f"compiled, it has more than {MAX_ANSWER_BYTES >> 20} MiB")
         except TimeoutError:
             raise BackendUnavailable("the process that compiled the grammar hung") from None
-        except OSError:  # a process that ends with unread data resets the connection
+        except OSError:  # the connection is reset if the process ends with unread data
             return received
 
     def _lost(self) -> BackendUnavailable:
@@ -421,7 +430,7 @@ class ForkedCompilation:
 
 
 def _content(received: bytearray, expected: bytes) -> bytes:
-    """The answer behind `STARTED`, if it is of the expected kind. Raises as `ForkedCompilation.ask`."""
+    """Return the answer after `STARTED` if it is of the expected kind. Raises as `ForkedCompilation.ask` does."""
     kind, answer = bytes(received[1:2]), bytes(memoryview(received)[2:])
     if kind == expected:
         return answer

@@ -1,13 +1,14 @@
-"""The process that compiles grammars: `python -m argosy_engine.core.grammar_process FD PARENT`.
+"""Fork server that compiles grammars: `python -m argosy_engine.core.grammar_process FD PARENT`.
 
-It imports XGrammar and reads the vocabulary once, then forks for each grammar. A compilation is thus a process that
-starts within milliseconds, can be killed at any time, has a bound on its memory and takes nobody with it when the
-native code crashes. This process has one thread and does nothing but fork; it ends with the engine core.
+It imports XGrammar and reads the vocabulary once, then forks for each grammar. Each compilation is thus a process that
+starts within milliseconds, can be killed at any time, has a memory limit, and affects nothing else if the native code
+crashes. The server has one thread and does nothing but fork; it ends with the engine core.
 
-FD is a stream socket. Over it come `GrammarProcessArgs`, then single bytes, each with the socket of a job. Over that
-goes back `FORKED` with a pidfd, by which the core can kill the compilation even if it is stopped. Then comes a `Job`,
-then nothing (`LOWER_PRIORITY` at most) until the end of the file, which ends the compilation. Back go `STARTED`, one
-byte for the kind of answer, and the answer in msgpack. Both structs have their length before them.
+FD is a stream socket. The core sends `GrammarProcessArgs` over it, then single bytes, each with the socket of a job.
+Over the job's socket the server sends `FORKED` with a pidfd, by which the core can kill the compilation even if its
+process is stopped. The core then sends a `Job` and nothing more, except perhaps `LOWER_PRIORITY`; closing the socket
+ends the compilation. The forked process replies with `STARTED`, one byte for the kind of answer, and the answer in
+msgpack. Both structs are preceded by their length.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ from argosy_engine.structured.xgrammar_backend import Serialized, XGrammarBacken
 logger = logging.getLogger("argosy.structured")
 
 FORKED = b"P"
-"""Comes with a pidfd of the forked process, where the kernel has them."""
+"""Sent with a pidfd of the forked process, if the kernel supports pidfds."""
 STARTED = b"S"
 COMPILED = b"C"
-"""`Serialized`"""
+"""Answer: the grammar, as `Serialized`."""
 TABLE = b"T"
-"""`TokenTable`"""
+"""Answer: the vocabulary, as `TokenTable`."""
 INVALID = b"I"
-"""what is wrong with the grammar, as a string"""
+"""Answer: what is wrong with the grammar, as a string."""
 FAULT = b"F"
-"""why grammars cannot be compiled, as a string"""
+"""Answer: why no grammar can be compiled, as a string."""
 
 LOWER_PRIORITY = b"N"
 
 MAX_MEMORY_BYTES = 2 << 30
-"""Of one compilation, beyond what the process has from the start; that of a large tool catalogue takes 200 MB."""
+"""Memory limit of one compilation, beyond what the process has at its start. A large tool catalogue takes 200 MB."""
 NICENESS = 10
 _LONG_NICENESS = 13
-"""Half the share of a new compilation. Not the lowest priority: where the engine computes on all cores that would be no
-share at all, and a large schema would miss its deadline."""
+"""Niceness of a long compilation, which gets half the CPU share of a new one. Not the lowest priority: if the engine
+computes on all cores, the compilation would hardly run, and a large schema would miss its deadline."""
 
 
 class GrammarProcessArgs(Struct, frozen=True):
@@ -62,12 +63,12 @@ class GrammarProcessArgs(Struct, frozen=True):
     vocab_size: int
     eos_token_ids: list[int]
     num_threads: int
-    """Native threads of one compilation."""
+    """Native threads per compilation."""
 
 
 class Job(Struct, frozen=True):
     deadline_s: float
-    """After it the kernel kills the compilation."""
+    """Seconds after which the kernel kills the compilation."""
     spec: GrammarSpec | None = None
     """None asks for the `TokenTable`."""
 
@@ -75,17 +76,17 @@ class Job(Struct, frozen=True):
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     dump_stacks_on_signal()
-    # Ctrl-C goes to the whole group; the core decides when this process ends.
+    # Ctrl-C goes to the whole process group, but the core decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     fd, parent = (int(argument) for argument in sys.argv[1:])
     die_with_parent(parent)
     serve(socket.socket(fileno=fd))
 
 
 def serve(control: socket.socket) -> None:
-    """Forks for each job until the other end of the socket is closed."""
+    """Fork for each job until the other end of the socket is closed."""
     args = msgspec.msgpack.decode(_receive(control), type=GrammarProcessArgs)
     backend = XGrammarBackend(
         lambda: Vocabulary(Path(args.model_path), args.vocab_size, args.eos_token_ids), args.num_threads
@@ -93,7 +94,7 @@ def serve(control: socket.socket) -> None:
     fault = None
     try:
         backend.warm_up()
-    except Exception as error:  # told to whoever asks
+    except Exception as error:  # the answer to every job
         logger.exception("grammars cannot be compiled")
         fault = str(error)
     gc.collect()
@@ -134,14 +135,14 @@ def _fork(
 
 
 def _work(socket_: socket.socket, backend: XGrammarBackend, fault: str | None) -> None:
-    """The whole life of a forked process."""
+    """Run one job in a forked process: receive, compile, answer."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.nice(NICENESS)
-    # If memory runs out, this process is the one to go.
+    # If the system runs out of memory, the kernel should kill this process first.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     job = msgspec.msgpack.decode(_receive(socket_), type=Job)
-    # The default action kills, without the interpreter's help.
+    # SIGALRM's default action kills the process without needing the interpreter.
     signal.setitimer(signal.ITIMER_REAL, job.deadline_s)
     _limit_memory()
     socket_.sendall(STARTED)
@@ -169,12 +170,12 @@ def _result(
 
 
 def framed(payload: bytes) -> bytes:
-    """A message with its length before it."""
+    """Prefix a message with its length (4 bytes, little endian)."""
     return len(payload).to_bytes(4, "little") + payload
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """A framed message. Ends the process if the other end is closed."""
+    """Receive a framed message. Ends the process if the other end is closed."""
     size = connection.recv(4, socket.MSG_WAITALL)
     payload = connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL) if size else b""
     if not payload:
@@ -183,14 +184,17 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def _limit_memory() -> None:
-    # Of private writable memory: address space alone, of which each native thread reserves much, costs nothing.
+    # Limit private writable memory, not address space, of which each native thread reserves much without using it.
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     limit = pages * resource.getpagesize() + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _obey(job: socket.socket) -> None:
-    """Ends the process when nobody waits for it any more; a thread, which runs while the native code computes."""
+    """Lower the priority on request, and end the process when the core closes the job's socket.
+
+    Runs in a thread, beside the native code.
+    """
     while command := job.recv(1):
         if command == LOWER_PRIORITY:
             for thread in os.listdir("/proc/self/task"):

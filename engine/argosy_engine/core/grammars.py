@@ -1,4 +1,4 @@
-"""Puts together what serves structured outputs for a model: cache and queue, and the process that compiles."""
+"""Factory for structured outputs: connects the manager, the compiler's cache and queue, and the compiling process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_COMPILE_THREADS = 8
 def structured_outputs(
     model_path: str, vocab_size: int, eos_token_ids: Collection[int], cache_bytes: int
 ) -> StructuredOutputManager:
-    """For a model's directory, compiling with half of the cores. Nothing is loaded before the first grammar."""
+    """Make the manager for a model. It compiles on half of the cores and loads nothing before the first grammar."""
     num_threads = max(1, min(_MAX_COMPILE_THREADS, len(os.sched_getaffinity(0)) // 2))
     process = GrammarProcess(GrammarProcessArgs(model_path, vocab_size, sorted(eos_token_ids), num_threads))
     compiler = GrammarCompiler(process, num_threads=num_threads, cache_bytes=cache_bytes)

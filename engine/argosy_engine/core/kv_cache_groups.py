@@ -1,8 +1,8 @@
-"""What each kind of layer asks of the block pool: how many blocks, which of them no longer, and what a prefix hit is.
+"""KV cache groups: how many blocks each kind of layer needs, which it no longer reads, and what its prefix hits are.
 
-A request has one list of block ids per group. Position i of an attention group's list is the block of tokens
-[i * block_size, (i + 1) * block_size); the null block (0) stands where a block is no longer needed.
-(vLLM, `v1/core/single_type_kv_cache_manager.py`.)
+A request has one list of block ids per group. Entry i of an attention group's list is the block of tokens
+[i * block_size, (i + 1) * block_size), or the null block (0) where the block is no longer needed.
+Design: vLLM, `v1/core/single_type_kv_cache_manager.py`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ NULL_BLOCK = 0
 
 
 class FullAttentionGroup:
-    """
-    Every block, kept until the request ends.
+    """Group of full attention layers: every block is kept until the request ends.
 
     Args:
-        key_suffix: told apart by it, the groups' blocks share the pool's prefix cache; empty for the first group.
+        spec: geometry of the group's layers.
+        key_suffix: appended to block hashes, so that the groups' blocks are distinct in the shared prefix cache; empty
+            for the first group.
+        block_size: tokens per block.
+        max_num_batched_tokens: token budget of a step.
     """
 
     is_shareable: ClassVar[bool] = True
-    """Whether full blocks may serve other requests."""
+    """Whether other requests may share full blocks."""
 
     def __init__(
         self, spec: KVCacheSpec, key_suffix: bytes, block_size: int, max_num_batched_tokens: int
@@ -44,26 +47,26 @@ class FullAttentionGroup:
         return block_hash + self.key_suffix if self.key_suffix else block_hash
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Length of the block list of a request with that many computed and scheduled tokens."""
+        """Return the length of a request's block list, given its number of computed and scheduled tokens."""
         return -(-num_tokens // self.block_size)
 
     def peak_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a request holds at once on its way to `num_tokens`."""
+        """Return the most blocks that a request holds at once while it computes `num_tokens`."""
         return peak_blocks(self.spec, num_tokens, self.block_size, self.max_num_batched_tokens)
 
     def num_skipped(self, num_computed_tokens: int) -> int:
-        """Leading blocks that no token from `num_computed_tokens` on reads."""
+        """Return how many leading blocks no token from position `num_computed_tokens` on reads."""
         return 0
 
     def find_hit(self, pool: BlockPool, block_hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest prefix of the hashes from which a request can go on."""
+        """Return the block ids of the longest cached prefix of the hashes from which a request can continue."""
         if self.key_suffix:
             block_hashes = [self.key(block_hash) for block_hash in block_hashes]
         return pool.lookup(block_hashes)
 
 
 class SlidingWindowGroup(FullAttentionGroup):
-    """Blocks wholly behind the window are given back, and a hit does not need them."""
+    """Group of sliding window layers: blocks wholly behind the window are freed, and a hit does not need them."""
 
     spec: SlidingWindowSpec
 
@@ -71,7 +74,7 @@ class SlidingWindowGroup(FullAttentionGroup):
         return max(num_computed_tokens - self.spec.window + 1, 0) // self.block_size
 
     def find_hit(self, pool: BlockPool, block_hashes: Sequence[bytes]) -> list[int]:
-        """Looks from the end for a run of blocks that fills the window, or that begins at the first token."""
+        """Search from the end for a run of cached blocks that fills the window or begins at the first token."""
         end = len(block_hashes)
         block_ids = [NULL_BLOCK] * end
         first = self.num_skipped(end * self.block_size)
@@ -88,7 +91,10 @@ class SlidingWindowGroup(FullAttentionGroup):
 
 
 class RecurrentStateGroup(FullAttentionGroup):
-    """One slot per request. A state belongs to all tokens before it, so there is nothing to share."""
+    """Group of recurrent layers: one block per request, which holds its state.
+
+    The state depends on all earlier tokens and is overwritten by each step, so it cannot be shared.
+    """
 
     is_shareable = False
 

@@ -1,13 +1,12 @@
-"""KVCacheManager: gives requests the blocks their tokens need, and finds prefixes that are already computed.
+"""KVCacheManager: allocates KV blocks to requests and finds cached prefixes.
 
-Owns the block pool, the groups that draw on it and the residency tracker. Knows requests and blocks, not steps or
-budgets. Invariant: a running request holds, per group, exactly the blocks that its computed and scheduled tokens fill
-and its next ones read. Blocks that its known tokens will still need are promised to it: they are free, but nobody is
-admitted to them.
+It owns the block pool, the KV cache groups that allocate from it, and the residency tracker. It knows requests and
+blocks, not steps or budgets. Invariant: a running request holds, per group, exactly the blocks that its computed and
+scheduled tokens fill and its next tokens read. Blocks that its known tokens will still need are reserved for it: they
+are free, but no other request is admitted to them.
 
-A block is registered in the prefix cache as soon as the step that fills it is scheduled: steps run in order, and
-within a step a layer writes all keys and values before it reads any, so even a request admitted to the same step may
-share it.
+A block is registered in the prefix cache as soon as the step that fills it is scheduled. Steps run in order, and within
+a step a layer writes all keys and values before it reads any, so even a request admitted to the same step may share it.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from argosy_engine.worker.step import BlockIds
 class KVCacheManager:
     """
     Args:
-        num_blocks: of the pool, including the null block.
-        watermark: share of the pool that admission leaves free while other requests run, so that a nearly full
-            cache does not admit what it would have to preempt a few steps later.
-        specs: one per group (`worker.kv_cache_interface`).
-        max_num_batched_tokens: bounds what a sliding window holds during a prefill.
+        num_blocks: blocks of the pool, including the null block.
+        block_size: tokens per block.
+        watermark: share of the pool (0..1) that admission leaves free while other requests run, so that a nearly full
+            cache does not admit requests that would be preempted a few steps later.
+        specs: one per KV cache group (`worker.kv_cache_interface`).
+        max_num_batched_tokens: token budget of a step; bounds the blocks that a sliding window holds during a prefill.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class KVCacheManager:
         self._new_pool(num_blocks)
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_promised_blocks = 0
-        """Of all requests: the sum of their `num_promised_blocks`."""
+        """Reserved blocks: the sum of `num_promised_blocks` over all requests."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -64,20 +64,20 @@ class KVCacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that requests can hold."""
+        """Number of blocks that requests can hold: all but the null block."""
         return len(self.pool.blocks) - 1
 
     def find_cached_prefix(self, request: Request) -> BlockIds:
-        """Per group the blocks of the longest cached prefix that all groups share; lists of equal length.
+        """Return, per group, the block ids of the longest prefix that all groups have cached; lists of equal length.
 
-        At most `num_tokens - 1` tokens count as computed, because the last token must run to give logits. A request
-        that wants its prompt's log probabilities, or a mean over it, computes all of it.
+        The hit covers at most `num_tokens - 1` tokens, because the last token must be computed to give logits. It is
+        empty for a request that needs every token of its prompt (log probabilities, or a mean over the prompt).
         """
         hashes = self._shareable(request)
         if not hashes:
             return [[] for _ in self.groups]
         while True:
-            # A group may cut the hit of those before it; the hits agree once a round cuts nothing.
+            # A group may shorten the hit of earlier groups; the hits agree once a round shortens nothing.
             longest, hits = len(hashes), []
             for group in self.groups:
                 hit = group.find_hit(self.pool, hashes)
@@ -87,7 +87,7 @@ class KVCacheManager:
                 return hits
 
     def _shareable(self, request: Request) -> list[bytes]:
-        """Hashes of the leading blocks that the request would take from the cache."""
+        """Return the hashes of the leading blocks that the request could take from the prefix cache."""
         wants_prompt = request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens
         if request.pooling_params is not None:
             wants_prompt = request.pooling_params.needs_every_token
@@ -97,26 +97,27 @@ class KVCacheManager:
         return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
 
     def enqueue(self, request: Request) -> None:
-        """The request waits to be admitted."""
+        """Count the uncached tokens of a request that starts to wait for admission."""
         hashes = self._shareable(request) if self._counted_group is not None else []
         if self._counted_group is not None and self._counted_group.key_suffix:
             hashes = [self._counted_group.key(block_hash) for block_hash in hashes]
         self.waiting.add(request.request_id, request.num_tokens, hashes)
 
     def dequeue(self, request: Request) -> None:
-        """The request no longer waits."""
+        """Stop counting the tokens of a request that no longer waits. Raises KeyError if it did not wait."""
         self.waiting.remove(request.request_id)
 
     def admit(
         self, request: Request, cached_block_ids: BlockIds, num_new_tokens: int, *, leave_room: bool
     ) -> bool:
-        """Gives a waiting request its cached blocks and blocks for `num_new_tokens` more tokens.
+        """Share a waiting request's cached blocks and allocate blocks for `num_new_tokens` more tokens.
 
-        Admission also asks that the whole prompt fits now, beside what the prompts under way will still take: a prompt
-        admitted a chunk at a time must not starve half-way and be preempted. False when there is no room (nothing
-        changed).
+        The request is admitted only if all its known tokens fit now, beside the blocks reserved for running requests:
+        otherwise a prompt that is computed in chunks might run out of blocks half-way and be preempted. Returns False,
+        and changes nothing, if there is no room.
 
         Args:
+            cached_block_ids: result of `find_cached_prefix`.
             leave_room: whether the watermark applies.
         """
         room = self.pool.num_free_blocks - self.num_promised_blocks
@@ -131,7 +132,9 @@ class KVCacheManager:
             return False
         num_cached = len(cached_block_ids[0])
         num_tokens = num_cached * self.block_size + num_new_tokens
-        for cached in cached_block_ids:  # all of them, before something is allocated over one
+        for (
+            cached
+        ) in cached_block_ids:  # all of them first: `allocate` could evict a block that is not shared yet
             self.pool.share([block_id for block_id in cached if block_id != NULL_BLOCK])
         request.block_ids = [
             cached + self.pool.allocate(group.num_blocks(num_tokens) - len(cached))
@@ -148,9 +151,9 @@ class KVCacheManager:
         return True
 
     def grow(self, request: Request, num_new_tokens: int) -> BlockIds | None:
-        """Blocks for `num_new_tokens` beyond the computed ones.
+        """Allocate blocks for `num_new_tokens` beyond the computed ones.
 
-        Returns per group the new ids, nothing when the blocks held suffice, or None when there is no room.
+        Returns the new block ids per group, an empty list if the blocks held suffice, or None if there is no room.
         """
         num_tokens = request.num_computed_tokens + num_new_tokens
         if num_tokens <= request.num_allocated_tokens:
@@ -174,11 +177,11 @@ class KVCacheManager:
         return new_ids
 
     def free(self, request: Request, num_computed_tokens: int) -> None:
-        """Takes the request's blocks back; what they cache stays findable until it is evicted.
+        """Free the request's blocks; their cached content can be found until it is evicted.
 
         Args:
-            num_computed_tokens: tokens that are or will be in the cache. Fewer than were registered when the request
-                is taken out of a step that is being planned: the blocks beyond lose their registration.
+            num_computed_tokens: tokens that are or will be in the cache. Fewer than were registered if the request is
+                removed from a step that is being planned: the blocks beyond them are unregistered.
         """
         self._register(request, num_computed_tokens)
         num_valid = num_computed_tokens // self.block_size
@@ -190,7 +193,7 @@ class KVCacheManager:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """The request holds no blocks any more."""
+        """Reset the request's block fields, without freeing anything."""
         request.block_ids = []
         request.num_allocated_tokens = 0
         request.num_promised_blocks = 0
@@ -198,7 +201,7 @@ class KVCacheManager:
         request.num_tied_chunks = 0
 
     def rebuild(self) -> None:
-        """Starts over with an empty cache. The caller has every request forget its blocks."""
+        """Replace the pool by an empty one. The caller must `forget` the blocks of every request."""
         self._new_pool(len(self.pool.blocks))
         self.num_promised_blocks = 0
         self.residency.clear()
@@ -210,7 +213,7 @@ class KVCacheManager:
         return True
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Asserts the pool's invariants and that these are the requests that hold its blocks, and promises."""
+        """Assert the pool's invariants, and that the given requests hold all of its used and reserved blocks."""
         self.pool.check()
         requests = list(requests)
         assert self.num_promised_blocks == sum(request.num_promised_blocks for request in requests)
@@ -224,7 +227,7 @@ class KVCacheManager:
         assert held == referenced, f"requests hold {held} blocks, the pool counts {referenced}"
 
     def _promise(self, request: Request) -> None:
-        """Counts what the request will still take to compute the tokens it has now."""
+        """Update the number of blocks reserved for the request's known tokens."""
         num_promised = 0
         if request.num_allocated_tokens < request.num_tokens:
             for group, block_ids in zip(self.groups, request.block_ids, strict=True):
@@ -243,7 +246,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size) * self.block_size
 
     def _skip(self, request: Request, index: int, num_skipped: int) -> None:
-        """Gives back the leading blocks of a group that are no longer read, from the last one still held."""
+        """Free the leading blocks of a group that no later token reads, and put the null block in their place."""
         self._register(request, request.num_computed_tokens)
         block_ids = request.block_ids[index]
         position = num_skipped - 1
@@ -253,7 +256,7 @@ class KVCacheManager:
             position -= 1
 
     def _register(self, request: Request, num_tokens: int) -> None:
-        """Registers the full blocks among the first `num_tokens`, so that later requests can share them."""
+        """Register the full blocks of the first `num_tokens` tokens, so that later requests can share them."""
         if not self.enable_prefix_caching or num_tokens // self.block_size <= request.num_cached_blocks:
             return
         request.hash_full_blocks()
@@ -271,9 +274,11 @@ class KVCacheManager:
         self._tie_chunks(request)
 
     def _tie_chunks(self, request: Request) -> None:
-        """Ties the chunk ends that lie in registered blocks of the first group. Where an equal block of another
-        request is the registered one, the chunk is tied to that one: it is what a later hit would find. Chunks that end
-        within the first block are worth nothing, but routers follow the chain from its beginning: they come with it.
+        """Tie the request's chunk ends to the registered blocks of the first group that hold them.
+
+        If an equal block of another request is the registered one, the chunk is tied to that block, because a later hit
+        would find it. A hit on a chunk that ends within the first block saves no tokens, but it is tied to that block
+        all the same, because routers follow the chain of chunks from its beginning.
         """
         ends = request.chunk_ends
         index = request.num_tied_chunks
@@ -290,8 +295,10 @@ class KVCacheManager:
 
 
 def _counted_group(groups: Sequence[FullAttentionGroup]) -> FullAttentionGroup | None:
-    """The group whose cached blocks tell what waiting requests need not compute: one that keeps every block, where
-    there is one, because what lies behind a window may be gone and not be missed. None: nothing is ever shared."""
+    """Return the group whose cached blocks determine what waiting requests need not compute; None if nothing is shared.
+
+    A group that keeps every block is preferred: blocks behind a sliding window may be evicted without spoiling a hit.
+    """
     if not all(group.is_shareable for group in groups):
         return None
     return next((group for group in groups if type(group) is FullAttentionGroup), groups[0])

@@ -1,7 +1,7 @@
-"""CoreHandle: the engine core's process as its client sees it: started, connected, watched, ended.
+"""CoreHandle: starts, connects, watches and ends the engine core's process on behalf of its client.
 
-The two ipc sockets live in a private directory only until both ends are connected; from then on nothing of a running
-engine is in the file system, so no way of dying can leave anything there.
+The two ipc sockets are in a private directory, which is deleted as soon as both are connected. From then on a running
+engine has no files, so it leaves none behind however it ends.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.executor.lifeline import describe_exit, open_pidfd, parent_argument
 
 START_TIMEOUT_S = 1800.0
-"""Loading a large model from a slow disk takes its time; a core that dies is noticed at once, not by this."""
+"""Limit for a start. Loading a large model from a slow disk takes long; a core that dies is detected at once."""
 
 _EXIT_TIMEOUT_S = 5.0
-"""From the end of its standard input to the end of the core."""
+"""How long the core may take to exit after its standard input is closed, before it is killed."""
 
 
 class CoreHandle:
     """
     Args:
-        args: what the core runs; sent by `greeting`, once it says hello.
+        args: arguments of the engine, sent in the handshake (`greeting`).
 
     Raises (from the constructor):
         ConfigError: this process has too few file descriptors left.
@@ -54,10 +54,10 @@ class CoreHandle:
         self._process: subprocess.Popen[bytes] | None = None
         self.pidfd: int | None = None
         self.config: ResolvedConfig | None = None
-        """Set when the core is ready."""
+        """Resolved configuration; set when the core is ready."""
 
     def start(self) -> None:
-        """Starts the process; both addresses must be bound."""
+        """Start the process. Both addresses must be bound."""
         safe_path = ["-P"] if sys.flags.safe_path else []
         self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
             [
@@ -82,14 +82,14 @@ class CoreHandle:
         return self._process.poll()
 
     def dead(self, doing: str = "") -> EngineDead:
-        """The error to raise once the process has ended."""
+        """Return the error to raise when the process has ended."""
         return EngineDead(f"the engine core process ended{doing} ({describe_exit(self.poll())})")
 
     def greeting(self, payload: bytes) -> list[bytes] | None:
-        """Takes the next message of the handshake; what to send back, if anything. Done when `config` is set.
+        """Process the next message of the handshake; return the reply, if any. The handshake ends when `config` is set.
 
         Raises:
-            ConfigError: the core refuses its arguments; the message is for the person who started it.
+            ConfigError: the core rejects its arguments; the message is meant for the person who started it.
             EngineDead: the core could not start.
         """
         message = msgspec.msgpack.decode(payload, type=HandshakeMessage)
@@ -110,7 +110,7 @@ class CoreHandle:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def end(self) -> None:
-        """Ends the core: at once if it is idle or working, by force if it hangs. Blocks for seconds at most."""
+        """End the core by closing its standard input, or kill it if it hangs. Blocks for a few seconds at most."""
         if self._process is not None:
             if self._process.stdin is not None:
                 self._process.stdin.close()  # the core exits on end of file

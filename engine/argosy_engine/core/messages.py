@@ -1,7 +1,7 @@
-"""What travels between a client and the engine core, as msgpack over ZMQ or by reference in one process.
+"""Messages between a client and the engine core: msgpack over ZMQ, or passed by reference within one process.
 
-array_like structs are positional: new fields are appended, with defaults. The request type is a one-byte frame of
-its own, so that the receiver can choose the decoder.
+array_like structs are positional: append new fields at the end, with defaults. The request type is sent as a separate
+one-byte frame, so that the receiver can choose the decoder.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class FinishReason(IntEnum):
 
 
 class ErrorKind(IntEnum):
-    """Who must act on a request that ended with an error."""
+    """Cause of a request's error, which tells who must act."""
 
     INVALID = 0
-    """The client: the request as it is cannot be served."""
+    """The request cannot be served; the client must change it."""
     INTERNAL = 1
-    """Nobody but us."""
+    """A fault of the engine; the client cannot do anything about it."""
     BUSY = 2
-    """The client, later."""
+    """The engine is overloaded or asleep; the client should try again later."""
     INVALID_GRAMMAR = 3
-    """The client: the shape that it asks of the output cannot be enforced."""
+    """The grammar or schema of the request cannot be enforced; the client must change it."""
 
 
 class ChunkEnd(Struct, array_like=True, gc=False, frozen=True):
@@ -62,28 +62,28 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     arrival_time: float
-    """time.time() at the API, for queue-time statistics"""
+    """When the API received the request, by `time.time()`."""
     cache_salt: str | None = None
     chunk_ends: list[ChunkEnd] = []
     priority: int = 0
     resume_token_ids: list[int] = []
-    """Output of an earlier run of this request, which this one continues: it counts as output, and is not repeated."""
+    """Output of an earlier run of this request, which this run resumes. It counts as output and is not sent again."""
     pooling_params: PoolingParams | None = None
-    """Asks for a vector made of the prompt. The one token of output that comes with it means nothing."""
+    """Asks for a vector pooled from the prompt. The one token that is sampled with it is discarded."""
     grammar: GrammarRequest | None = None
-    """What the output must look like."""
+    """Grammar that the output must match."""
     adapter: str | None = None
     """Name and version of the adapter whose weights serve the request."""
     mm_features: list[MultimodalFeature] = []
-    """In the order of their positions."""
+    """Multimodal items in the order of their positions."""
     batch_offset: int = 0
-    """In a call of several prompts, their tokens up to the end of this one; 0 in a call of one. The prompts of a call
-    take turns with other clients' requests by it (`RequestQueue`)."""
+    """In a call of several prompts, the tokens of its prompts up to the end of this one; 0 in a call of one prompt. It
+    determines the turns between this call and other requests (`TurnClock`)."""
     tenant: str = ""
-    """Whose request it is, by the word of a router; empty where none says it."""
+    """Tenant as named by a trusted router; empty if none is named."""
     call_id: str = ""
-    """The same for all sequences (prompts, choices) of a call, which share its seats (`CallQueue`); empty in a call of
-    one sequence."""
+    """The same for all sequences (prompts, choices) of a call, so that calls can share the slots fairly (`CallQueue`);
+    empty in a call of one sequence."""
 
 
 class UtilityCall(Struct, array_like=True, gc=False):
@@ -99,7 +99,7 @@ class UtilityOutput(Struct, array_like=True, gc=False):
 
 
 class PrefillStats(Struct, array_like=True, gc=False):
-    """Sent with a request's first token."""
+    """Statistics of a request's prefill, sent with its first token."""
 
     num_cached_tokens: int
     queued_s: float
@@ -111,14 +111,14 @@ class EngineCoreOutput(Struct, array_like=True, omit_defaults=True, gc=False):
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id, when one ended the request, or `repetition_detected`."""
+    """The stop token id that ended the request, or `repetition_detected`."""
     prefill_stats: PrefillStats | None = None
     error: str | None = None
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] | None = None
-    """One per new token, for requests that asked."""
+    """One entry per new token, if the request asked for them."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of all prompt tokens but the first; sent with the first output."""
+    """One entry per prompt token except the first; sent with the first output."""
     pooling_output: list[float] | None = None
     error_kind: ErrorKind = ErrorKind.INVALID
 
@@ -129,7 +129,7 @@ class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     queued_uncached_tokens: int = 0
     kv_cache_usage: float = 0.0
     prefix_cache_queries: int = 0
-    """tokens looked up since the last report"""
+    """Tokens looked up since the last report."""
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     prefill_tokens_per_s: float = 0.0
@@ -137,11 +137,11 @@ class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     iteration_tokens: int = 0
     longest_step_s: float = 0.0
     num_stalled: int = 0
-    """Requests failed by the watchdog since the last report."""
+    """Requests that the watchdog has failed since the last report."""
 
 
 class ResidencyDelta(Struct, array_like=True, omit_defaults=True, gc=False):
-    """Changes of the prefix cache in terms of chunk hashes, in order: cleared, then removed, then stored."""
+    """Changes of the prefix cache as chunk hashes, to be applied in this order: cleared, removed, stored."""
 
     cleared: bool = False
     removed: list[int] = []
@@ -154,23 +154,23 @@ class EngineCoreOutputs(Struct, array_like=True, omit_defaults=True, gc=False):
     residency: ResidencyDelta | None = None
     utility: UtilityOutput | None = None
     dead: str | None = None
-    """Set in the last message of a core that dies, with the reason."""
+    """Reason why the core is dying; set in its last message."""
 
 
 class Hello(Struct, tag="HELLO", tag_field="status"):
-    """First message of the core process."""
+    """First message of the core process to its client."""
 
     pid: int
 
 
 class Handshake(Struct, tag="INIT", tag_field="status"):
-    """The client's answer: what to run."""
+    """The client's answer: the arguments to run with."""
 
     engine_args: EngineArgs
 
 
 class Loading(Struct, tag="LOADING", tag_field="status"):
-    """Both sockets are connected, so their files may go; the model loads."""
+    """Both sockets are connected, so the client may delete their files; the core loads the model."""
 
 
 class Ready(Struct, tag="READY", tag_field="status"):
@@ -178,7 +178,7 @@ class Ready(Struct, tag="READY", tag_field="status"):
 
 
 class Failed(Struct, tag="FAILED", tag_field="status"):
-    """The core could not start; `message` is meant for the person who started it."""
+    """The core could not start. `message` is meant for the person who started it."""
 
     message: str
     is_config_error: bool

@@ -1,10 +1,9 @@
-"""The EngineCore process: `python -m argosy_engine.core.process DIRECTORY PARENT`.
+"""CoreProcess: the process of the engine core, `python -m argosy_engine.core.process DIRECTORY PARENT`.
 
-Three threads: input (decodes the client's messages and hashes their prompts), the busy loop (owns the core), output
-(encodes and sends).
-The process lives exactly as long as its client: standard input is a pipe from it, end of file means exit, and the
-kernel kills a core that cannot even read that. Sockets are ipc in the client's private directory, whose files are gone
-once both are connected; messages are typed msgpack.
+It has three threads: input (decodes the client's messages and hashes their prompts), the busy loop (owns the core), and
+output (encodes and sends). The process lives exactly as long as its client: standard input is a pipe from the client,
+end of file means exit, and the kernel kills a core that cannot even read it. The ipc sockets are in the client's
+private directory, which is deleted once both are connected; messages are typed msgpack.
 """
 
 from __future__ import annotations
@@ -53,32 +52,32 @@ logger = logging.getLogger("argosy.core")
 
 IDLE_HEARTBEAT_S = 0.5
 _LOADS_WEIGHTS = frozenset({"wake_up"})
-"""Utilities that may take as long as a start, in which the loop is nevertheless well."""
+"""Utilities that may take as long as a start; heartbeats continue while they run."""
 _LINGER_MS = 4000
-"""Long enough for the message that tells why the core died."""
+"""Time to deliver the last message, which tells why the core died."""
 
 
 class _OnlyId(msgspec.Struct, array_like=True):
-    """The first field of an `EngineCoreRequest`, readable when the rest is not."""
+    """The first field of an `EngineCoreRequest`, which can be decoded even if the rest is malformed."""
 
     request_id: str
 
 
 class _Addition(NamedTuple):
-    """A new request, as far as it can be worked on outside of the busy loop."""
+    """A new request, preprocessed by the input thread."""
 
     message: EngineCoreRequest
     request: Request
 
 
 _Input = _Addition | list[str] | UtilityCall | None
-"""A message of the client, decoded: a request, ids to abort, a call; None only wakes the loop."""
+"""A decoded message of the client: a request, ids to abort, or a utility call. None only wakes the loop."""
 
 
 class CoreProcess:
     """
     Args:
-        directory: where the client has bound its sockets.
+        directory: directory in which the client has bound its sockets.
         parent: see `lifeline.parent_argument`.
     """
 
@@ -100,7 +99,10 @@ class CoreProcess:
         self._turned_at = self._received_at = self._sent_at = time.monotonic()
 
     def run(self) -> int:
-        """Start, serve, report why it ended. The exit code is 0 only for an orderly end."""
+        """Start the core, serve until it fails, and report why it ended.
+
+        Returns the exit code: 2 for a configuration error, 1 for any other failure.
+        """
         # A message each way proves that both sockets are connected.
         self._tell(Hello(os.getpid()))
         kind, payload = self._input.recv_multipart()
@@ -108,7 +110,7 @@ class CoreProcess:
         if kind != RequestType.HANDSHAKE or not isinstance(init, Handshake):
             raise TypeError(f"expected the handshake, got {type(init).__name__}")
         self._tell(Loading())
-        # Only now: before, a core that outlives its client has files to remove.
+        # Only now: before, a core that outlives its client must still remove the sockets' files.
         die_with_parent(self._parent)
         started = time.perf_counter()
         try:
@@ -117,9 +119,8 @@ class CoreProcess:
             from argosy_engine.core.engine_core import EngineCore
             from argosy_engine.executor.factory import make_executor
 
-            executor = make_executor(
-                init.engine_args
-            )  # imports torch, unless workers have their own processes
+            # Imports torch, unless the workers have their own processes.
+            executor = make_executor(init.engine_args)
             imported = time.perf_counter() - started
             self.core = EngineCore(init.engine_args, executor)
         except ConfigError as error:
@@ -132,7 +133,7 @@ class CoreProcess:
         self.core.structured.wake = lambda: self._inputs.put(None)
         config = self.core.config
         phases = (("import torch" if "torch" in sys.modules else "imports", imported), *config.startup_phases)
-        # What lives now lives on: keep it out of every later garbage collection.
+        # Most objects of the start live as long as the process: exclude them from later garbage collections.
         gc.collect()
         gc.freeze()
         describe_on_signal(self._describe)
@@ -166,11 +167,11 @@ class CoreProcess:
             if not core.has_work:
                 continue
             outputs = core.step()
-            if outputs.stats is not None:  # else it was only launched
+            if outputs.stats is not None:  # without stats a step was launched and none was processed
                 self._outputs.put(outputs)
 
     def _describe(self) -> str:
-        """For SIGUSR1; called in a thread of its own."""
+        """Describe the process for SIGUSR1. Called in a separate thread."""
         from argosy_engine.core.dump import describe
 
         now = time.monotonic()
@@ -182,7 +183,7 @@ class CoreProcess:
         )
 
     def _wait_for_input(self) -> bool:
-        """Blocks for the next message; False after a heartbeat's time without one."""
+        """Wait for the next message and handle it. Returns False after a heartbeat interval without one."""
         try:
             message = self._inputs.get(timeout=IDLE_HEARTBEAT_S)
         except queue.Empty:
@@ -199,11 +200,11 @@ class CoreProcess:
             self._act(message)
 
     def _handle(self, kind: bytes, payload: bytes) -> None:
-        """One message of the client. Whatever is wrong with it costs at most the request it is about."""
+        """Handle one message of the client. A malformed message fails at most its own request."""
         self._act(self._read(kind, payload))
 
     def _read(self, kind: bytes, payload: bytes) -> _Input:
-        """What a message says; None where that is answered or dropped already. For the input thread."""
+        """Decode a message in the input thread; None if it was malformed and has been answered or dropped."""
         try:
             if kind == RequestType.ADD:
                 return self._read_addition(payload)
@@ -227,7 +228,7 @@ class CoreProcess:
             return None
 
     def _act(self, message: _Input) -> None:
-        """Passes a message on to the core."""
+        """Pass a decoded message to the core."""
         match message:
             case _Addition():
                 self._add(message)
@@ -252,7 +253,7 @@ class CoreProcess:
             beat.join()
 
     def _beat(self, ended: threading.Event) -> None:
-        """Heartbeats in the loop's place while it loads weights, for as long as a start may take."""
+        """Send heartbeats in place of the loop while it loads weights, but no longer than a start may take."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ended.wait(IDLE_HEARTBEAT_S) and time.monotonic() < deadline:
             self._outputs.put(EngineCoreOutputs())
@@ -291,7 +292,7 @@ class CoreProcess:
 
 
 def _sendable(output: UtilityOutput) -> UtilityOutput:
-    """The output, or a failure if its result, which may come from a foreign worker class, is no msgpack value."""
+    """Return the output, or a failure if its result cannot be encoded; it may come from a user's worker class."""
     try:
         msgspec.msgpack.encode(output)
     except Exception as error:
@@ -300,7 +301,10 @@ def _sendable(output: UtilityOutput) -> UtilityOutput:
 
 
 def _or_die(thread: Callable[[], None]) -> None:
-    """Runs a thread without which the core is deaf or dumb: it must not live on without it, looking healthy."""
+    """Run the input or output thread, and end the process if it fails.
+
+    Without these threads the core cannot communicate, but would still look healthy.
+    """
     try:
         thread()
     except Exception:
@@ -309,18 +313,17 @@ def _or_die(thread: Callable[[], None]) -> None:
 
 
 def _exit_with_parent(directory: Path) -> None:
-    """Blocks until the client's end of our standard input closes, then leaves at once, and leaves nothing."""
+    """Wait until the client closes our standard input, then remove leftover files and exit at once."""
     while os.read(0, 4096):
         pass
-    shutil.rmtree(
-        directory, ignore_errors=True
-    )  # there only if the client was killed before both were connected
+    # The directory is left only if the client was killed before both sockets were connected.
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
 
 def main() -> int:
     configure_logging("INFO")
-    # The terminal's Ctrl-C goes to the whole group; the API process decides when the core ends.
+    # A terminal's Ctrl-C goes to the whole process group, but the API process decides when the core ends.
     dump_stacks_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

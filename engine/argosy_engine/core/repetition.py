@@ -1,9 +1,9 @@
-"""RepetitionDetector: whether a growing sequence ends in one pattern several times in a row.
+"""RepetitionDetector: detects that a growing sequence ends in several repetitions of one pattern.
 
-A sequence ends in `count` times a pattern of `size` tokens when its last `size * (count - 1)` tokens each equal the
-token `size` places before. So for every size the length of the run of such tokens is kept, and a token more costs four
-operations on short arrays, whatever the bounds: some microseconds. (vLLM: `check_sequence_repetition`, which compares
-anew for every token.)
+A sequence ends in `count` repetitions of a pattern of `size` tokens if each of its last `size * (count - 1)` tokens
+equals the token `size` positions before. The detector keeps, for every size, the length of the run of such tokens, so
+that appending a token costs a few operations on short arrays (some microseconds), however long the sequence is. (vLLM's
+`check_sequence_repetition` compares the whole patterns again for every token.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_TOKEN = -1
 class RepetitionDetector:
     """
     Args:
-        params: with a `max_pattern_size` of at least 1.
+        params: bounds of the pattern; `max_pattern_size` is at least 1.
         token_ids: the sequence so far.
     """
 
@@ -31,15 +31,15 @@ class RepetitionDetector:
         sizes = np.arange(self._min_size, self._max_size + 1)
         self._needed = sizes * (params.min_count - 1)
         self._runs = np.zeros_like(sizes)
-        """For each size, how many of the last tokens equal the one `size` places before."""
+        """For each pattern size, how many of the last tokens in a row equal the token `size` positions before."""
         self._recent = np.full(4 * self._max_size, _NO_TOKEN, np.int64)
-        """The last tokens, newest first, from `_newest` on: so they fill it from its end to its start."""
+        """The last tokens, newest first, starting at `_newest`; the buffer fills from its end to its start."""
         self._newest = len(self._recent) - self._max_size
         self._begin(np.array(token_ids[-self._max_size * params.min_count :], np.int64))
 
     @property
     def is_met(self) -> bool:
-        """Whether the sequence ends in such a repetition."""
+        """Whether the sequence ends in a repetition within the bounds of the parameters."""
         return bool((self._runs >= self._needed).any())
 
     def append(self, token_id: int) -> None:
@@ -53,7 +53,7 @@ class RepetitionDetector:
         self._recent[self._newest] = token_id
 
     def _begin(self, tokens: NDArray[np.int64]) -> None:
-        """What appending these tokens one by one would have led to."""
+        """Set the state that appending these tokens one by one would have led to."""
         newest_first = tokens[::-1]
         shown = newest_first[: self._max_size]
         self._recent[self._newest : self._newest + len(shown)] = shown

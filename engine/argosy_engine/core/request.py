@@ -1,4 +1,4 @@
-"""Request: the core's view of one generation, from admission to its last token."""
+"""Request: the engine core's mutable state of one request, from its arrival to its last token."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from argosy_engine.worker.step import BlockIds
 class RequestStatus(IntEnum):
     WAITING = 0
     WAITING_FOR_GRAMMAR = 1
-    """Blocked: its grammar is being compiled. `Scheduler.unblock` or `Scheduler.fail` ends it."""
+    """Blocked: its grammar is being compiled. `Scheduler.unblock` or `Scheduler.fail` ends this status."""
     RUNNING = 2
     PREEMPTED = 3
     FINISHED = 4
 
 
 BLOCKED = frozenset({RequestStatus.WAITING_FOR_GRAMMAR})
-"""What keeps a request from being admitted although there may be room."""
+"""Statuses in which a request is not admitted even if there is room."""
 
 
 class Request:
-    """Mutable state of a request. `num_computed_tokens` chases `num_tokens_with_spec`; there are no phases.
+    """State of a request. The scheduler lets `num_computed_tokens` catch up with `num_tokens_with_spec`.
 
-    `num_computed_tokens` counts the tokens of every step that was scheduled, so the next step can be planned from it.
+    `num_computed_tokens` includes the tokens of steps in flight, so that the next step can be planned from it.
     """
 
     __slots__ = (
@@ -83,62 +83,63 @@ class Request:
         self.all_token_ids: list[int] = message.prompt_token_ids + message.resume_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_tokens = len(self.all_token_ids)
-        """Known tokens: prompt and output."""
+        """Number of known tokens, prompt and output."""
         self.num_tokens_with_spec = self.num_tokens
-        """Known tokens, tokens that steps in flight will give, and drafts."""
+        """Known tokens, plus placeholders for tokens that steps in flight will sample, plus drafts."""
         self.spec_token_ids: list[int] = []
-        """Drafts: guesses at the next tokens, which the next step verifies."""
+        """Draft tokens, which the next step verifies."""
         self.arrival_time = message.arrival_time
         self.priority = message.priority
         self.batch_offset = message.batch_offset
         self.call_id = message.call_id
         self.queue_key = (0, 0, 0)
-        """(urgency, turn, order of arrival): lower goes first, higher is preempted first. Set by the scheduler."""
+        """(priority, turn, order of arrival): the lowest is admitted first, the highest is preempted first. Set by the
+        scheduler."""
         self.chunk_ends: list[ChunkEnd] = message.chunk_ends
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.stop_ids: frozenset[int] = frozenset()
-        """Tokens that end the request. Set by the scheduler, which knows the model's EOS."""
+        """Token ids that end the request. Set by the scheduler, which knows the model's EOS tokens."""
         self.max_num_tokens = 0
-        """Prompt and output together end here. Set by the scheduler."""
+        """Maximum number of prompt and output tokens together. Set by the scheduler."""
         self.has_grammar = message.grammar is not None
         self.has_first_token = False
-        """Whether this run of the request gave a token; output that it continues does not count."""
+        """Whether this run of the request has sampled a token; resumed output does not count."""
         params = message.sampling_params
         self.repetition: RepetitionDetector | None = None
         if params.repetition_detection is not None and params.repetition_detection.max_pattern_size:
             self.repetition = RepetitionDetector(params.repetition_detection, message.resume_token_ids)
         self.has_extras = params.logprobs is not None or self.repetition is not None
-        """Whether each of its tokens takes more than appending it."""
+        """Whether an output token needs more than being appended: log probabilities or repetition detection."""
         self.scores_prompt = params.prompt_logprobs is not None
-        """Whether its prompt's tokens take log probabilities, which cost more than computing them."""
+        """Whether it asks for log probabilities of its prompt, which cost more than the prefill itself."""
         self.prompt_logprobs: list[TokenLogprobs] = []
-        """So far; sent with the first token."""
+        """Entries computed so far; sent with the first token."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1
-        """Prompt tokens found in the prefix cache at first schedule; -1 before."""
+        """Tokens found in the prefix cache when the request was first scheduled; -1 before that."""
         self.num_pending_tokens = 0
-        """The request's part of the scheduler's `queued_uncached_tokens` while it runs."""
+        """What the request contributes to the scheduler's `queued_uncached_tokens` while it runs."""
         self.num_preemptions = 0
         self.queued_at = time.monotonic()
         self.first_scheduled_at = 0.0
         self.block_ids: BlockIds = []
-        """Per KV cache group; empty while the request holds no blocks."""
+        """Block table: one list of block ids per KV cache group; empty while the request holds no blocks."""
         self.num_allocated_tokens = 0
-        """Tokens that the blocks held now have room for."""
+        """Number of tokens that fit into the blocks it holds."""
         self.num_promised_blocks = 0
-        """Blocks that its known tokens will take beyond those it holds; see `KVCacheManager`."""
+        """Blocks reserved for its known tokens beyond those that it holds; see `KVCacheManager`."""
         self.num_cached_blocks = 0
-        """Leading blocks whose content is registered in the prefix cache."""
+        """Number of leading blocks that are registered in the prefix cache."""
         self.num_tied_chunks = 0
-        """Leading chunk ends already tied to a block."""
+        """Number of leading chunk ends that are processed: tied to a block where one is registered."""
         self.block_size = block_size
         self.mm_features = message.mm_features
         self.adapter = message.adapter
         self.root_hash = root_hash(message.cache_salt, message.adapter) if hash_blocks else None
         self.block_hashes: list[bytes] = []
-        """Of the full blocks, as far as someone asked (`hash_full_blocks`)."""
+        """Hashes of the full blocks, up to the last call of `hash_full_blocks`."""
         self.hash_full_blocks()
 
     @property
@@ -147,7 +148,7 @@ class Request:
 
     @property
     def is_batch(self) -> bool:
-        """Whether its call has other prompts."""
+        """Whether the request belongs to a call of several prompts."""
         return self.batch_offset > 0
 
     @property
@@ -162,8 +163,10 @@ class Request:
             self.repetition.append(token_id)
 
     def check_stop(self, eos_token_ids: frozenset[int]) -> None:
-        """Sets `finish_reason` and `stop_reason` if the last token ends the request. With a grammar EOS always does: it
-        comes before `min_tokens` only when the grammar allows nothing else."""
+        """Set `finish_reason` and `stop_reason` if the last token ends the request.
+
+        With a grammar, EOS always ends it: before `min_tokens`, EOS is sampled only if the grammar allows nothing else.
+        """
         params, token_id = self.sampling_params, self.all_token_ids[-1]
         has_minimum = self.num_output_tokens >= params.min_tokens
         must_end = self.has_grammar and token_id in eos_token_ids
@@ -177,7 +180,7 @@ class Request:
             self.finish_reason, self.stop_reason = FinishReason.REPETITION, "repetition_detected"
 
     def prefill_stats(self) -> PrefillStats:
-        """Of a request whose first token has just come."""
+        """Build the statistics of the prefill; call it when the first token arrives."""
         return PrefillStats(
             max(self.num_cached_tokens, 0),
             max(self.first_scheduled_at - self.queued_at, 0.0),
@@ -185,7 +188,7 @@ class Request:
         )
 
     def hash_full_blocks(self) -> None:
-        """Brings `block_hashes` up to the known tokens; does nothing without prefix caching."""
+        """Extend `block_hashes` to all full blocks of known tokens. Does nothing without prefix caching."""
         if self.root_hash is None:
             return
         size, hashes = self.block_size, self.block_hashes

@@ -1,9 +1,9 @@
-"""RequestQueue: requests that wait to be admitted, most urgent first; TurnClock: the turns of a batch's prompts.
+"""RequestQueue: priority queue of waiting requests. TurnClock: fair turns between a batch's prompts and other calls.
 
-A heap over `Request.queue_key` = (priority, turn, order of arrival) with lazy deletion: push, pop and removal from the
-middle are O(log n) amortised, so thousands of waiting requests cost a step nothing. First come, first served is the
-case where all priorities are equal and every call has one prompt. A request that comes back (preempted, or no longer
-blocked) has kept its key and thereby its place.
+The queue is a heap over `Request.queue_key` = (priority, turn, order of arrival) with lazy deletion: push, peek and
+removal from the middle are O(log n) amortised, so thousands of waiting requests do not slow a step down. With equal
+priorities and one prompt per call the order is first come, first served. A request that returns to the queue
+(preempted, or no longer blocked) keeps its key and so its place.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ MIN_STALE = 64
 
 
 class TurnClock:
-    """Start-time fair queueing between the prompts of a batch and everybody else (Goyal et al., 1996).
+    """Start-time fair queueing between the prompts of a batch and all other requests (Goyal et al., 1996).
 
-    The clock counts prompt tokens. A request's turn is the time of its arrival, and for a prompt of a batch that plus
-    the tokens of the batch up to it. Admitting a request moves the clock: to the turn of a batch's prompt, or on by the
-    tokens of any other. So whoever arrives goes ahead of the prompts of a batch that are still to come, and the batch
-    gets half of the work at least: neither waits for all of the other. Without batches, turns are in order of arrival.
+    The clock is virtual time in prompt tokens. A request's turn is the time of its arrival, plus, for a prompt of a
+    batch, the batch's tokens up to the end of this prompt. Admitting a prompt of a batch sets the clock to its turn;
+    admitting any other request advances the clock by its prompt tokens. A new request therefore goes ahead of a batch's
+    later prompts, and the batch still gets at least half of the work, so neither waits for all of the other. Without
+    batches, turns follow the order of arrival.
     """
 
     def __init__(self) -> None:
         self._now = 0
 
     def turn(self, request: Request) -> int:
-        """For a request that arrives now."""
+        """Return the turn of a request that arrives now."""
         return self._now + request.batch_offset
 
     def admit(self, request: Request) -> None:
-        """The request's turn has come, for the first time."""
+        """Advance the clock for a request that is admitted for the first time."""
         if request.batch_offset:
             self._now = max(self._now, request.queue_key[1])
         else:
@@ -42,7 +43,10 @@ class TurnClock:
 
 
 class RequestQueue:
-    """Invariant: every member's key is in the heap; a heap entry whose key has no member is stale."""
+    """Queue of waiting requests, lowest `queue_key` first.
+
+    Invariant: every member's key is in the heap; a heap entry whose key has no member is stale.
+    """
 
     def __init__(self) -> None:
         self._members: dict[tuple[int, int, int], Request] = {}
@@ -52,7 +56,7 @@ class RequestQueue:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
+        """Iterate over the requests in no particular order."""
         return iter(self._members.values())
 
     def push(self, request: Request) -> None:
@@ -60,7 +64,7 @@ class RequestQueue:
         heapq.heappush(self._heap, request.queue_key)
 
     def peek(self) -> Request | None:
-        """The most urgent request."""
+        """Return the request to admit next without removing it, or None."""
         heap, members = self._heap, self._members
         while heap:
             request = members.get(heap[0])
@@ -70,7 +74,7 @@ class RequestQueue:
         return None
 
     def remove(self, request: Request) -> None:
-        """Raises KeyError when the request does not wait here."""
+        """Remove a request. Raises KeyError if it is not in the queue."""
         del self._members[request.queue_key]
         if len(self._heap) > 2 * len(self._members) + MIN_STALE:
             self._heap = list(self._members)

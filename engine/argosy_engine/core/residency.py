@@ -1,10 +1,10 @@
-"""Which chunk hashes are resident in the prefix cache: the link between routing and KV blocks.
+"""ResidencyTracker: tracks which chunk hashes are resident in the prefix cache, for the routers.
 
-A chunk is tied to the last block of tokens that it fills, or to the first one if it ends within that. It is announced
-as stored when its first block ties it and as removed when its last block is evicted. Only dictionaries keyed by block
-and hash: the step pays O(changes), and nothing here can make a request fail.
+A chunk is tied to the last block that its tokens fill, or to the first block if it ends within that. It is announced as
+stored when it is tied to its first block, and as removed when the last block that it is tied to is evicted. The tracker
+has only dictionaries keyed by block and hash: a step costs O(changes), and nothing here can make a request fail.
 
-Invariant: who applies every delta in the order of its fields holds exactly the chunks that are tied to some block.
+Invariant: a router that applies every delta in the order of its fields has exactly the chunks that are tied to a block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 from argosy_engine.core.messages import ChunkEnd, ResidencyDelta
 
 MAX_CHUNKS_PER_BLOCK = 32
-"""A block of 16 tokens ends a handful of chunks per distinct way to cut the same text; more is someone's game."""
+"""A block of 16 tokens holds the ends of a few chunks for each distinct way to split the same text; the cap bounds the
+memory that a client can take with many ways."""
 
 
 class ResidencyTracker:
@@ -20,14 +21,19 @@ class ResidencyTracker:
         self._by_block: dict[int, list[int]] = {}
         self._num_blocks: dict[int, int] = {}
         self._stored: dict[int, int] = {}
-        """Chunks resident now that the next delta announces -> their tokens."""
+        """Chunks that the next delta announces as stored -> prompt tokens that a hit saves."""
         self._removed: dict[int, None] = {}
-        """Announced chunks that were evicted since. One that has come back is in both: a delta removes, then stores."""
+        """Announced chunks that were evicted since, used as an ordered set. A chunk that was stored again is in both,
+        because a delta removes before it stores."""
         self._cleared = False
 
     def tie(self, chunk_hash: int, num_tokens: int, block_id: int) -> None:
-        """`num_tokens` prompt tokens, the last of them in `block_id`, are what a hit on this chunk is worth; zero for
-        the beginning of a chain that fills no block."""
+        """Tie a chunk to a block.
+
+        Args:
+            num_tokens: prompt tokens that a hit on this chunk saves, the last of them in `block_id`; zero for a chunk
+                that ends before the first block is full.
+        """
         hashes = self._by_block.setdefault(block_id, [])
         if chunk_hash in hashes or len(hashes) >= MAX_CHUNKS_PER_BLOCK:
             return
@@ -38,16 +44,15 @@ class ResidencyTracker:
             self._stored[chunk_hash] = num_tokens
 
     def evict(self, block_id: int) -> None:
-        """The block's content is lost."""
+        """Untie all chunks from a block whose content is evicted."""
         for chunk_hash in self._by_block.pop(block_id, ()):
             count = self._num_blocks[chunk_hash] - 1
             if count:
                 self._num_blocks[chunk_hash] = count
                 continue
             del self._num_blocks[chunk_hash]
-            if (
-                self._stored.pop(chunk_hash, None) is None
-            ):  # else it was never announced, or is in `_removed` already
+            # A chunk in `_stored` was not announced yet, or is in `_removed` already.
+            if self._stored.pop(chunk_hash, None) is None:
                 self._removed[chunk_hash] = None
 
     def clear(self) -> None:
@@ -62,7 +67,7 @@ class ResidencyTracker:
         return len(self._num_blocks)
 
     def take_delta(self) -> ResidencyDelta | None:
-        """Changes since the last call, or None."""
+        """Return the changes since the last call, or None if there are none."""
         if not (self._stored or self._removed or self._cleared):
             return None
         delta = ResidencyDelta(

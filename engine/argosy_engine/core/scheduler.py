@@ -1,22 +1,22 @@
-"""Scheduler: which requests compute how many tokens in the next step.
+"""Scheduler: decides which requests compute how many tokens in the next step.
 
-There are no prefill or decode phases: every request has `num_computed_tokens` and tries to catch up with
-`num_tokens_with_spec`, within one token budget per step. Running requests come first, in order; when the KV cache is
-full the least urgent, then newest one is preempted and will be recomputed. Waiting requests are admitted, most urgent
-first, while budget, slots and blocks last; the prompts of a batch take turns with other calls (`TurnClock`), and the
-sequences of a call give seats up to other calls where none is free (`CallQueue`), one in a step. (vLLM V1,
-`v1/core/sched/scheduler.py`.)
+There are no prefill or decode phases: every request has `num_computed_tokens`, which catches up with
+`num_tokens_with_spec` within one token budget per step. Running requests are scheduled first, in order; when the KV
+cache is full, the scheduler preempts the least urgent of them (among equals the newest), which is recomputed later.
+Waiting requests are then admitted, most urgent first, as long as token budget, slots and blocks last. The prompts of a
+batch take turns with other calls (`TurnClock`). When no slot is free, a call with many running sequences yields at most
+one slot per step to another call (`CallQueue`). Design: vLLM V1, `v1/core/sched/scheduler.py`.
 
-The next step may be scheduled before the last one is booked (async scheduling): a step that samples for a request
-gives it one token at least, which counts as a token to compute although nobody knows it yet. A request is left alone
-while such a token may be its last by length, while drafts of it are verified, and, once preempted, until what is under
-way has come.
+With async scheduling the next step is scheduled before the output of the last one is processed. A step that samples
+for a request yields at least one token, which is scheduled as a placeholder before its id is known. A request is not
+scheduled while a token in flight may be its last by length, while its drafts are being verified, or, once preempted,
+until its steps in flight have ended.
 
-Knows no tensors, no text, no clients. Invariants: the scheduled tokens of a step never exceed the budget; every
-request that was added is answered by exactly one output with a finish reason, unless its client aborted it.
+The scheduler knows no tensors, no text and no clients. Invariants: the scheduled tokens of a step never exceed the
+budget; every added request is answered by exactly one output with a finish reason, unless its client aborted it.
 
-A decode within its last block is the common case and has a short path of its own in `schedule` and `update`; all
-else, block boundaries included, takes the general one.
+Decoding a token that fits into the blocks already held is the common case and takes a fast path in `schedule` and
+`update`. Everything else, including a decode that needs a new block, takes the general path.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ class Scheduler:
     """
     Args:
         max_num_batched_tokens: token budget of a step.
-        max_num_seqs: requests running at once.
-        long_prefill_token_threshold: cap on one request's tokens per step while others run; 0 is no cap.
-        max_num_mixed_prefill_tokens: cap on all prompts' tokens in a step while a request decodes, which waits for
-            them between two of its tokens; None is no cap.
+        max_num_seqs: maximum number of running requests.
+        eos_token_ids: tokens that end a request unless it sets `ignore_eos`.
+        long_prefill_token_threshold: cap on one request's prefill tokens per step while there are other requests; 0
+            means no cap.
+        max_num_mixed_prefill_tokens: cap on the prefill tokens of a step while a request decodes, because they delay
+            its next token; None means no cap.
         policy: `fcfs` ignores the requests' priority.
     """
 
@@ -74,33 +76,33 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = CallQueue(max_num_seqs)
         self.blocked: dict[str, Request] = {}
-        """Requests that wait for something other than room; no step looks at them."""
+        """Requests that wait for something other than capacity; `schedule` does not look at them."""
         self.running: list[Request] = []
         self.in_flight = StepsInFlight()
         self.num_preemptions = 0
         self._num_pending_tokens = 0
-        """Of all running requests: the sum of their `num_pending_tokens`."""
+        """Sum of `num_pending_tokens` over the running requests."""
         self._num_arrivals = 0
         self._turns = TurnClock()
         self._released: list[str] = []
-        """Requests whose worker slots the next step frees."""
+        """Ids of requests whose worker slots the next step frees."""
         self._outputs: list[EngineCoreOutput] = []
-        """Answers that the next `update` returns."""
+        """Outputs that the next `update` returns."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something. Blocked requests alone are no work."""
+        """Whether a step would do something. Blocked requests do not count as work."""
         return bool(self.running or self.waiting or self._outputs)
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether a request still awaits its answer, blocked ones included."""
+        """Whether any request, including a blocked one, is still unanswered."""
         return bool(self.requests or self._outputs)
 
     @property
     def queued_uncached_tokens(self) -> int:
-        """Tokens that admitted, waiting and blocked requests have to compute before their next token; of those that
-        are not admitted yet, prefixes in the cache do not count."""
+        """Tokens that running, waiting and blocked requests must compute before their next output token. For requests
+        that are not admitted, tokens in the prefix cache are not counted."""
         return self._num_pending_tokens + self.kv.waiting.num_tokens
 
     @property
@@ -108,10 +110,10 @@ class Scheduler:
         return len(self.waiting) + len(self.blocked)
 
     def add(self, request: Request) -> None:
-        """Queues a request; one whose status is blocked (`WAITING_FOR_GRAMMAR`) waits aside for `unblock`.
+        """Queue a request; one with a blocked status (`WAITING_FOR_GRAMMAR`) is kept apart until `unblock`.
 
         Raises:
-            ValueError: a request with this id is unfinished.
+            ValueError: an unfinished request has this id.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
@@ -126,7 +128,7 @@ class Scheduler:
         self._num_arrivals += 1
         if request.num_output_tokens:
             request.check_stop(self.eos_token_ids)
-            if request.finish_reason is not None:  # the run that it continues got to its end
+            if request.finish_reason is not None:  # the run that it resumes had already finished
                 self._outputs.append(
                     EngineCoreOutput(request.request_id, [], request.finish_reason, request.stop_reason)
                 )
@@ -134,14 +136,14 @@ class Scheduler:
         self._enqueue(request)
 
     def unblock(self, request_id: str) -> None:
-        """What a blocked request waited for is there; it takes the place it would have had. Unknown ids are fine."""
+        """Move a blocked request to the waiting queue, at the place of its arrival. Unknown ids are ignored."""
         request = self.blocked.pop(request_id, None)
         if request is not None:
             request.status = RequestStatus.WAITING
             self.waiting.push(request)
 
     def fail(self, request_id: str, reason: str, kind: ErrorKind = ErrorKind.INVALID) -> None:
-        """Ends a request with an error; its answer travels with the next step. Unknown ids are fine."""
+        """End a request with an error, which the next `update` returns. Unknown ids are ignored."""
         request = self.requests.get(request_id)
         if request is not None:
             request.finish_reason = FinishReason.ERROR
@@ -152,7 +154,7 @@ class Scheduler:
             self._finish(request, FinishReason.ERROR)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forgets requests whose client is gone; unknown ids are fine (they finished meanwhile)."""
+        """Drop requests whose client is gone. Unknown ids are ignored: those requests have finished meanwhile."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
@@ -160,7 +162,7 @@ class Scheduler:
                 self._finish(request, FinishReason.ABORT)
 
     def forget_released(self) -> None:
-        """The worker has forgotten all requests: it has no slots to free."""
+        """Drop the list of slots to free; the worker has dropped all requests and has none left."""
         self._released = []
 
     def _enqueue(self, request: Request) -> None:
@@ -171,10 +173,10 @@ class Scheduler:
         else:
             self.waiting.push(request)
 
-    # One step
+    # Scheduling
 
     def schedule(self) -> SchedulerOutput:
-        """Plans the next step, which is in flight from now on: `update` must follow, in the order of the steps."""
+        """Plan the next step, which is in flight from then on. Call `update` for every step, in the same order."""
         favoured = self._free_a_seat() if len(self.running) >= self.max_num_seqs else None
         is_mixed = self.enable_chunked_prefill and any(request.has_first_token for request in self.running)
         prefill_room = self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens
@@ -195,7 +197,10 @@ class Scheduler:
         return step
 
     def _free_a_seat(self) -> Request | None:
-        """Has a call with many seats give one up to a request that waits, if one is entitled to it; that request."""
+        """Preempt a sequence of a call with many slots for a waiting request that is entitled to one.
+
+        Returns the request that gets the slot, or None.
+        """
         displacement = self.waiting.displacement()
         if displacement is None or displacement[0].request_id in self.in_flight:
             return None
@@ -220,19 +225,19 @@ class Scheduler:
                 request.num_tokens_with_spec = num_computed + 1
                 scheduled[request.request_id] = 1
                 plan.budget -= 1
-            elif request.status is RequestStatus.RUNNING:  # else preempted a moment ago
+            elif request.status is RequestStatus.RUNNING:  # not if this loop has preempted it
                 self._extend(request, plan)
         if num_preemptions != self.num_preemptions:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
 
     def _extend(self, request: Request, plan: StepPlan) -> None:
-        """Gives a running request its tokens and blocks, preempting others if need be."""
+        """Schedule tokens of a running request and allocate their blocks, preempting requests to make room."""
         num_wanted = request.num_tokens_with_spec - request.num_computed_tokens
         num_new = plan.limit(
             self._cap(request, num_wanted, plan), len(request.spec_token_ids), is_batch=request.is_batch
         )
         if num_new == 0:
-            return  # waits for what is in flight, or for room beside the decodes
+            return  # waits for its steps in flight, or for room in the step's prefill budget
         while (block_ids := self.kv.grow(request, num_new)) is None:
             victim = max(
                 (r for r in self.running if r.status is RequestStatus.RUNNING), key=lambda r: r.queue_key
@@ -251,7 +256,7 @@ class Scheduler:
         plan.add(request.request_id, num_new, num_drafts, is_batch=request.is_batch)
 
     def _schedule_waiting(self, plan: StepPlan, favoured: Request | None) -> None:
-        """Admits waiting requests in order, the favoured one before them, up to the first that must wait."""
+        """Admit waiting requests in order until one does not fit; the favoured request goes first."""
         while plan.budget > 0 and len(self.running) < self.max_num_seqs:
             request, favoured = favoured or self.waiting.peek(), None
             if request is None or request.request_id in self.in_flight:
@@ -260,7 +265,7 @@ class Scheduler:
             if num_new is None:
                 if self.running:
                     break
-                # Nothing runs, so nothing will ever make room: an answer beats a livelock.
+                # Nothing runs, so no room will ever be made: fail the request instead of retrying for ever.
                 self.fail(
                     request.request_id,
                     f"the request's {request.num_tokens} tokens do not fit into the KV cache of "
@@ -290,7 +295,7 @@ class Scheduler:
             plan.add(request.request_id, num_new, is_batch=request.is_batch)
 
     def _admit(self, request: Request, plan: StepPlan) -> int | None:
-        """Gives the request blocks; the tokens it may compute in this step, or None when it must wait."""
+        """Allocate a waiting request's blocks; return how many tokens it computes now, or None if it must wait."""
         cached_block_ids = self.kv.find_cached_prefix(request)
         num_cached = len(cached_block_ids[0]) * self.kv.block_size
         num_wanted = request.num_tokens - num_cached
@@ -307,8 +312,12 @@ class Scheduler:
         return num_new
 
     def _cap(self, request: Request, num_wanted: int, plan: StepPlan) -> int:
-        """A prompt with log probabilities goes in chunks that a decode could wait for: one may be next. While another
-        call waits for its first token, the prompts of batches leave half of the step to it."""
+        """Limit the tokens that a request asks for, and with them the room for batches in this step.
+
+        A prompt with log probabilities is computed in chunks that do not delay a decode for long, because one may
+        begin in the next step. While a call of one prompt waits for its first token, batches get at most half of the
+        step's prefill tokens.
+        """
         if num_wanted == 1 or not self.enable_chunked_prefill:
             return num_wanted
         if request.is_batch and plan.batch_room is None and self._is_awaited_by_others():
@@ -318,24 +327,27 @@ class Scheduler:
         return num_wanted
 
     def _is_awaited_by_others(self) -> bool:
-        """Whether a call of one prompt waits for its first token, admitted or next in the queue."""
+        """Whether a call of one prompt, running or at the head of the queue, waits for its first token."""
         first = self.waiting.peek()
         if first is not None and not first.is_batch:
             return True
         return any(not request.has_first_token and not request.is_batch for request in self.running)
 
     def _advance(self, request: Request, num_new: int) -> None:
-        """Counts tokens as computed, and the one that is sampled behind the last known one as to be computed."""
+        """Count scheduled tokens as computed, and add a placeholder for the token that this step will sample."""
         request.num_computed_tokens = num_computed = request.num_computed_tokens + num_new
         self._set_pending(request, request.num_tokens_with_spec - num_computed)
         if request.spec_token_ids and num_computed >= request.num_tokens:
-            request.num_tokens_with_spec = num_computed  # how many tokens it brings is open
+            request.num_tokens_with_spec = num_computed  # how many drafts will be accepted is not known yet
         elif num_computed == request.num_tokens_with_spec and num_computed < request.max_num_tokens - 1:
             request.num_tokens_with_spec = num_computed + 1
 
     def _preempt(self, request: Request, num_computed_tokens: int) -> None:
-        """Takes the blocks of a running request; `num_computed_tokens` without what this step would have added. The
-        caller takes it out of `running`."""
+        """Free a running request's blocks and queue it again. The caller removes it from `running`.
+
+        Args:
+            num_computed_tokens: without the tokens that the step being planned would have computed.
+        """
         self.kv.free(request, num_computed_tokens)
         request.num_computed_tokens = 0
         self._set_drafts(request, [])
@@ -349,12 +361,12 @@ class Scheduler:
             self.waiting.leave_seat(request)
         self.waiting.push(request)
 
-    # What came out of it
+    # Step outputs
 
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Books a finished step: appends its tokens and stops what is done.
+        """Process the output of a finished step: append its tokens and finish the requests that are done.
 
-        Should it raise, what it answered until then is not lost: the next call returns it (`rebuild`).
+        If it raises, the outputs collected so far are kept and returned by the call after `rebuild`.
         """
         outputs, requests = self._outputs, self.requests
         stale = self.in_flight.pop(step) if step.num_scheduled_tokens else ()
@@ -365,10 +377,10 @@ class Scheduler:
                 requests[request_id].prompt_logprobs[start:] = entries
         for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
             if not token_ids:
-                continue  # its prompt is still being computed
+                continue  # its prefill is not finished
             request = requests.get(request_id)
             if request is None or request_id in stale:
-                continue  # ended while the step ran
+                continue  # it ended while the step ran
             token_id = token_ids[0]
             num_tokens = request.num_tokens + 1
             if (
@@ -384,18 +396,18 @@ class Scheduler:
                 outputs.append(EngineCoreOutput(request_id, token_ids))
                 continue
             outputs.append(self._book(request, token_ids, result.logprobs.get(request_id)))
-            if request_id in drafts:  # those that were not accepted count as not computed
+            if request_id in drafts:  # rejected drafts were not computed
                 request.spec_token_ids = []
                 request.num_computed_tokens = request.num_tokens - 1
                 request.num_tokens_with_spec = request.num_tokens
             if request_id in result.pooler_output:
-                # The token only carried it: its reader gets the vector alone.
+                # The sampled token only carries the vector and is not an output.
                 outputs[-1].pooling_output = result.pooler_output[request_id]
                 outputs[-1].new_token_ids, outputs[-1].finish_reason = [], FinishReason.STOP
             if request.finish_reason is not None:
                 if request.status is RequestStatus.RUNNING:
                     has_stopped = True
-                else:  # preempted while its last token was under way
+                else:  # preempted while its last token was in flight
                     self._remove(request)
                 self._finish(request, request.finish_reason)
         if has_stopped:
@@ -403,7 +415,7 @@ class Scheduler:
         for request_id, token_ids in result.draft_token_ids.items():
             request = requests.get(request_id)
             if request is not None and request.num_computed_tokens < request.num_tokens:
-                # The last position up to the limit is for the token that follows the drafts.
+                # Keep the last position below the limit for the token that is sampled after the drafts.
                 self._set_drafts(request, token_ids[: request.max_num_tokens - request.num_tokens - 1])
         self._outputs = []
         return outputs
@@ -411,7 +423,7 @@ class Scheduler:
     def _book(
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> EngineCoreOutput:
-        """Appends tokens up to a stop."""
+        """Append tokens up to the one that ends the request, and build the output."""
         for position, token_id in enumerate(token_ids):
             request.append_output(token_id)
             request.check_stop(self.eos_token_ids)
@@ -431,7 +443,7 @@ class Scheduler:
         return output
 
     def _remove(self, request: Request) -> None:
-        """Takes an unfinished request out of the collection that its status names."""
+        """Remove an unfinished request from the collection for its status."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             return
@@ -442,7 +454,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """Frees everything a request holds; the caller takes it out of its collection."""
+        """Free everything that a request holds. The caller removes it from its collection."""
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self.requests[request.request_id]
@@ -461,17 +473,18 @@ class Scheduler:
         self._num_pending_tokens += num_tokens - request.num_pending_tokens
         request.num_pending_tokens = num_tokens
 
-    # When something is wrong
+    # Recovery and checks
 
     def rebuild(self, error: str | None = None) -> None:
-        """Recovers from a violated invariant: an empty KV cache, in which every unfinished request computes its known
-        tokens again. Relies on `requests` only.
+        """Recover from a violated invariant: empty the KV cache and queue every unfinished request for recomputation.
+
+        Relies on `requests` only, because any other state may be wrong.
 
         Args:
-            error: instead, end them all with this error.
+            error: if given, end the requests with this error instead.
         """
         self.kv.rebuild()
-        # A step among them may never have reached the worker; freeing a slot twice does no harm.
+        # The worker may never have received one of these steps; freeing a slot twice is harmless.
         self._released += self.in_flight.forget_all()
         unanswered = [request for request in self.requests.values() if request.finish_reason is None]
         self._released += self.requests
@@ -498,7 +511,7 @@ class Scheduler:
             self._enqueue(request)
 
     def check(self) -> None:
-        """Asserts the invariants; O(requests + blocks), for tests and the idle engine."""
+        """Assert the invariants. O(requests + blocks); for tests and the idle engine."""
         self.kv.check(self.requests.values())
         assert len(self.requests) == len(self.running) + len(self.waiting) + len(self.blocked)
         assert all(request.status is RequestStatus.RUNNING for request in self.running)

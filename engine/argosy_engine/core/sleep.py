@@ -1,7 +1,7 @@
-"""SleepState: whether the workers hold weights and KV cache, and the way there and back.
+"""SleepState: puts the workers to sleep, which frees weights and KV cache, and wakes them up.
 
-Sleep needs an idle scheduler. The prefix cache is reset first, which announces to every router that nothing is
-resident; block ids stay valid, so the scheduler goes on with the same pool when the workers wake up.
+Sleeping needs an idle scheduler. The prefix cache is reset first, which announces to every router that nothing is
+resident. Block ids stay valid, so the scheduler continues with the same pool after wake-up.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class SleepState:
         self._kv = kv
         self._executor = executor
         self.level = 0
-        """0: awake"""
+        """Sleep level; 0 is awake."""
 
     def check_awake(self) -> None:
-        """Raises EngineAsleep if it is not."""
+        """Raise EngineAsleep if the engine is asleep."""
         if self.level:
             raise EngineAsleep("the engine is asleep; wake it up first (POST /wake_up)")
 
     def sleep(self, level: int) -> None:
-        """Frees weights and KV cache; a second call may go deeper.
+        """Free weights and KV cache. A sleeping engine may be put to sleep at another level.
 
         Raises:
-            UtilityFailed: no such level, or requests are running.
+            UtilityFailed: the level does not exist, or there are unfinished requests.
         """
         if level not in LEVELS:
             raise UtilityFailed(f"there is no sleep level {level}; there are {LEVELS[0]} and {LEVELS[1]}")
@@ -42,10 +42,10 @@ class SleepState:
         self.level = level
 
     def wake_up(self) -> None:
-        """Loads weights and allocates the KV cache; no effect on an engine that is awake.
+        """Load the weights and allocate the KV cache. No effect on an engine that is awake.
 
         Raises:
-            UtilityFailed: they no longer fit, or the checkpoint is gone; the engine stays asleep.
+            UtilityFailed: memory no longer suffices, or the checkpoint is gone; the engine stays asleep.
         """
         self._executor.collective_rpc("wake_up")
         self.level = 0

@@ -1,8 +1,7 @@
-"""How fast steps are, for the router: prompt tokens per second, seconds per decode step, and the longest step.
+"""StepTiming: measures steps for the routers: prefill tokens per second, seconds per decode step, and the longest step.
 
-Owns: the smoothing. Must not know: what steps compute.
-A step's time begins when it is launched, or when the step before it ended if that was later: with two in flight, the
-second one waits for the first.
+It owns the smoothing and must not know what steps compute. A step's time begins when it is launched, or when the
+previous step ended if that was later: with two steps in flight, the second one waits for the first.
 """
 
 from __future__ import annotations
@@ -10,39 +9,45 @@ from __future__ import annotations
 from argosy_engine.worker.step import SchedulerOutput
 
 _KEPT = 0.8
-"""Share of the past after each step."""
+"""Weight of the previous average when a step is added."""
 _MIN_PREFILL_TOKENS = 256
-"""Below this a step's fixed cost is most of it. A replica that has only seen short prompts, or the ends of cached ones,
-would look ten times slower than it is, and be passed over for that."""
+"""Prefill steps with fewer tokens are ignored, because their fixed cost dominates. A replica that has only seen short
+prompts, or the ends of cached ones, would look ten times slower than it is, and the routers would avoid it."""
 _PREFILL_TOKENS_PER_REQUEST = 4
-"""From here on a step is mostly prefill; less, but more than one, is a mixture that tells neither rate."""
+"""From this average on, a step counts as prefill. With fewer tokens per request, but more than one, prefill and decode
+are mixed and neither rate can be measured."""
 
 
 _LONGEST_MEMORY_S = 120.0
-"""Seconds of computing in which the longest step loses about two thirds of its weight."""
+"""Seconds of computation in which the longest step decays to about a third."""
 
 
 class StepTiming:
     def __init__(self) -> None:
         self.longest_step_s = 0.0
-        """Of the recent ones, the very longest left out: that may be a kernel's compilation, or a pause of the process
-        (a suspended machine, a debugger), and a core that once paused for long must not be trusted with another pause
-        of five times that. Zero until measured."""
+        """Second longest of the recent steps; zero until measured. The longest one is left out because it may be a
+        kernel's compilation or a pause of the process (a suspended machine, a debugger), and liveness limits, which are
+        multiples of this value, must not grow by it."""
         self._outlier_s = 0.0
-        """The very longest."""
+        """Longest of the recent steps."""
         self.decode_step_s = 0.0
-        """Zero until measured."""
+        """Smoothed duration of a decode step; zero until measured."""
         self._prefill_tokens = 0.0
         self._prefill_s = 0.0
         self._last_end_s = 0.0
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Zero until measured. Long steps count for more."""
+        """Smoothed prefill rate, weighted by the steps' durations; zero until measured."""
         return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
 
     def ended(self, step: SchedulerOutput, launched_s: float, ended_s: float) -> None:
-        """Both on `time.perf_counter`'s clock; `launched_s` from before anything of the step was computed."""
+        """Add a step that has ended.
+
+        Args:
+            launched_s: time before any of the step was computed, by `time.perf_counter()`.
+            ended_s: time of its end, by the same clock.
+        """
         seconds = ended_s - max(launched_s, self._last_end_s)
         self._last_end_s = ended_s
         kept = 1.0 - min(1.0, seconds / _LONGEST_MEMORY_S)

@@ -1,8 +1,8 @@
-"""WaitingTokens: how much waiting requests will have to compute, prefixes in the cache left out.
+"""WaitingTokens: estimates how many tokens waiting requests will have to compute, without those in the prefix cache.
 
-Kept up to date by events, so that publishing it costs nothing. A block of a waiting prompt counts while the prefix
-cache does not hold it; and once, however many prompts begin with it: the first to be admitted computes it for all. It
-is an estimate: a hit needs an unbroken run of blocks, and cached blocks may be evicted before their request's turn.
+The count is updated on every event, so reading it is O(1). A block of a waiting prompt counts while the prefix cache
+does not hold it, and only once however many prompts begin with it, because the first of them to be admitted computes it
+for all. It is an estimate: a hit needs an unbroken run of blocks, and cached blocks may be evicted before admission.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 class WaitingTokens:
     """
     Args:
-        is_cached: whether the prefix cache holds the block of a hash.
+        block_size: tokens per block.
+        is_cached: tells whether the prefix cache holds a block with this hash.
 
     Attributes:
-        num_tokens: to be computed by all that wait.
+        num_tokens: tokens that all waiting requests have to compute.
 
-    Invariant: `num_tokens` is the sum of the tokens outside of shareable blocks and of `block_size` for every distinct
+    Invariant: `num_tokens` is the sum of all tokens outside of shareable blocks, plus `block_size` for every distinct
     shareable block that is not cached.
     """
 
@@ -27,16 +28,16 @@ class WaitingTokens:
         self._block_size = block_size
         self._is_cached = is_cached
         self._num_requests: dict[bytes, int] = {}
-        """Shareable block -> waiting requests that begin with it."""
+        """Hash of a shareable block -> number of waiting requests that begin with it."""
         self._prompts: dict[str, tuple[int, Sequence[bytes]]] = {}
-        """Request -> tokens that it computes in any case, and its shareable blocks."""
+        """Request id -> tokens that it computes in any case, and the hashes of its shareable blocks."""
 
     def add(self, request_id: str, num_tokens: int, block_hashes: Sequence[bytes]) -> None:
-        """A request begins to wait.
+        """Count a request that starts to wait.
 
         Args:
-            num_tokens: all that it knows.
-            block_hashes: of its leading blocks, as far as it would take them from the cache.
+            num_tokens: all its known tokens.
+            block_hashes: hashes of the leading blocks that it could take from the prefix cache.
         """
         num_alone = num_tokens - len(block_hashes) * self._block_size
         self._prompts[request_id] = num_alone, block_hashes
@@ -49,7 +50,7 @@ class WaitingTokens:
                 self.num_tokens += self._block_size
 
     def remove(self, request_id: str) -> None:
-        """The request is admitted, or given up. Raises KeyError if it does not wait."""
+        """Stop counting a request that is admitted or has ended. Raises KeyError if it does not wait."""
         num_alone, block_hashes = self._prompts.pop(request_id)
         self.num_tokens -= num_alone
         counts = self._num_requests
@@ -63,17 +64,17 @@ class WaitingTokens:
                 self.num_tokens -= self._block_size
 
     def cached(self, block_hash: bytes) -> None:
-        """The prefix cache holds this block from now on."""
+        """Note that the prefix cache now holds this block."""
         if block_hash in self._num_requests:
             self.num_tokens -= self._block_size
 
     def evicted(self, block_hash: bytes) -> None:
-        """The prefix cache no longer holds this block."""
+        """Note that the prefix cache no longer holds this block."""
         if block_hash in self._num_requests:
             self.num_tokens += self._block_size
 
     def check(self, request_ids: Iterable[str]) -> None:
-        """Asserts the invariant and that these are the requests that wait; O(tokens), for tests and the idle engine."""
+        """Assert the invariant and that exactly these requests wait. O(tokens); for tests and the idle engine."""
         assert set(self._prompts) == set(request_ids)
         shareable = {block_hash for _, block_hashes in self._prompts.values() for block_hash in block_hashes}
         assert set(self._num_requests) == shareable

@@ -1,11 +1,11 @@
-"""Watchdog: finds requests that nothing moves any more, so that the core can fail them instead of keeping them.
+"""Watchdog: finds requests that make no progress, so that the core can fail them instead of keeping them for ever.
 
-A request moves when its tokens, its computed tokens or its status change. Standing still for a good reason does not
-count: the core's loop may be busy elsewhere (loading weights, say), and a prompt or a preempted request may wait for
-its turn for as long as others move. Others move when their tokens do: that requests arrive, or leave, moves nobody.
-What remains is a fault of ours, which should cost this request and be counted.
+A request makes progress when its tokens, its computed tokens or its status change. Time without progress does not count
+if there is a good reason: the core's loop may be busy elsewhere (loading weights, for example), and a request that
+waits or is in prefill may have to wait as long as tokens of other requests are computed. Requests that merely arrive or
+leave are not progress. What remains is a fault of the engine, which fails this one request and is counted.
 
-A core whose loop itself hangs has no watchdog here: its heartbeats end, and `/health` turns red.
+The watchdog does not detect a core whose loop hangs: its heartbeats end, and `/health` fails.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 
 CHECK_INTERVAL_S = 5.0
-"""Between two looks at all requests; a look costs a microsecond for each."""
+"""Seconds between two checks of all requests; a check costs about a microsecond per request."""
 
 
 class _Mark:
-    """What a request looked like, and for how long it has."""
+    """Progress of a request at the last check, and for how many seconds it has not changed."""
 
     __slots__ = ("position", "still_s")
 
@@ -32,8 +32,8 @@ class _Mark:
 class Watchdog:
     """
     Args:
-        timeout_s: how long a request may stand still; 0: for ever.
-        clock: monotonic seconds.
+        timeout_s: how long a request may make no progress; 0 means no limit.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,13 +48,14 @@ class Watchdog:
         return self._clock() - self._checked_at >= CHECK_INTERVAL_S
 
     def check(self, requests: Iterable[Request], num_computed: int = 0) -> list[str]:
-        """The requests that have stood still for too long; to be called when it `is_due`.
+        """Return the ids of the requests that have stalled for too long. Call it when it `is_due`.
 
         Args:
-            num_computed: tokens computed so far for any request, those included that came and went between two looks.
+            requests: all unfinished requests.
+            num_computed: tokens computed so far for all requests, including those that came and went between checks.
         """
         now = self._clock()
-        # Longer gaps are time in which the loop did something else.
+        # In a longer gap the loop was busy with something else.
         elapsed = min(now - self._checked_at, 2 * CHECK_INTERVAL_S)
         self._checked_at = now
         marks, before = dict[str, _Mark](), self._marks
@@ -81,7 +82,7 @@ class Watchdog:
         return [request.request_id for request, mark in standing if mark.still_s >= self.timeout_s]
 
     def still_s(self, request_id: str) -> float:
-        """Seconds for which the request has stood still, as far as they count."""
+        """Return the seconds without progress that count for this request."""
         mark = self._marks.get(request_id)
         return mark.still_s if mark is not None else 0.0
 
@@ -91,5 +92,5 @@ def _position(request: Request) -> tuple[int, ...]:
 
 
 def _has_grown(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
-    """Whether there are more tokens or more of them are computed."""
+    """Whether a request has more tokens, or more computed tokens, than before."""
     return now[0] > before[0] or now[1] > before[1]
