@@ -1,1 +1,1 @@
-"""Our own CPU kernels: C++ sources, their build on first use, and bindings. Optional: without them torch computes."""
+"""CPU kernels: C++ sources, their build on first use, and bindings. Optional: without them the engine uses torch."""

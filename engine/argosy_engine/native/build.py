@@ -1,8 +1,9 @@
 """Builds the kernels in src/ with g++ for this CPU, once per user, or ahead of time for an image.
 
-A library is named by the digest of its sources, flags and compiler. It is looked for in the package (`prebuilt/`, which
-`python -m argosy_engine.native.build` fills where an image is built), then in the user's cache directory, and else
-compiled there: under a lock, to a temporary name, so that any number of engines may start at once.
+A library's name contains the digest of its sources, flags and compiler. It is looked up in the package (`prebuilt/`,
+which `python -m argosy_engine.native.build` fills when an image is built), then in the user's cache directory. If it is
+in neither, it is compiled into the cache directory, under a lock and a temporary name, so that any number of engines
+can start at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
 
 _COMPILE_TIMEOUT_S = 300.0
-"""A quiet machine needs a few seconds; a busy one with one core a minute."""
+"""An idle machine takes a few seconds, a busy one with one core a minute."""
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -37,7 +38,7 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """An instruction set: what /proc/cpuinfo must list, and what the compiler is told."""
+    """An instruction set: the flags that /proc/cpuinfo must list, and the compiler's flags."""
 
     name: str
     cpu_flags: frozenset[str]
@@ -59,11 +60,11 @@ VARIANTS = (
 
 
 class NativeUnavailable(Exception):
-    """The kernels cannot be used here; the message says why. Nothing is wrong with the request or the model."""
+    """The kernels cannot be used on this machine; the message says why. The engine falls back to torch."""
 
 
 def library_path(variant: Variant | None = None, *, is_debug: bool = False) -> Path:
-    """The library of a variant (default: the best for this CPU), built if need be.
+    """Return the path of a variant's library (default: the best variant for this CPU), building it if necessary.
 
     Raises:
         NativeUnavailable: no variant for this CPU, no compiler, no place to keep the result, or a failed build.
@@ -85,7 +86,7 @@ def library_path(variant: Variant | None = None, *, is_debug: bool = False) -> P
 
 
 def cpu_flags() -> frozenset[str]:
-    """Flags of the first CPU in /proc/cpuinfo."""
+    """Return the flags of the first CPU in /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -112,7 +113,13 @@ def find_compiler() -> str:
 
 
 def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/argosy/native`, which only we may write: what lies there is executed."""
+    """Return `$XDG_CACHE_HOME/argosy/native`, created if missing.
+
+    Only the current user may have write access, because the files in it are executed.
+
+    Raises:
+        NativeUnavailable: the directory cannot be created or written, or others could write it.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(base) / "argosy" / "native"
     try:
@@ -128,7 +135,7 @@ def cache_directory() -> Path:
 
 
 def compile_library(compiler: str, variant: Variant, target: Path, extra_flags: tuple[str, ...] = ()) -> None:
-    """Compiles the sources side by side, links them and moves the result to `target` in one step."""
+    """Compile the sources in parallel, link them and move the result to `target` atomically."""
     flags = (*_FLAGS, *variant.compile_flags, *extra_flags)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
         sources = sorted(SOURCES.glob("*.cc"))
@@ -144,7 +151,11 @@ def compile_library(compiler: str, variant: Variant, target: Path, extra_flags: 
 
 
 def _run(*commands: list[str]) -> None:
-    """Runs compilers side by side; the first failure ends the others."""
+    """Run compilers in parallel; if one fails, kill the others.
+
+    Raises:
+        NativeUnavailable: a compiler failed, timed out or cannot be run.
+    """
     jobs: list[subprocess.Popen[str]] = []
     try:
         jobs.extend(

@@ -1,6 +1,6 @@
-"""The loaded library: C functions and structures as ctypes sees them. src/*.cc and src/step.h say what each one means.
+"""ctypes bindings of the kernel library. src/*.cc and the headers document its functions and structures.
 
-`kernels()` is the only way in. It answers None, after one line in the log, where the library cannot be had.
+`kernels()` is the only entry point. If the library is unavailable, it logs one line and returns None.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from argosy_engine.native.memory import allocate
 log = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "ARGOSY_NATIVE"
-"""0: compute with torch; debug: kernels that check their indices; anything else: kernels where possible."""
+"""0: compute with torch; debug: use kernels that check their indices; anything else: use kernels where possible."""
 
 
 class Layer(Structure):
-    """`Layer` of step.h: what is constant over an attention layer's life."""
+    """`Layer` of step.h: an attention layer's constants and its KV cache."""
 
     _fields_ = (
         ("k_cache", c_void_p),
@@ -120,11 +120,14 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Element types of the kernels, and their numbers in C."""
+"""Element types that the kernels support, and their numbers in C."""
 
 
 class PackedLinear:
-    """A weight, and perhaps a bias, in the layout the kernels multiply: int32 [panels, units, outputs of a panel]."""
+    """A weight and an optional bias in the kernels' layout: int32 [panels, units, outputs per panel].
+
+    A unit is four bytes of one row: one float32 or two bfloat16 elements.
+    """
 
     def __init__(self, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> None:
         self._kept_alive = packed, bias
@@ -134,9 +137,9 @@ class PackedLinear:
 
 
 class Kernels:
-    """Kernels on contiguous CPU tensors of a type in DTYPES. Callers see to shapes; nothing is checked here.
+    """Kernels for contiguous CPU tensors of the dtypes in DTYPES. Callers must pass valid shapes; nothing is checked.
 
-    Calls release the GIL. They share one pool of `set_threads` threads.
+    Calls release the GIL and share one pool of `set_threads` threads.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,7 +149,7 @@ class Kernels:
             function.argtypes, function.restype = arguments, None
         self._library.argosy_decoder_scratch.restype = c_int64
         self.lanes: int = self._library.argosy_lanes()
-        """elements of a vector: head sizes, block sizes and widths must be its multiples"""
+        """Elements of a vector register. Head sizes, block sizes and widths must be multiples of it."""
         self.path = path
         self.set_threads(torch.get_num_threads())
 
@@ -156,10 +159,11 @@ class Kernels:
     def pack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_gated: bool = False
     ) -> PackedLinear:
-        """
+        """Copy a weight into the kernels' layout.
+
         Args:
-            weight: [out, in] of rows that are whole multiples of four bytes.
-            is_gated: the first half of the outputs are gates for the second half; each a multiple of `lanes`.
+            weight: [out, in], with rows of a multiple of four bytes.
+            is_gated: whether the first half of the outputs gates the second; each half must be a multiple of `lanes`.
         """
         out, units = weight.shape[0], weight.shape[1] * weight.itemsize // 4
         panel = 2 * self.lanes
@@ -171,7 +175,7 @@ class Kernels:
         return PackedLinear(packed, None if bias is None else bias.contiguous(), out)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype) -> torch.Tensor:
-        """x [T, in] -> x W^T + b [T, out], of x's type or float32."""
+        """Compute x W^T + b, [T, out], for x [T, in]. `out_dtype` is x's dtype or float32."""
         y = torch.empty((x.shape[0], packed.out_features), dtype=out_dtype)
         self._library.argosy_linear(
             DTYPES[x.dtype], DTYPES[out_dtype], packed.struct, x.data_ptr(), y.data_ptr(), x.shape[0]
@@ -179,7 +183,7 @@ class Kernels:
         return y
 
     def gated_linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        """silu(gate) * up, where x W^T + b [T, out] is gate, then up; x [T, in] -> [T, out / 2]."""
+        """Compute silu(gate) * up, [T, out / 2], for x [T, in], where [gate, up] = x W^T + b."""
         y = torch.empty((x.shape[0], packed.out_features // 2), dtype=x.dtype)
         self._library.argosy_gated_linear(
             DTYPES[x.dtype], packed.struct, x.data_ptr(), y.data_ptr(), x.shape[0]
@@ -189,7 +193,7 @@ class Kernels:
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """RMSNorm of x [T, width]; with a residual, of residual += x (in place)."""
+        """Compute the RMSNorm of x [T, width]. With a residual, add x to it in place and return the norm of the sum."""
         out = torch.empty_like(x)
         self._library.argosy_rms_norm(
             DTYPES[x.dtype],
@@ -204,7 +208,7 @@ class Kernels:
         return out
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """Index of each row's highest value, the lowest of equals: [T, width] -> int64 [T]."""
+        """Return the index of each row's highest value, int64 [T] for x [T, width]; ties go to the lowest index."""
         out = torch.empty(x.shape[0], dtype=torch.int64)
         self._library.argosy_argmax(DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1])
         return out
@@ -218,8 +222,10 @@ class Kernels:
         min_p: NDArray[np.float32],
         uniform: NDArray[np.float64],
     ) -> torch.Tensor:
-        """A token of each row of logits [R, vocab_size]: int64 [R]. The arrays are contiguous, [R]; temperature 0 takes
-        the best, top_p 1, top_k 0 and min_p 0 are off."""
+        """Sample one token per row of logits [R, vocab_size]; returns int64 [R].
+
+        The arrays are contiguous, [R]. Temperature 0 means greedy; top_p 1, top_k 0 and min_p 0 are off.
+        """
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         arrays = temperature, top_p, top_k, min_p, uniform
         rows = SamplingRows(*(array.ctypes.data for array in arrays))
@@ -229,11 +235,14 @@ class Kernels:
         return out
 
     def rotate_and_write(self, layer: Layer, step: Step, qkv: torch.Tensor) -> None:
-        """Norm and rotation of q and k in qkv [T, (heads + 2 kv_heads) * head_dim], k and v to their slots; q stays."""
+        """Normalise and rotate q and k of qkv [T, (heads + 2 kv_heads) * head_dim] and write k and v to the cache.
+
+        q is changed in place.
+        """
         self._library.argosy_rotate_and_write(DTYPES[qkv.dtype], layer, step, qkv.data_ptr())
 
     def attention(self, layer: Layer, step: Step, qkv: torch.Tensor) -> torch.Tensor:
-        """Causal attention of the q heads in qkv over the cache -> [T, heads * head_dim]."""
+        """Compute causal attention of the q heads in qkv over the cache, [T, heads * head_dim]."""
         out = torch.empty((qkv.shape[0], layer.num_heads * layer.head_dim), dtype=qkv.dtype)
         self._library.argosy_attention(
             DTYPES[qkv.dtype], layer, step, qkv.data_ptr(), qkv.shape[1], out.data_ptr()
@@ -241,7 +250,7 @@ class Kernels:
         return out
 
     def decoder_scratch(self, layer: DecoderLayer, num_tokens: int, hidden_size: int) -> int:
-        """Elements of scratch space that `decoder` needs."""
+        """Return the number of scratch elements that `decoder` needs."""
         return int(self._library.argosy_decoder_scratch(layer, num_tokens, hidden_size))
 
     def decoder(
@@ -252,11 +261,11 @@ class Kernels:
         scratch: torch.Tensor,
         eps: float,
     ) -> None:
-        """All layers over embeddings x [T, hidden_size], which become the hidden states before the last norm.
+        """Run all layers on embeddings x [T, hidden_size], in place; x becomes the hidden states before the final norm.
 
         Args:
-            steps: pointers to the Step of each layer.
-            scratch: of x's type, at least `decoder_scratch` elements.
+            steps: pointers to each layer's Step.
+            scratch: at least `decoder_scratch` elements of x's dtype.
         """
         self._library.argosy_decoder(
             DTYPES[x.dtype], layers, len(layers), steps, x.data_ptr(), scratch.data_ptr(), x.shape[1], eps
@@ -265,7 +274,7 @@ class Kernels:
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The kernels for this CPU, or None. Builds them on the first call of the machine's first engine."""
+    """Return the kernels for this CPU, or None. Builds the library if it is neither prebuilt nor cached."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE, "1")
     if wanted == "0":
         log.info("CPU kernels are off (%s=0): computing with torch", ENVIRONMENT_VARIABLE)

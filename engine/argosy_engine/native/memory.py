@@ -1,4 +1,4 @@
-"""Large, long-lived arrays of the CPU path: weights, KV cache, scratch space."""
+"""Allocation of the CPU path's large, long-lived arrays: weights, KV cache, scratch space."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A zeroed tensor in memory of its own, whose pages are committed when they are first written.
+    """Return a zeroed tensor in a memory mapping of its own, whose pages are committed when they are first written.
 
-    Private and anonymous, because only then the kernel may back it with huge pages, which weights and the KV cache are
-    read noticeably faster from: a walk through ordinary pages stops the prefetchers every 4 KiB.
+    The mapping is private and anonymous, because only then may the kernel back it with huge pages. Weights and the KV
+    cache are read noticeably faster from these: hardware prefetchers stop at every boundary of a 4 KiB page.
     """
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
