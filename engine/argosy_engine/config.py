@@ -1,7 +1,7 @@
-"""EngineArgs: every flag of the engine, with vLLM's names; `argosy serve` builds its parser from this class.
+"""EngineArgs: every flag of the engine, with vLLM's names. `argosy serve` builds its parser from this class.
 
-Owns: names, bounds, defaults and the reasons for the defaults. Values that depend on the model or the device
-(`None` here) are resolved by the worker and reported back when the core is ready; this object never changes.
+This module owns names, bounds and defaults. Defaults that depend on the model or the device are None here; the worker
+resolves them, and the core reports the result as `ResolvedConfig` when it is ready. EngineArgs never changes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ Parallelism = Annotated[
 
 
 class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What `--hf-overrides` may say instead of config.json. Nothing that shapes the computation: other replicas, and
-    the model's fingerprint, know the checkpoint's own config."""
+    """Fields of config.json that `--hf-overrides` may override.
+
+    None of them affects the computation, because other replicas and the model's fingerprint rely on the checkpoint's
+    own config.
+    """
 
     is_matryoshka: bool | None = None
     matryoshka_dimensions: (
@@ -42,7 +45,7 @@ class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Frozen; crosses the process boundary as msgpack."""
+    """The engine's flags. Frozen; sent to the core process as msgpack."""
 
     model: Annotated[
         str,
@@ -168,7 +171,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             description="seconds after which a request that nothing moves is failed; 0: never",
         ),
     ] = 300.0
-    """Longer than any compilation of a grammar and any step; nothing that works stands still for minutes."""
+    """Longer than any step or grammar compilation takes, so only requests that are stuck reach it."""
     structured_outputs_cache_bytes: Annotated[
         int,
         Meta(ge=0, le=1 << 40, description="compiled grammars kept for later requests"),
@@ -188,7 +191,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
     @property
     def canonical_name(self) -> str:
-        """The name chunk hashes are seeded with and `/v1/models` lists first."""
+        """The name that seeds chunk hashes and that `/v1/models` lists first."""
         if self.served_model_name:
             return self.served_model_name[0]
         scheme, separator, rest = self.model.partition("://")
@@ -196,7 +199,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
     @classmethod
     def of(cls, **fields: object) -> EngineArgs:
-        """Builds and checks the arguments.
+        """Build and check the arguments.
 
         Raises:
             ConfigError: an unknown field, a wrong type or a value out of bounds.
@@ -209,13 +212,21 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         return args
 
     def check(self) -> None:
-        """Raises ConfigError: values contradict each other or are not supported."""
+        """Check combinations of values.
+
+        Raises:
+            ConfigError: values contradict each other or are not supported.
+        """
         self.check_parallelism()
         if isinstance(self.max_model_len, int):
             self.check_model_len(self.max_model_len)
 
     def check_parallelism(self) -> None:
-        """Raises ConfigError for more than one device."""
+        """Reject parallelism over several devices.
+
+        Raises:
+            ConfigError: a parallel size is not 1.
+        """
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if (size := getattr(self, name)) != 1:
                 raise ConfigError(
@@ -224,7 +235,11 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
                 )
 
     def check_model_len(self, max_model_len: int) -> None:
-        """Raises ConfigError if a prompt of that length could never be scheduled."""
+        """Check that a prompt of `max_model_len` tokens can be scheduled.
+
+        Raises:
+            ConfigError: the prompt exceeds a step's token budget, and chunked prefill is off.
+        """
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < max_model_len:
             raise ConfigError(
                 f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} "
@@ -233,29 +248,29 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
 
 class MemoryBudget(Struct, frozen=True, kw_only=True):
-    """Where a device's memory goes. Sizes in bytes; made by `worker.memory.plan_memory`."""
+    """How a device's memory is divided up. `worker.memory.plan_memory` makes it."""
 
     device: str
-    """`cpu` or `cuda`"""
+    """`cpu` or `cuda`."""
     total_bytes: int
-    """of the device; on a CPU what this process may use at most (the host's memory or its cgroup's limit)"""
+    """The device's memory; on a CPU, the most that this process may use (the host's memory or its cgroup's limit)."""
     available_bytes: int
-    """free when the engine started"""
+    """Memory that was free when the engine started."""
     utilization: float
-    """`--gpu-memory-utilization` or its default"""
+    """`--gpu-memory-utilization` or its default."""
     weights_bytes: int
     activation_bytes: int
-    """peak of the largest step; measured on CUDA, estimated on a CPU and before a load"""
+    """Peak of the largest step: measured on CUDA, estimated on a CPU and before the model is loaded."""
     block_bytes: int
-    """one KV block over the layers that share it (all, if they are of one kind)"""
+    """One KV block over the layers that share it (all layers if they are of one kind)."""
     block_size: int
     num_blocks: int
-    """including the null block"""
+    """Number of KV blocks, including the null block."""
     request_blocks: int
-    """that one request of full length holds at most"""
+    """Blocks that one request of full length holds at most."""
     max_model_len: int
     limited_by: Literal["memory", "--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--max-num-seqs"]
-    """what the number of blocks follows from; --max-num-seqs: more could never be used"""
+    """What determines the number of blocks. `--max-num-seqs`: more blocks could never be used."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -263,18 +278,19 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens of requests of full length; where windows slide, more of them fit than blocks have room for."""
+        """Capacity in tokens of full-length requests. With sliding windows it exceeds the number of slots, because
+        requests free the blocks that leave the window."""
         full_length = -(-self.max_model_len // self.block_size) * self.block_size
         return (self.num_blocks - 1) * full_length // self.request_blocks
 
     @property
     def max_concurrency(self) -> float:
-        """Requests of full length that fit into the KV cache at once."""
+        """Number of full-length requests that fit into the KV cache at once."""
         return self.kv_cache_tokens / self.max_model_len
 
 
 class ResolvedConfig(Struct, frozen=True, kw_only=True):
-    """What the core found out when it started; sent to every client with READY."""
+    """Configuration with all defaults resolved. The core sends it to every client in its READY message."""
 
     model_path: str
     model_name: str
@@ -285,11 +301,11 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     embedding_size: int
-    """elements of a vector that pooling gives"""
+    """Number of elements of a pooled vector."""
     is_matryoshka: bool
-    """Whether embeddings may have fewer `dimensions`"""
+    """Whether requests may ask for embeddings with fewer `dimensions`."""
     matryoshka_dimensions: tuple[int, ...]
-    """those that they may have; empty: any, if `is_matryoshka`"""
+    """Permitted `dimensions`; empty: any number, if `is_matryoshka`."""
     block_size: int
     num_gpu_blocks: int
     max_num_seqs: int
@@ -302,7 +318,7 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     logits_processors: tuple[str, ...]
     max_logprobs: int
-    """-1: the whole vocabulary"""
+    """-1: the whole vocabulary."""
     logprobs_mode: LogprobsMode
     startup_phases: tuple[tuple[str, float], ...]
     """(phase, seconds) in order, for the start-up table."""

@@ -1,15 +1,15 @@
-"""Errors of the engine, by who must act.
+"""The engine's errors, grouped by who must act.
 
 EngineError
-├── ConfigError            the operator of the engine: a flag or a model that cannot work; the message names the remedy
-│   └── DoesNotFit         memory: the message says which --max-model-len would fit
-├── InvalidRequest         the client: becomes HTTP 400 (`param` names the field)
+├── ConfigError            whoever runs the engine: a flag or model cannot work; the message names the remedy
+│   └── DoesNotFit         not enough memory; the message says which --max-model-len would fit
+├── InvalidRequest         the client: HTTP 400 (`param` names the field)
 │   └── PromptTooLong      code context_length_exceeded
-├── RequestFailed          nobody: this request cannot go on, which is the engine's fault (HTTP 500); others are well
-├── UtilityFailed          the caller of an administrative call: it could not be carried out; the engine lives on
-├── EngineBusy             the client, later: HTTP 503 with a retry hint
+├── RequestFailed          nobody: this request failed through the engine's fault (HTTP 500); others are not affected
+├── UtilityFailed          the caller: an administrative call could not be carried out; the engine keeps running
+├── EngineBusy             the client, by retrying later: HTTP 503 with a retry hint
 │   └── EngineAsleep       whoever put the engine to sleep; other replicas may be awake
-└── EngineDead             nobody: the core process is gone; in-flight requests fail, /health turns red
+└── EngineDead             nobody: the core process has exited; in-flight requests fail, /health reports unhealthy
 """
 
 from __future__ import annotations
