@@ -2,8 +2,9 @@
 
 Owns: the choice. Must not know: connections, telemetry, clocks; state comes in as arguments and leaves as a
 `Decision`, so the router, `argosy route` and the simulator get the same answer from the same code.
-Invariant: a policy chooses among the candidates it is given and nothing else; randomness comes from the caller.
-A new policy is a module with `choose` and `terms`, a line here, and its name in `protocol.fleet.RoutingPolicy`.
+Invariant: a policy chooses only among the candidates it is given; randomness comes from the caller.
+To add a policy, write a module with `choose` and `terms`, register it here, and add its name to
+`argosy_protocol.fleet.RoutingPolicy`.
 """
 
 from __future__ import annotations

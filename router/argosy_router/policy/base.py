@@ -1,6 +1,6 @@
-"""What policies see and return.
+"""Inputs and results of routing policies: requests, candidates, decisions.
 
-Owns: the vocabulary shared by all policies. Must not know: any one policy.
+Must not know: any one policy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Reason = Literal["cached", "predicted", "load", "session", "only", "busy"]
 """Value of the response header `x-argosy-route`."""
 
 MIN_HIT_TOKENS: Final = 16
-"""One KV block: the engine reuses nothing below it. Role names alone must not look like a shared prefix."""
+"""One KV block: the engine reuses nothing shorter, and role names alone must not look like a shared prefix."""
 
 
 class RouteRequest:
@@ -24,20 +24,22 @@ class RouteRequest:
         self, prompt_tokens: int, hits: dict[int, int], key: int, sequence: int, session: int = 0
     ) -> None:
         self.prompt_tokens = prompt_tokens
-        """Estimate: the router has no tokenizer."""
+        """An estimate: the router has no tokenizer."""
         self.hits = hits
         """position of a candidate -> prompt tokens expected in its cache; absent means none"""
         self.key = key
-        """Names the beginning of the prompt; equal for prompts that share it."""
+        """Hash of the prompt's beginning; equal for prompts that share it."""
         self.sequence = sequence
         """Number of this request at this router, for policies that take turns."""
         self.session = session
-        """Names the session the client declared; zero for none."""
+        """Hash of the session that the client declared; zero for none."""
 
 
 class Candidate:
-    """A replica that may be chosen, as far as a policy looks at it. Whoever derives from it keeps the figures up to
-    date; every figure is known, and what is not measured has been assumed (`rates`)."""
+    """A replica that may be chosen, as far as policies look at it.
+
+    Subclasses keep the figures up to date. Every figure has a value; what is not measured is assumed (`rates`).
+    """
 
     __slots__ = (
         "decode_step_s",
@@ -55,9 +57,9 @@ class Candidate:
         self, name: str, prefill_tokens_per_s: float, decode_step_s: float, max_num_seqs: int
     ) -> None:
         self.identity = name.encode()
-        """Its name, the same at every router."""
+        """Its name in bytes, the same at every router."""
         self.queued_tokens = 0
-        """Uncached prompt tokens still to be computed before a new request's own."""
+        """Uncached prompt tokens to be computed before those of a new request."""
         self.requests = 0
         """Requests running or waiting."""
         self.kv_usage = 0.0
@@ -66,13 +68,13 @@ class Candidate:
         self.decode_step_s = decode_step_s
         self.max_num_seqs = max_num_seqs
         self.recent_work = 0.0
-        """Seconds of prefill it was sent lately, on a scale that all candidates share: only relations count."""
+        """Seconds of prefill it was sent lately, on a scale shared by all candidates: only ratios matter."""
         self.wait_s = 0.0
-        """`waiting.waiting_s` of it, brought up to date where the figures change rather than where they are read."""
+        """`waiting.waiting_s` of this candidate, updated when the figures change rather than at each decision."""
 
 
 class Decision:
-    """The chosen candidate, by its position, and why."""
+    """The chosen candidate, by position, and the reason."""
 
     __slots__ = ("cost_s", "position", "predicted_tokens", "reason")
 
@@ -81,23 +83,23 @@ class Decision:
         self.reason = reason
         self.predicted_tokens = predicted_tokens
         self.cost_s = cost_s
-        """The policy's cost of the choice in seconds; zero for policies without one."""
+        """The chosen candidate's cost in seconds; zero for policies that compute none."""
 
 
 class Choose(Protocol):
     def __call__(self, request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
-        """Candidates are at least one, in the order of their names."""
+        """Choose a replica. `candidates` has at least one, ordered by name."""
         ...
 
 
 class Terms(Protocol):
     def __call__(self, request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
-        """For each candidate, the named figures the choice rests on."""
+        """For each candidate, the named figures that the choice depends on."""
         ...
 
 
 class Policy(NamedTuple):
-    """One way to choose, and its reasons for people."""
+    """A policy's choice function, and the function that explains its choices."""
 
     choose: Choose
     terms: Terms
@@ -106,7 +108,7 @@ class Policy(NamedTuple):
 def decide(
     request: RouteRequest, candidates: list[Candidate], position: int, cost_s: float = 0.0
 ) -> Decision:
-    """The decision for a position, with the reason that follows from the predicted hit."""
+    """Build the decision for a position; its reason follows from the predicted hit."""
     hit = request.hits.get(position, 0)
     if len(candidates) == 1:
         return Decision(position, "only", hit, cost_s)

@@ -1,12 +1,12 @@
-"""Hashing with bounded loads: a key lives on its favourite replica until that one has clearly more than its share.
+"""Hashing with bounded loads: a key goes to its favourite replica unless that has clearly more than its share of load.
 
     bound = max(1, LOAD_FACTOR * mean(requests)) + 1
 
-Among replicas with at most `bound` requests the key's favourite wins (consistent hashing with bounded loads, Mirrokni
-et al. 2016, over rendezvous instead of a ring). The `+ 1` keeps the bound from falling below a single request, where a
-quiet fleet would scatter every key.
+Among the replicas with at most `bound` requests, the one that the key ranks first wins (consistent hashing with bounded
+loads, Mirrokni et al. 2016, over rendezvous hashing instead of a ring). With a bound of a single request or less, a
+quiet fleet would scatter every key; the `+ 1` prevents that.
 
-Owns: the choice by key. Must not know: what a key stands for.
+Must not know: what a key stands for.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from argosy_router.policy.base import Candidate
 from argosy_router.policy.rendezvous import favourite
 
 LOAD_FACTOR = 1.25
-"""The paper's example: a quarter above the mean costs little balance and keeps most keys at home."""
+"""The paper's example: a quarter above the mean costs little balance and keeps most keys on their favourite."""
 
 
 def bound(candidates: list[Candidate]) -> float:
-    """Requests above which a replica takes no further keys."""
+    """Number of requests above which a replica takes no further keys."""
     total = sum([candidate.requests for candidate in candidates])
     return max(1.0, LOAD_FACTOR * total / len(candidates)) + 1.0
 
 
 def place(key: int, candidates: list[Candidate]) -> int:
-    """The position where the key lives now."""
+    """Position of the candidate that the key goes to at the current load."""
     limit = bound(candidates)
     return favourite(
         key,
@@ -35,6 +35,6 @@ def place(key: int, candidates: list[Candidate]) -> int:
 
 
 def terms(candidates: list[Candidate]) -> list[dict[str, float]]:
-    """Requests against the bound."""
+    """Each candidate's requests, and the bound."""
     limit = bound(candidates)
     return [{"requests": float(candidate.requests), "bound": limit} for candidate in candidates]

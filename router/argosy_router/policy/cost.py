@@ -1,27 +1,27 @@
-"""The cost policy: seconds until the first token, plus what the choice costs others.
+"""The cost policy: expected seconds until the first token, plus what the choice costs other requests.
 
-    T(w) = wait(w)                                    the load's share: `waiting`
-         + (prompt - hit(w)) / prefill_rate(w)        what of this prompt must be computed
-         - stickiness * hit(w) / prefill_rate(o)      what computing it again elsewhere would cost everybody
+    T(w) = wait(w)                                    time lost to load, see `waiting`
+         + (prompt - hit(w)) / prefill_rate(w)        time to compute the uncached part of this prompt
+         - stickiness * hit(w) / prefill_rate(o)      what computing the prefix again elsewhere would cost others
 
     stickiness = STICKINESS + CROWDING * mean(queued) / prompt, at most MAX_STICKINESS
 
-where o is elsewhere: the replica with the lowest T if nobody held a prefix, and the mean is over the replicas that hold
-less of the prompt than the longest prefix found.
+where o ("elsewhere") is the replica that would have the lowest T if no replica held a prefix, and the mean is over the
+replicas that hold less of the prompt than the longest prefix found.
 
-A prefix computed a second time takes cache space, often another prefix's, and delays whoever queues behind it: few
-while the other replicas are idle, many once they have queues of their own. So a hot prefix spreads over idle replicas
-and stays where it is when the fleet is busy. The holders' own queues do not count: a single hot prefix would be kept
-in its one place by the very queue that it causes. Nor is it the emptiest replica's queue: in a fleet at 80 % some
-replica has none at nearly every moment, and each such moment would copy a prefix.
+A prefix that is computed a second time takes cache space, often another prefix's, and delays the requests queued behind
+it: few while the other replicas are idle, many once they have queues of their own. So a hot prefix spreads over idle
+replicas and stays in place when the fleet is busy. The holders' own queues do not count, or a single hot prefix would
+be kept in one place by the very queue that it causes. Nor does the policy take the shortest queue instead of the mean:
+in a fleet at 80 % load some replica has no queue at nearly every moment, and each such moment would copy a prefix.
 
-The lowest T wins; candidates within `TIE_S` or `TIE_SHARE` of it are equal and one is drawn. When nobody holds more
-than `COLD_HIT` of the prompt (all chats begin with the same template), the draw is replaced by a rendezvous hash of the
-prompt's beginning among those within `COLD_SLACK` of the best: router replicas agree where a new prefix should live
-without talking, and a loaded replica is passed over. So is one that was sent more than `COLD_SHARE` of the mean lately:
-at rest, when nothing waits anywhere, a hash alone would give some replica more prefixes than its cache can hold. If
-that leaves nobody, slower ones within `COLD_STRETCH` take their share, so that a replica whose first steps were slow
-gets the chance to show better.
+The lowest T wins; candidates within `TIE_S` or `TIE_SHARE` of it count as equal, and one is drawn at random. When no
+replica holds more than `COLD_HIT` of the prompt (all chats begin with the same template), the draw is replaced by a
+rendezvous hash of the prompt's beginning among the candidates within `COLD_SLACK` of the best. Routers thus agree on
+where a new prefix goes without communicating, and loaded replicas are passed over. So are replicas that were sent more
+than `COLD_SHARE` of the mean lately: in an idle fleet a hash alone would give some replica more prefixes than its cache
+can hold. If none is left, slower replicas within `COLD_STRETCH` are considered, so that a replica whose first steps
+were slow gets requests on which to be measured again.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from argosy_router.policy.rendezvous import favourite
 from argosy_router.policy.waiting import waiting_terms
 
 STICKINESS: Final = 0.5
-"""At rest, half of the time a hit saves counts again for keeping the prefix in one place."""
+"""In an idle fleet, half of the time that a hit saves counts once more, for keeping the prefix in one place."""
 CROWDING: Final = 6.0
-"""Per prompt of this size that waits at the mean replica elsewhere. Replays (docs/log.md) gain hits up to this and
-little beyond it, while a request may wait longer for its prefix the higher it is."""
+"""Added per prompt of this size queued at the mean replica elsewhere. In replays (docs/log.md) the hit rate grows up to
+this value and little beyond it, while requests may wait longer for their prefix the higher it is."""
 MAX_STICKINESS: Final = 10.0
-"""Beyond it nothing but the hit would count."""
+"""Cap, so that the cache hit cannot dominate the cost."""
 TIE_S: Final = 0.001
-"""Below this, differences are noise of the estimates."""
+"""Smaller differences are noise in the estimates."""
 TIE_SHARE: Final = 0.02
 COLD_SLACK: Final = 1.25
-"""Bounded load of the rendezvous choice, as in consistent hashing with bounded loads, but in seconds."""
+"""Load bound of the rendezvous choice, as in consistent hashing with bounded loads, but in seconds."""
 COLD_HIT: Final = 0.1
-"""A tenth of the prompt saved is not worth having all prompts in one place."""
+"""Saving a tenth of the prompt is not worth sending all prompts to one replica."""
 COLD_SHARE: Final = 1.25
-"""The same bound on work sent in the last minute or so."""
+"""The same bound on the work sent in the last minute or so."""
 COLD_STRETCH: Final = 4.0
-"""Speeds within it may be noise; a replica slower than that is for when others are busy."""
+"""Speed differences within this factor may be noise; a replica slower than that is used only when others are busy."""
 
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
-    """The candidate with the lowest T."""
+    """Choose the candidate with the lowest T."""
     if len(candidates) == 1:
         return decide(request, candidates, 0)
     costs = _without_hits(request, candidates)
@@ -76,8 +76,8 @@ def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Rando
 
 
 def _with_room(candidates: list[Candidate], close: list[int], costs: list[float], best: float) -> list[int]:
-    """Those of `close` that were not sent more than their share lately; else whoever was not, waits less than the best
-    takes in all, and is not far slower; else all of `close`."""
+    """Candidates for a cold prompt: those of `close` that were not sent more than their share lately; else any that
+    were not, whose wait is within the best's whole cost, and that are not far slower; else all of `close`."""
     bound = COLD_SHARE * sum([candidate.recent_work for candidate in candidates]) / len(candidates)
     return (
         [position for position in close if candidates[position].recent_work <= bound]
@@ -100,7 +100,7 @@ def cost(request: RouteRequest, candidates: list[Candidate]) -> list[float]:
 
 
 def _without_hits(request: RouteRequest, candidates: list[Candidate]) -> list[float]:
-    """T of every candidate if nobody held a prefix."""
+    """T of every candidate if no replica held a prefix."""
     prompt = request.prompt_tokens
     return [candidate.wait_s + prompt / candidate.prefill_tokens_per_s for candidate in candidates]
 
@@ -115,13 +115,13 @@ def _deduct_hits(
 
 
 def stickiness_s(request: RouteRequest, candidates: list[Candidate], elsewhere: int) -> float:
-    """What a hit counts beyond the time it saves this request, in seconds per token."""
+    """Value of a hit beyond the time it saves this request, in seconds per token."""
     crowding = CROWDING * _queued_elsewhere(request, candidates) / max(1, request.prompt_tokens)
     return min(MAX_STICKINESS, STICKINESS + crowding) / candidates[elsewhere].prefill_tokens_per_s
 
 
 def _queued_elsewhere(request: RouteRequest, candidates: list[Candidate]) -> float:
-    """Mean queue, in uncached prompt tokens, of the replicas that do not hold the longest prefix."""
+    """Mean queue, in uncached prompt tokens, of the replicas that hold less than the longest prefix."""
     hits = request.hits
     longest = max(hits.values(), default=0)
     holders = [position for position, hit in hits.items() if hit == longest]

@@ -1,8 +1,8 @@
-"""The least-load policy: time until the queue is worked off, blind to caches.
+"""The least-load policy: lowest time until the queue is worked off; it ignores caches.
 
     T(w) = queued(w) / prefill_rate(w) + decode_step(w) * requests(w)
 
-The lowest T wins, ties are drawn. It is the baseline the cost policy must never fall behind.
+The lowest T wins; ties are drawn at random. It is the baseline that the cost policy must never fall behind.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
-    """The candidate with the lowest T."""
+    """Choose the candidate with the lowest T."""
     costs = [
         candidate.queued_tokens / candidate.prefill_tokens_per_s
         + candidate.requests * candidate.decode_step_s

@@ -1,7 +1,7 @@
-"""The power-of-two policy: of two replicas drawn at random, the one where a request waits less (`waiting`).
+"""The power-of-two-choices policy: of two replicas drawn at random, the one with the shorter wait (`waiting`).
 
-Two choices bring the longest queue down from log n to log log n (Mitzenmacher 2001), and routers that decide on stale
-figures do not all pick the same replica. Blind to caches.
+Two choices reduce the longest queue from log n to log log n (Mitzenmacher 2001), and routers that decide on stale
+figures do not all pick the same replica. It ignores caches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from argosy_router.policy.waiting import waiting_terms
 
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
-    """The better of two."""
+    """Choose the better of two drawn at random."""
     count = len(candidates)
     if count == 1:
         return decide(request, candidates, 0)

@@ -1,7 +1,7 @@
-"""The prefix-hash policy: a prompt's beginning names its replica, within bounded loads (`bounded`).
+"""The prefix-hash policy: a hash of the prompt's beginning selects the replica, with bounded loads (`bounded`).
 
-It needs no telemetry and no memory: routers agree by construction. It sees neither what is cached nor how long prompts
-are, which the cost policy does.
+It needs neither telemetry nor state, and routers agree by construction. Unlike the cost policy it sees neither what is
+cached nor how long prompts are.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
-    """The replica on which the prompt's beginning lives."""
+    """Choose the replica that the prompt's beginning hashes to."""
     return decide(request, candidates, bounded.place(request.key, candidates))
 
 
 def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
-    """Requests against the bound."""
+    """Each candidate's requests, and the bound."""
     return bounded.terms(candidates)

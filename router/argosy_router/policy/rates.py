@@ -1,6 +1,6 @@
-"""What a replica that has not measured itself is assumed to do: the median of its measured peers, else a prior.
+"""Assumed speed of a replica that has reported none: the median of its peers' measurements, else a prior.
 
-Owns: priors. Must not know: policies.
+Owns: the priors. Must not know: policies.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 PRIOR_PREFILL_TOKENS_PER_S = 8000.0
-"""A mid-size GPU with an 8B model (SMG's mock worker takes the same). Only ratios between terms depend on it."""
+"""A mid-size GPU with an 8B model (SMG's mock worker assumes the same). Only ratios between terms depend on it."""
 PRIOR_DECODE_STEP_S = 0.02
-"""50 tokens per second and sequence."""
+"""50 tokens per second per sequence."""
 PRIOR_MAX_NUM_SEQS = 256
 """vLLM's usual default."""
 
 
 class Rates(NamedTuple):
-    """How fast a replica works. Zero: not measured."""
+    """A replica's speed. Zero means not measured."""
 
     prefill_tokens_per_s: float
     decode_step_s: float
@@ -27,7 +27,7 @@ PRIOR = Rates(PRIOR_PREFILL_TOKENS_PER_S, PRIOR_DECODE_STEP_S)
 
 
 def assumed(measured: Iterable[Rates]) -> Rates:
-    """What the unmeasured ones among replicas with these measurements are taken for."""
+    """Rates to assume for the unmeasured replicas of a service with these measurements."""
     rates = list(measured)
     return Rates(
         _median([rate.prefill_tokens_per_s for rate in rates]) or PRIOR.prefill_tokens_per_s,

@@ -1,4 +1,4 @@
-"""Rendezvous hashing: every router ranks the replicas for a key alike, and a departed replica moves only its own keys.
+"""Rendezvous hashing: every router ranks replicas for a key alike, and a replica that leaves moves only its own keys.
 
 Owns: the ranking. Must not know: load.
 """
@@ -17,11 +17,11 @@ _xxh3 = xxhash.xxh3_64_intdigest
 
 
 def favourite(key: int, candidates: list[Candidate], positions: Sequence[int]) -> int:
-    """The position, out of `positions`, whose candidate the key ranks first."""
+    """The one of `positions` whose candidate the key ranks first."""
     return positions[first_ranked([candidates[position].identity for position in positions], key & _MASK)]
 
 
 def weights(key: int, candidates: list[Candidate]) -> list[int]:
-    """Each candidate's rank for the key: the highest wins."""
+    """Each candidate's weight for the key; the highest wins."""
     seed = key & _MASK
     return [_xxh3(candidate.identity, seed) for candidate in candidates]

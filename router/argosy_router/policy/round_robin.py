@@ -11,11 +11,11 @@ from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
-    """The next candidate in turn."""
+    """Choose the next candidate in turn."""
     return decide(request, candidates, request.sequence % len(candidates))
 
 
 def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
-    """Turns until each is next."""
+    """Turns until each candidate is next."""
     count = len(candidates)
     return [{"turns_until": float((position - request.sequence) % count)} for position in range(count)]

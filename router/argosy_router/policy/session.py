@@ -1,7 +1,7 @@
-"""The session policy: a session stays on its replica, within bounded loads (`bounded`).
+"""The session policy: a hash of the session selects the replica, with bounded loads (`bounded`).
 
-The session is what the client declares: the header `x-session-id`, else `prompt_cache_key` or `session_id` in the
-body. A request without one is placed by the cost policy.
+The client declares its session in the header `x-session-id`, else as `prompt_cache_key` or `session_id` in the body.
+The cost policy places requests without a session.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
-    """The replica on which the session lives."""
+    """Choose the replica that the session hashes to."""
     if not request.session:
         return cost.choose(request, candidates, rng)
     decision = decide(request, candidates, bounded.place(request.session, candidates))
@@ -23,5 +23,5 @@ def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Rando
 
 
 def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
-    """Requests against the bound; the cost policy's terms without a session."""
+    """Each candidate's requests, and the bound; without a session, the cost policy's terms."""
     return bounded.terms(candidates) if request.session else cost.terms(request, candidates)

@@ -8,10 +8,10 @@ from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
 
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
-    """Any candidate."""
+    """Choose any candidate."""
     return decide(request, candidates, int(rng.random() * len(candidates)))
 
 
 def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
-    """The chance of each."""
+    """The probability of each candidate."""
     return [{"chance": 1.0 / len(candidates)} for _ in candidates]

@@ -1,6 +1,6 @@
-"""What a replica's load costs a request that brings no prompt, in seconds.
+"""Waiting time: what a replica's load costs a new request, in seconds, without the request's own prefill.
 
-    wait(w) = queued(w) / prefill_rate(w)                                              the prompts ahead
+    wait(w) = queued(w) / prefill_rate(w)                                              prompts queued ahead
             + EXPECTED_OUTPUT_TOKENS * decode_step(w) * requests(w) / max_num_seqs(w)  share of decode slots taken
             + KV_PRESSURE_S * k / (1 - k),  k = kv_usage(w)                            risk of preemption
 
@@ -14,9 +14,9 @@ from typing import Final
 from argosy_router.policy.base import Candidate
 
 EXPECTED_OUTPUT_TOKENS: Final = 64
-"""Decode steps a newcomer shares with those already there; half a short answer, because they end meanwhile."""
+"""Decode steps that a new request shares with the running ones: half a short answer, as they end meanwhile."""
 KV_PRESSURE_S: Final = 0.05
-"""At 90 % KV use a preemption is near: 0.45 s, the price of recomputing a few thousand tokens."""
+"""At 90 % KV use, where preemption is near, the term is 0.45 s: the price of recomputing a few thousand tokens."""
 _MAX_KV: Final = 0.99
 
 

@@ -1,1 +1,1 @@
-"""Which replica holds which beginnings of prompts."""
+"""Prefix index: which replica holds which prompt prefixes."""

@@ -1,14 +1,14 @@
-"""Which replica holds which prefix: chunk hash -> replicas, and prompt tokens up to that chunk.
+"""Prefix index of one service: chunk hash -> replicas that hold the chunk, and prompt tokens up to it.
 
-Owns: the slots that stand for what replicas hold, the cap on what is believed to be cached where, for one service.
+Owns: the slots that stand for replicas' caches, and the cap on the number of entries.
 Must not know: replicas' addresses, telemetry frames, policies, time.
-Invariants: entries never exceed `capacity`, and those that were announced or asked for longest ago leave first; a slot
-is handed out again only when no entry mentions it, the lowest first, and the highest are given up when they are free,
-so that entries do not stay as wide as a fleet once was; a wrong entry costs speed, never correctness.
+Invariants: entries never exceed `capacity`, and the entry announced or requested longest ago is evicted first. A slot
+is reused only when no entry mentions it, the lowest first; the highest slots are given up while they are free, so that
+entries shrink again with the fleet. A wrong entry costs speed, never correctness.
 
-A chunk hash covers everything before it, so a chain needs no tree: `match` walks the hashes of a prompt and drops a
-replica at its first missing chunk. Entries are sharded, and a departed replica's bits are scrubbed shard by shard, so
-that nothing stops the loop for long.
+A chunk hash covers everything before it, so no tree is needed: `match` walks the hashes of a prompt and drops a replica
+at its first missing chunk. Entries are sharded, and the bits of a replica that left are scrubbed shard by shard, so
+that no operation blocks the event loop for long.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from argosy_router.native.chunk_table import ChunkTable
 
 SHARDS = 256
 DEFAULT_CAPACITY = 1_000_000
-"""Chunks. The router gives its indexes what memory allows (`index_memory`)."""
+"""In chunks. The router then sizes its indexes by the memory it has (`index_memory`)."""
 GUESS_SHARE = 4
-"""At most a quarter as many guesses as entries."""
+"""At most 1/4 as many speculative inserts as the capacity."""
 _GUESS_BYTES = 110
-"""A chunk in a list and in a set, at the latter's emptiest."""
+"""Bytes of a chunk in a list and in a set, with the set at its emptiest."""
 
 
 class PrefixIndex:
@@ -33,43 +33,43 @@ class PrefixIndex:
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self._table = ChunkTable(SHARDS)
         self._free: list[int] = []
-        """A heap: the lowest goes first, so that the highest can be given up."""
+        """Heap of free slots: the lowest is taken first, so that the highest can be given up."""
         self._slots = 0
         self._wide = 0
-        """Shards whose entries have room for slots that were given up."""
+        """Number of shards whose entries still have room for slots that were given up."""
         self._retired: dict[int, int] = {}
         """slot -> shards still to scrub"""
         self._scrubbed: list[int] = []
-        """Slots that the scrubbing of the current shard began with; empty between shards."""
+        """Slots being scrubbed from the current shard, fixed when it was begun; empty between shards."""
         self.slot_changes = 0
-        """Grows whenever a slot is taken or given up."""
+        """Incremented whenever a slot is acquired or retired."""
         self.guessed = 0
-        """Chunks that replicas are expected to announce, as `residency` counts them."""
+        """Chunks inserted speculatively, which replicas are expected to announce; counted by `residency`."""
         self.resize(capacity)
 
     def resize(self, capacity: int) -> None:
-        """Changes the cap; surplus entries leave as new ones come, or by `trim`."""
+        """Change the capacity; surplus entries are evicted as new ones are inserted, or by `trim`."""
         self.capacity = max(SHARDS, capacity)
         self._table.resize(self.capacity // SHARDS)
         self.max_guesses = self.capacity // GUESS_SHARE
 
     def capacity_within(self, limit: int) -> int:
-        """The largest capacity whose entries and guesses never take more than `limit` bytes, with the replicas there
-        are now."""
+        """The largest capacity whose entries and speculative inserts never take more than `limit` bytes with the
+        current number of slots."""
         return SHARDS * self._table.shard_capacity(limit // SHARDS, _GUESS_BYTES // GUESS_SHARE)
 
     @property
     def bytes(self) -> int:
-        """Memory it takes now."""
+        """Memory used now."""
         return self._table.bytes + self.guessed * _GUESS_BYTES
 
     @property
     def is_overfull(self) -> bool:
-        """Whether there is something to trim."""
+        """Whether some shard exceeds the capacity and can be trimmed."""
         return self._table.is_overfull
 
     def trim(self, number: int) -> None:
-        """Makes one of the `SHARDS` fit a capacity that has shrunk."""
+        """Shrink shard `number` to a capacity that was reduced."""
         self._table.trim(number)
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class PrefixIndex:
     # slots
 
     def acquire_slot(self) -> int:
-        """A slot no entry mentions."""
+        """Take a slot that no entry mentions."""
         if self._free:
             slot = heappop(self._free)
         else:
@@ -89,13 +89,13 @@ class PrefixIndex:
         return slot
 
     def retire_slot(self, slot: int) -> None:
-        """The slot's knowledge is void from now on. Costs nothing here: `scrub` erases its bits later."""
+        """Invalidate everything in a slot. This is immediate; `scrub` erases its bits later."""
         self._table.set_live(slot, False)
         self.slot_changes += 1
         self._retired[slot] = SHARDS
 
     def scrub(self) -> bool:
-        """Erases retired slots' bits from a shard, or part of it, or narrows it; call until it returns False."""
+        """Do one step of cleaning: erase retired slots from (part of) a shard, or narrow a shard. Call until False."""
         if not self._retired:
             if self._wide:
                 self._wide -= 1
@@ -119,7 +119,7 @@ class PrefixIndex:
             self._give_up_slots()
 
     def _give_up_slots(self) -> None:
-        """Forgets the highest slots while they are free: each entry has room for as many as there are."""
+        """Give up the highest slots while they are free, since each entry has room for all slots."""
         free, before = set(self._free), self._slots
         while self._slots and self._slots - 1 in free:
             self._slots -= 1
@@ -128,30 +128,30 @@ class PrefixIndex:
             if self._table.narrow(self._slots):
                 self._wide = SHARDS
 
-    # knowledge
+    # entries
 
     def add(self, slot: int, hashes: Iterable[int], tokens: Iterable[int]) -> None:
-        """`slot` holds these chunks; `tokens[i]` are the prompt tokens up to and including chunk i."""
+        """Note that `slot` holds these chunks; `tokens[i]` are the prompt tokens up to and including chunk i."""
         self._table.add(slot, hashes, tokens)
 
     def guess(self, slot: int, hashes: Sequence[int], tokens: Callable[[], Sequence[int]]) -> list[int]:
-        """A prompt of these chunks is sent to `slot`: it is expected to hold them all, and they count as just used.
+        """Insert the chunks of a prompt that is sent to `slot` speculatively, and mark them as just used.
 
-        `tokens` is asked for estimates if some chunk is new. Returns the chunks the slot did not have before.
+        `tokens` is called for estimates only if some chunk is new. Returns the chunks that the slot did not have.
         """
         return self._table.guess(slot, hashes, tokens)
 
     def remove(self, slot: int, hashes: Iterable[int]) -> None:
-        """`slot` no longer holds these chunks."""
+        """Note that `slot` no longer holds these chunks."""
         self._table.remove(slot, hashes)
 
     def holds(self, slot: int, chunk: int) -> bool:
         return self._table.holds(slot, chunk)
 
     def match(self, hashes: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Longest run of held chunks from the start, per slot.
+        """Find the longest held prefix per slot.
 
-        Returns `{slot: prompt tokens of its run}`, shortest runs first (slots whose run is worth nothing are absent),
-        and the number of chunks of the longest run.
+        Returns `{slot: prompt tokens of its prefix}`, shortest first (slots without a prefix are absent), and the
+        number of chunks of the longest.
         """
         return self._table.match(hashes)

@@ -1,7 +1,7 @@
-"""How the memory of a router's prefix indexes is divided among its services.
+"""Division of the memory for prefix indexes among a router's services.
 
-Owns: the shares. Must not know: services, what the indexes hold.
-Invariant: shares never exceed the whole. Whoever is full gets as much as anybody, and beyond that what others leave.
+Must not know: services, what the indexes hold.
+Invariant: the shares never exceed the total. Full indexes get at least an equal share, and what others do not need.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 FULL = 0.85
-"""Filled to this degree, an index could use more memory than it has."""
+"""An index filled to this degree counts as full: it could use more memory than it has."""
 SPARE = 2.0
-"""Others keep this many times what they use, so that they can grow until memory is shared out again."""
+"""An index that is not full gets this many times what it uses, so that it can grow until the next division."""
 
 
 class Index(Protocol):
@@ -24,7 +24,7 @@ class Index(Protocol):
 
 
 def shares(total: int, indexes: Sequence[Index]) -> list[int]:
-    """Bytes for each index: the smallest wishes are granted first, and what is left over is divided evenly."""
+    """Bytes for each index: the smallest demands are granted first, and the rest is divided evenly (max-min fair)."""
     wishes = [
         total if len(index) >= FULL * index.capacity else min(total, int(SPARE * index.bytes))
         for index in indexes

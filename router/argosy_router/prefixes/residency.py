@@ -1,12 +1,12 @@
-"""One replica's part of the prefix index: what it announced, and what we expect it to hold.
+"""One replica's part of the prefix index: what it has announced, and what the router expects it to hold.
 
-Owns: the replica's slots, guesses awaiting confirmation, the history of what it was sent.
+Owns: the replica's slots, speculative inserts awaiting confirmation, the history of prompts it was sent.
 Must not know: frames, sockets, other replicas.
-Invariants: a guess about a replica that announces is confirmed or erased after `MAX_GUESS_TTL_S` at the latest, and all
-replicas' guesses together stay within the index's `max_guesses`; what a replica that does not announce was sent is
-believed for one to two periods of `HISTORY_S` after its last use.
+Invariants: for a replica with telemetry, a speculative insert is confirmed or erased after `MAX_GUESS_TTL_S` at the
+latest, and those of all replicas together stay within the index's `max_guesses`. For a replica without telemetry, the
+prompts it was sent count as cached for one to two periods of `HISTORY_S` after their last use.
 
-History has a slot of its own for each period: to forget a period is to retire its slot, whatever it holds.
+The history has one slot per period, so that forgetting a period only retires its slot, whatever it holds.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from heapq import heappop, heappush
 from argosy_router.prefixes.index import PrefixIndex
 
 GUESS_TTL_S = 10.0
-"""A prompt's chunks are announced once they are computed: at least twice a bad time to first token. Too long sends
-followers to a replica that never got the prefix; too short scatters a burst."""
+"""Minimum lifetime of a speculative insert. A prompt's chunks are announced once they are computed, so this is at least
+twice a bad time to first token. Longer sends followers to a replica that never got the prefix; shorter scatters a
+burst."""
 TTFT_FACTOR = 2.0
-"""A guess about a prompt behind a long queue lives this many times as long as the first token is expected to take."""
+"""For a prompt behind a long queue, the lifetime as a multiple of the expected time to first token."""
 MAX_GUESS_TTL_S = 300.0
-"""Whoever waits longer has given up, or its replica has."""
+"""A request that waits longer has been given up by its client or its replica."""
 HISTORY_S = 300.0
-"""A conversation's next turn comes within minutes; a busy cache has turned over by then."""
+"""A conversation's next turn comes within minutes, and a busy cache is replaced in about that time."""
 
 
 class Residency:
-    """What one replica holds."""
+    """The prefixes that one replica holds or is expected to hold."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self.slot = index.acquire_slot()
         self._unconfirmed: set[int] = set()
         self._guesses: list[tuple[float, list[int]]] = []
-        """A heap by expiry."""
+        """Heap of (expiry, chunks)."""
         self._history: dict[int, int] = {}
         """period -> slot"""
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """All that speak for this replica."""
+        """All slots of this replica: the announced one, then its history."""
         return (self.slot, *self._history.values())
 
     def stored(self, hashes: Sequence[int], tokens: Sequence[int]) -> None:
@@ -55,12 +56,12 @@ class Residency:
             self._unconfirmed.difference_update(hashes)
 
     def clear(self) -> None:
-        """Everything known is void. A fresh slot makes that instant; the index scrubs the old one at leisure."""
+        """Forget everything. Taking a fresh slot makes this immediate; the index scrubs the old ones later."""
         self.close()
         self.slot = self._index.acquire_slot()
 
     def close(self) -> None:
-        """The replica left."""
+        """Retire all slots: the replica has left."""
         for slot in self.slots:
             self._index.retire_slot(slot)
         self._history.clear()
@@ -76,7 +77,7 @@ class Residency:
         *,
         expected_s: float = 0.0,
     ) -> None:
-        """The replica was sent this prompt and will announce it, computed, in about `expected_s`."""
+        """Insert a prompt speculatively: the replica was sent it and will announce its chunks in about `expected_s`."""
         added = self._index.guess(self.slot, hashes, tokens)
         if added:
             self._unconfirmed.update(added)
@@ -89,7 +90,7 @@ class Residency:
                 self._end_first_guess()
 
     def remember(self, hashes: Sequence[int], tokens: Callable[[], Sequence[int]], now: float) -> None:
-        """The replica was sent this prompt and will announce nothing."""
+        """Record a prompt in the history: the replica was sent it and has no telemetry to announce it."""
         period = int(now / HISTORY_S)
         slot = self._history.get(period)
         if slot is None:
@@ -97,7 +98,7 @@ class Residency:
         self._index.guess(slot, hashes, tokens)
 
     def expire(self, now: float) -> None:
-        """Erases guesses that were never confirmed, and history."""
+        """Erase speculative inserts that were not confirmed in time, and past periods of the history."""
         guesses = self._guesses
         while guesses and guesses[0][0] <= now:
             self._end_first_guess()
@@ -106,7 +107,7 @@ class Residency:
             self._index.retire_slot(self._history.pop(past))
 
     def _end_first_guess(self) -> None:
-        """Erases what is unconfirmed of the guess that expires first."""
+        """Erase the unconfirmed chunks of the speculative insert that expires first."""
         _, hashes = heappop(self._guesses)
         self._index.guessed -= len(hashes)
         late = self._unconfirmed.intersection(hashes)
@@ -116,9 +117,9 @@ class Residency:
 
     @property
     def has_guesses(self) -> bool:
-        """Whether some chunk is only expected, not announced."""
+        """Whether some chunk was inserted speculatively and is not confirmed."""
         return bool(self._unconfirmed)
 
     def is_guess(self, chunk: int) -> bool:
-        """Whether `chunk` is only expected, not announced."""
+        """Whether `chunk` was inserted speculatively and is not confirmed."""
         return chunk in self._unconfirmed

@@ -1,16 +1,16 @@
-"""The entries of a prefix index: chunk hash -> the slots that hold it, and prompt tokens up to that chunk.
+"""Entries of a prefix index: chunk hash -> the slots that hold the chunk, and prompt tokens up to it.
 
-Owns: the entries, their order of use, the cap per shard. Must not know: what a slot stands for, guesses, time.
-Invariants: a shard never exceeds its capacity, and the entries that were announced or asked for longest ago leave
-first; an entry without a slot does not exist.
+Owns: the entries, their order of use, the cap per shard. Must not know: what a slot stands for, speculation, time.
+Invariants: a shard never exceeds its capacity, and the entries announced or requested longest ago are evicted first;
+there is no entry without a slot.
 
-There are two of it, and `native.chunk_table` has the one in use: this one, of dicts, and that of `native/_table.c`, in
-flat memory, where it was built. Hashes and tokens may be anything that yields integers; C reads `array("Q")` and
-`array("I")` where they are.
+There are two implementations: this one, of dicts, and `native/_table.c`, in flat memory, where that was built;
+`native.chunk_table` exports the one in use. Hashes and tokens may be any iterables of integers; the C one reads
+`array("Q")` and `array("I")` without copying.
 
 Here each entry is one Python int, `slots << 32 | tokens` (tokens are a function of the prompt and the model, hence
-stored once). Entries live in many dicts by the hash's low bits, so that no dict's growth stops the loop for long; nor
-does scrubbing, which goes by `SCRUB_STEP` entries.
+stored once). Entries are spread over many dicts by the hash's low bits, so that no dict's growth blocks the event loop
+for long; scrubbing does `SCRUB_STEP` entries at a time for the same reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from sys import getsizeof
 
 SCRUB_STEP = 512
-"""Entries scrubbed in one go: some 0.2 ms, most of it waiting for memory."""
+"""Entries scrubbed per call: some 0.2 ms, most of it waiting for memory."""
 _KEY_BYTES = 48
 """A 64-bit int as CPython allocates it."""
 _TOKEN_BITS = 32
@@ -27,9 +27,10 @@ _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
 
 
 class ChunkTable:
-    """
+    """Chunk table made of dicts.
+
     Args:
-        shards: how many, a power of two. A chunk's shard is its low bits.
+        shards: number of shards, a power of two. A chunk's shard is given by the low bits of its hash.
     """
 
     def __init__(self, shards: int) -> None:
@@ -37,42 +38,42 @@ class ChunkTable:
         self._low_bits = shards - 1
         self._slots = 0
         self._live = 0
-        """Bits of the slots in use."""
+        """Bit mask of the slots in use."""
         self._unscrubbed: list[int] = []
-        """Chunks of the shard that is being scrubbed. Those that come meanwhile cannot mention a slot that is gone."""
+        """Chunks left to scrub in the current shard. Chunks added meanwhile cannot mention a retired slot."""
         self.resize(1)
 
     def resize(self, shard_capacity: int) -> None:
-        """Changes the cap; surplus entries leave as new ones come, or by `trim`."""
+        """Change the capacity; surplus entries are evicted as new ones are inserted, or by `trim`."""
         self._capacity = shard_capacity
         self._dict_bytes = _dict_bytes(max(3, (3 * shard_capacity - 1).bit_length()))
 
     def shard_capacity(self, limit: int, beside: int) -> int:
-        """How many entries of a shard, with `beside` bytes elsewhere for each, never take more than `limit` bytes, with
-        the slots there are now. A dict that grows takes the power of two from three times its entries on, so full
-        shards differ."""
+        """The most entries per shard that, with `beside` bytes elsewhere for each, never take more than `limit` bytes
+        at the current number of slots. A growing dict takes the next power of two from three times its entries on, so
+        the sizes of full shards differ."""
         each = self._entry_bytes + beside
         sizes = range(3, max(4, limit.bit_length()))
         return max(min((1 << size) // 3, (limit - _dict_bytes(size)) // each) for size in sizes)
 
     @property
     def bytes(self) -> int:
-        """Memory it takes now."""
+        """Memory used now."""
         return len(self) * self._entry_bytes + sum(map(getsizeof, self._shards))
 
     @property
     def _entry_bytes(self) -> int:
-        """Key and value, which has a bit for each slot, as the allocator rounds them."""
+        """Bytes of a key and of a value, which has a bit per slot, as the allocator rounds them."""
         return _KEY_BYTES + (getsizeof(1 << (self._slots + _TOKEN_BITS)) + 15 & ~15)
 
     @property
     def is_overfull(self) -> bool:
-        """Whether there is something to trim."""
+        """Whether some shard exceeds the capacity and can be trimmed."""
         entries, size = self._capacity, self._dict_bytes
         return any(len(shard) > entries or getsizeof(shard) > size for shard in self._shards)
 
     def trim(self, number: int) -> None:
-        """Makes one shard fit a capacity that has shrunk."""
+        """Shrink one shard to a capacity that was reduced."""
         shard = self._shards[number]
         if len(shard) > self._capacity:
             self._evict(shard)
@@ -83,21 +84,21 @@ class ChunkTable:
         return sum(map(len, self._shards))
 
     def set_live(self, slot: int, is_live: bool) -> None:
-        """Whether `match` looks at the slot. It must have been live before anything is added to it."""
+        """Set whether `match` considers the slot. A slot must be live before anything is added to it."""
         self._slots = max(self._slots, slot + 1)
         self._live = self._live | 1 << slot if is_live else self._live & ~(1 << slot)
 
     def narrow(self, slots: int) -> bool:
-        """No slot from this one on is live or mentioned any more: entries need no room for them. Whether `narrow_shard`
-        is to be called for every shard."""
+        """Declare that only the first `slots` slots are live or mentioned, so that entries need no room for others.
+        Returns whether `narrow_shard` must be called for every shard."""
         self._slots = min(self._slots, slots)
         return False  # an int is as long as its highest bit
 
     def narrow_shard(self, number: int) -> None:
-        """Takes from a shard's entries the room for slots beyond those that `narrow` named."""
+        """Remove from a shard's entries the room for slots beyond those that `narrow` declared. Nothing to do here."""
 
     def scrub(self, number: int, slots: Iterable[int]) -> bool:
-        """Erases these slots, live no longer, from the next entries of a shard; True when none is left in it."""
+        """Erase these slots, which are no longer live, from the next entries of a shard. True when it is done."""
         shard = self._shards[number]
         if not self._unscrubbed:
             self._unscrubbed = list(shard)
@@ -115,7 +116,7 @@ class ChunkTable:
         return not self._unscrubbed
 
     def add(self, slot: int, hashes: Iterable[int], tokens: Iterable[int]) -> None:
-        """`slot` holds these chunks; `tokens[i]` are the prompt tokens up to and including chunk i."""
+        """Note that `slot` holds these chunks; `tokens[i]` are the prompt tokens up to and including chunk i."""
         bit = 1 << (slot + _TOKEN_BITS)
         shards, low_bits = self._shards, self._low_bits
         for chunk, count in zip(hashes, tokens, strict=True):
@@ -129,9 +130,9 @@ class ChunkTable:
                 shard[chunk] = bit | (count & _TOKEN_MASK)
 
     def guess(self, slot: int, hashes: Sequence[int], tokens: Callable[[], Sequence[int]]) -> list[int]:
-        """`slot` is expected to hold all of these chunks, and they count as just used.
+        """Insert these chunks for `slot` speculatively, and mark them as just used.
 
-        `tokens` is asked for estimates if some chunk is new. Returns the chunks the slot did not have before.
+        `tokens` is called for estimates only if some chunk is new. Returns the chunks that the slot did not have.
         """
         bit = 1 << (slot + _TOKEN_BITS)
         shards, low_bits = self._shards, self._low_bits
@@ -139,7 +140,9 @@ class ChunkTable:
         estimates: Sequence[int] = ()
         for position, chunk in enumerate(hashes):
             shard = shards[chunk & low_bits]
-            entry = shard.pop(chunk, None)  # it goes to the end: the oldest leave first
+            entry = shard.pop(
+                chunk, None
+            )  # reinserted at the end: dicts keep insertion order, the oldest is evicted
             if entry is None:
                 estimates = estimates or tokens()
                 if len(shard) >= self._capacity:
@@ -153,7 +156,7 @@ class ChunkTable:
         return added
 
     def remove(self, slot: int, hashes: Iterable[int]) -> None:
-        """`slot` no longer holds these chunks."""
+        """Note that `slot` no longer holds these chunks."""
         bit = 1 << (slot + _TOKEN_BITS)
         shards, low_bits = self._shards, self._low_bits
         for chunk in hashes:
@@ -170,10 +173,10 @@ class ChunkTable:
         return bool(self._shards[chunk & self._low_bits].get(chunk, 0) >> (slot + _TOKEN_BITS) & 1)
 
     def match(self, hashes: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Longest run of held chunks from the start, per live slot.
+        """Find the longest held prefix per live slot.
 
-        Returns `{slot: prompt tokens of its run}`, shortest runs first (slots whose run is worth nothing are absent),
-        and the number of chunks of the longest run.
+        Returns `{slot: prompt tokens of its prefix}`, shortest first (slots without a prefix are absent), and the
+        number of chunks of the longest.
         """
         shards, low_bits = self._shards, self._low_bits
         alive = self._live
@@ -185,7 +188,7 @@ class ChunkTable:
             if entry is None:
                 break
             held = alive & (entry >> _TOKEN_BITS)
-            # A run worth less than a token is none: the role that chats begin with is less than a block.
+            # A prefix of zero tokens is none: the role that chats begin with is shorter than a block.
             if held != alive and tokens:
                 _assign(runs, alive ^ held, tokens)
             alive = held
@@ -198,14 +201,14 @@ class ChunkTable:
         return runs, length
 
     def _evict(self, shard: dict[int, int]) -> None:
-        """Makes room: the 1/64 of the shard that was unused longest goes."""
+        """Make room: evict the least recently used 1/64 of the shard."""
         surplus = len(shard) - self._capacity + 1 + (self._capacity >> 6)
         for chunk in [chunk for chunk, _ in zip(shard, range(surplus), strict=False)]:
             del shard[chunk]
 
 
 def _dict_bytes(size: int) -> int:
-    """Bytes of a dict with `1 << size` places: an index per place, and room for entries in two thirds of them."""
+    """Bytes of a dict of `1 << size` slots: an index for each, and room for entries in two thirds of them."""
     width = 1 if size < 8 else 2 if size < 16 else 4
     return 160 + (width << size) + 24 * ((2 << size) // 3)
 
@@ -214,8 +217,8 @@ _FEW = 16
 
 
 def _assign(runs: dict[int, int], slots: int, tokens: int) -> None:
-    """`runs[slot] = tokens` for every slot."""
-    if slots.bit_count() > _FEW:  # long integers: one pass over the digits instead of arithmetic per bit
+    """Set `runs[slot] = tokens` for every slot of the bit mask `slots`."""
+    if slots.bit_count() > _FEW:  # for long integers, one pass over the digits beats arithmetic per bit
         runs.update(
             dict.fromkeys([slot for slot, digit in enumerate(f"{slots:b}"[::-1]) if digit == "1"], tokens)
         )
