@@ -1,1 +1,1 @@
-"""The router's Prometheus metrics: the series and the registry that renders them."""
+"""The router's Prometheus metrics: series types, and the registry that defines and renders them."""

@@ -1,9 +1,9 @@
-"""The router's metrics: names, labels, buckets, in one place.
+"""Registry of the router's metrics: names, labels and buckets in one place.
 
 Owns: every `argosy_router_*` series. Must not know: who counts what, and why.
-Invariant: labels are models, replicas and keys by their configured names and short closed sets, never anything a client
-sends; the series of a replica or model that left the fleet are dropped a while after, so a scrape stays as large as
-the fleet is.
+Invariant: label values are configured names of models, replicas and keys, or from short closed sets, never anything a
+client sends. The series of a replica or model that left the fleet are dropped after a while, so that the size of a
+scrape follows the size of the fleet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
     *(0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
 )
-"""vLLM's time-to-first-token buckets up to 160 s, so that panels compare."""
+"""vLLM's time-to-first-token buckets up to 160 s, so that dashboards can compare both."""
 TOKEN_SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15),
     *(0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5),
@@ -37,13 +37,13 @@ TOKEN_SECONDS = (
 DECISION_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3)
 STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
 DEPARTED_S = 600.0
-"""How long the series of a replica that left are still shown: ten scrapes of a slow Prometheus."""
+"""How long the series of a replica that left are still exported: ten scrapes of a slow Prometheus."""
 
 
 SLICE_COST = 16 * 1024
-"""How much of a scrape is made before others run, in characters of text: half a millisecond."""
+"""Characters rendered between two yields to the event loop: half a millisecond's worth."""
 EMPTY_PART_COST = 4 * 1024
-"""What reading or forgetting a few rows without writing any takes, in the same measure."""
+"""Cost of reading or forgetting a few rows without writing any, in the same unit."""
 _FORGETTING_ROWS = 256
 
 
@@ -166,23 +166,23 @@ class Metrics:
         self._process = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._process)
         self._scrape: asyncio.Task[bytes] | None = None
-        """The one under way."""
+        """The scrape under way."""
 
     @property
     def series(self) -> Iterable[Series]:
-        """Everything a scrape can show."""
+        """All series that a scrape renders, without those of the process."""
         return tuple(self._series)
 
     def add(self, *series: Series) -> None:
-        """Shows series that other parts count."""
+        """Register series that other modules own."""
         self._series += series
 
     def render(self) -> bytes:
-        """The text exposition, made at once: for large fleets use `scrape`."""
+        """Render the text exposition at once; for large fleets use `scrape`."""
         return "".join(self._parts()).encode()
 
     async def scrape(self) -> bytes:
-        """The text exposition, made in slices between which the loop turns. Scrapes at the same time share one."""
+        """Render the text exposition in slices, yielding to the event loop in between. Concurrent scrapes share one."""
         if self._scrape is None:
             self._scrape = asyncio.create_task(self._render_in_slices(), name="scrape")
             self._scrape.add_done_callback(self._scraped)
@@ -232,7 +232,7 @@ class Metrics:
     def _sum(self, name: str, text: str, labels: Labels, read: Callable[[], Rows]) -> None:
         self._series.append(Reading("counter", name, text, labels, read))
 
-    # what is read from the fleet
+    # readings of the fleet
 
     def _by_model(self, value: Callable[[Service], float]) -> Callable[[], Rows]:
         return lambda: [((s.spec.model,), value(s)) for s in self._fleet.services.values()]
@@ -241,7 +241,7 @@ class Metrics:
         return self._rows(lambda replica: [((), value(replica))])
 
     def _rows(self, rows: Callable[[Replica], Rows]) -> Callable[[], Rows]:
-        """`rows` of every replica, with its model and name before their labels."""
+        """Read `rows` of every replica, with its model and name prepended to their labels."""
 
         def read() -> Iterator[tuple[Labels, float]]:
             for service in list(self._fleet.services.values()):
@@ -252,7 +252,7 @@ class Metrics:
         return read
 
     def _forget_departed(self, now: float) -> Iterator[None]:
-        """Drops what left the fleet, `_FORGETTING_ROWS` looked at from one step to the next."""
+        """Drop series of replicas and models that left the fleet, checking `_FORGETTING_ROWS` per step."""
         present = {
             (service.spec.model, name)
             for service in self._fleet.services.values()

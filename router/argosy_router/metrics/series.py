@@ -1,12 +1,12 @@
-"""Counters, histograms and readings of figures, and their text exposition.
+"""Counters, histograms and readings, and their Prometheus text exposition.
 
-Owns: their values, and how Prometheus reads them.
+Owns: their values and rendering.
 Must not know: what is counted.
-Invariants: counting is a dict or list operation on the loop's own thread; a scrape only reads; whoever renders may stop
-between any two parts of a series and let values, and what readings read, change.
+Invariants: counting is a dict or list operation on the event loop's thread; a scrape only reads; rendering may pause
+between any two parts of a series, while values and the sources of readings change.
 
-prometheus_client's own counters take a lock and a label lookup per event, some 10 us per request for what a router
-counts, and its exposition ten times as long per sample: a second for 512 replicas.
+prometheus_client's own counters take a lock and a label lookup per event, some 10 us per request for all that a router
+counts, and its exposition takes ten times as long per sample: a second for 512 replicas.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Labels = tuple[str, ...]
 Rows = Iterable[tuple[Labels, float]]
 
 PREFIX: Final = "argosy_router_"
-"""Of the name of every series."""
+"""Prefix of the name of every series."""
 ROWS_PER_PART: Final = 64
-"""Readings that are taken at once: the dearest, a replica's state, costs some microseconds."""
+"""Readings taken without a pause: the most expensive one, a replica's state, costs some microseconds."""
 
 
 class _LabelText:
-    """Writes label sets of one series, in the order of the labels' names, as prometheus_client does."""
+    """Renders the label sets of one series, ordered by label name as in prometheus_client."""
 
     __slots__ = ("_names",)
 
@@ -34,13 +34,13 @@ class _LabelText:
         self._names = sorted((name, position) for position, name in enumerate(names))
 
     def of(self, values: Labels) -> str:
-        """`{name="value",...}`; empty without labels."""
+        """Render `{name="value",...}`; empty without labels."""
         if not values:
             return ""
         return "{%s}" % ",".join([f'{name}="{_escaped(values[at])}"' for name, at in self._names])  # noqa: UP031
 
     def around_bound(self, values: Labels) -> tuple[str, str]:
-        """What stands before and behind the value of `le` in the label set of a bucket."""
+        """The text before and after the value of `le` in the label set of a bucket."""
         pairs = [(name, f'{name}="{_escaped(values[at])}"') for name, at in self._names]
         before = "".join([f"{pair}," for name, pair in pairs if name < "le"])
         behind = "".join([f",{pair}" for name, pair in pairs if name > "le"])
@@ -84,7 +84,7 @@ class Counter:
         return [(labels, total.value) for labels, total in self.values.items()]
 
     def parts(self, prefix: str) -> Iterator[str]:
-        """The exposition, a sample at a time; `prefix` stands before the name."""
+        """Render the exposition, one sample per part; `prefix` is prepended to the name."""
         name = f"{prefix}{self.name}_total"
         yield _head(name, "counter", self.help)
         for labels, total in list(self.values.items()):
@@ -92,7 +92,7 @@ class Counter:
 
 
 class _Sum:
-    """So that counting looks labels up once, not to read and to write."""
+    """A mutable sum, so that counting looks its labels up once instead of twice (to read and to write)."""
 
     __slots__ = ("value",)
 
@@ -111,7 +111,7 @@ class Histogram:
         self.labels = labels
         self.bounds = bounds
         self.values: dict[Labels, list[float]] = {}
-        """bucket counts, then the sum"""
+        """labels -> bucket counts, then the sum"""
         self._label_text = _LabelText(labels)
 
     def observe(self, labels: Labels, value: float) -> None:
@@ -122,7 +122,7 @@ class Histogram:
         row[-1] += value
 
     def parts(self, prefix: str) -> Iterator[str]:
-        """The exposition, a label set at a time; `prefix` stands before the name."""
+        """Render the exposition, one label set per part; `prefix` is prepended to the name."""
         name = prefix + self.name
         yield _head(name, "histogram", self.help)
         bounds = [*map(str, self.bounds), "+Inf"]
@@ -139,7 +139,7 @@ class Histogram:
 
 
 class Reading:
-    """Figures kept elsewhere and read at scrape time; rows with equal labels add up."""
+    """Values kept elsewhere and read at scrape time; rows with equal labels are summed."""
 
     __slots__ = ("_label_text", "help", "kind", "labels", "name", "read")
 
@@ -151,7 +151,7 @@ class Reading:
         labels: Sequence[str],
         read: Callable[[], Rows],
     ) -> None:
-        """`read` may be left between any two rows; what it reads may change meanwhile."""
+        """`read` may be suspended between any two rows, and what it reads may change meanwhile."""
         self.kind = kind
         self.name = name
         self.help = text
@@ -160,7 +160,7 @@ class Reading:
         self._label_text = _LabelText(labels)
 
     def parts(self, prefix: str) -> Iterator[str]:
-        """The exposition, a few samples at a time, perhaps an empty text; `prefix` stands before the name."""
+        """Render the exposition in parts, some of them empty; `prefix` is prepended to the name."""
         name = f"{prefix}{self.name}_total" if self.kind == "counter" else prefix + self.name
         yield _head(name, self.kind, self.help)
         sums: defaultdict[Labels, float] = defaultdict(float)

@@ -1,1 +1,1 @@
-"""What is written down of requests: access lines, usage, traces, recordings."""
+"""Records of requests: access log, usage files, traces, recordings."""

@@ -1,7 +1,8 @@
-"""One line per request on standard error, as `key=value` or as JSON.
+"""Access log: one line per request on standard error, as `key=value` or as JSON.
 
-Owns: the fields and when lines are handed over. Must not know: requests, how lines are written.
-Invariants: no prompt, no key, no client text that could break a line; lines are dropped, not requests delayed.
+Owns: the fields, and when lines are passed on to be written. Must not know: requests, how lines are written.
+Invariants: a line contains no prompt, no secret key, and no client text that could break it; lines are dropped rather
+than requests delayed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FLUSH_S = 0.2
 
 
 class AccessEntry:
-    """What a line says. What does not apply is zero or empty, or None where zero says something."""
+    """Fields of a line. A field that does not apply is zero or empty, or None where zero would have a meaning."""
 
     __slots__ = (
         "attempts",
@@ -43,32 +44,32 @@ class AccessEntry:
 
     def __init__(self, time: float, request: str, status: int, key: str = "", model: str = "") -> None:
         self.time = time
-        """Unix time of the end; in text `2026-11-21T10:00:00.123Z`."""
+        """Unix time at which the request ended; in text `2026-11-21T10:00:00.123Z`."""
         self.request = request
         self.status = status
         self.key = key
         """Name of the client's API key."""
         self.model = model
         self.replica = ""
-        """Of the last attempt."""
+        """Replica of the last attempt."""
         self.route = ""
         self.attempts = 0
         self.migrations = 0
-        """Attempts that went on with a stream whose replica had died."""
+        """Attempts that continued a stream whose replica had died."""
         self.predicted_tokens: int | None = None
         """Prompt tokens expected to be cached."""
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.completion_tokens: int | None = None
         self.queue_ms: float | None = None
-        """Of the next, time in the queue; absent where the request did not wait."""
+        """Milliseconds spent queued, which `ttft_ms` includes; None if the request did not wait."""
         self.ttft_ms: float | None = None
-        """To the first byte of the answer."""
+        """Milliseconds to the first byte of the response."""
         self.duration_ms: float | None = None
 
 
 class AccessLog:
-    """Collects entries and has them written a few times a second: one system call instead of one per request."""
+    """Collects entries and writes them a few times a second: one system call instead of one per request."""
 
     def __init__(
         self, writer: LineWriter, *, is_enabled: bool = True, line_format: AccessFormat = "text"
@@ -81,7 +82,7 @@ class AccessLog:
         self.dropped = 0
 
     def series(self) -> Reading:
-        """What it counts."""
+        """The metric of dropped lines."""
         return Reading(
             "counter",
             "access_log_dropped_lines",
@@ -91,13 +92,13 @@ class AccessLog:
         )
 
     def write(self, entry: AccessEntry) -> None:
-        """Takes in one entry."""
+        """Add one entry."""
         self._entries.append(entry)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
 
     def flush(self) -> None:
-        """Hands over what was taken in."""
+        """Pass the collected lines to the writer, which drops them if too much waits there."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -112,7 +113,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _as_json(entry: AccessEntry) -> bytes:
-    """Fields that do not apply are left out."""
+    """Render as JSON, without the fields that do not apply."""
     e = entry
     fields = {
         "time": e.time,
@@ -136,7 +137,7 @@ def _as_json(entry: AccessEntry) -> bytes:
 
 
 def _as_text(entry: AccessEntry) -> bytes:
-    """All fields in one order, `-` where one does not apply."""
+    """Render as `key=value`, all fields in a fixed order, `-` where one does not apply."""
     e = entry
     line = (
         f"time={_moment(e.time)} request={e.request} status={e.status} "
@@ -151,7 +152,7 @@ def _as_text(entry: AccessEntry) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _word(name: str) -> str:
-    """A configured name, quoted where it could be taken for more than one field or line."""
+    """Render a configured name, quoted if it could be taken for more than one field or line."""
     plain = name.isprintable() and not any(character in name for character in ' ="')
     return (name or "-") if plain else _encode(name).decode()
 
@@ -165,7 +166,7 @@ def _count(value: int | None) -> str:
 
 
 def _tenths(value: float | None) -> str:
-    """As `.1f` writes it; machine code does this much faster than a format."""
+    """Render with one decimal place; once compiled, this is much faster than string formatting."""
     if value is None:
         return "-"
     tenths = int(value * 10.0 + 0.5)

@@ -1,8 +1,8 @@
-"""A file of whole lines that only grows.
+"""Append-only file of whole lines.
 
-Owns: one open file. Must not know: what the lines say.
-Invariants: readers of the file never see part of a line once `append` has returned or raised, nor after a crash once
-the file is opened again; one process writes a file at a time. The methods of a file block: call them in a thread.
+Owns: one open file. Must not know: what the lines contain.
+Invariants: readers of the file see no partial line once `append` has returned or raised, nor after a crash once the
+file has been opened again; only one process writes a file at a time. The methods block: call them in a thread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 _TAIL_BYTES = 1 << 20
-"""A torn line is looked for in this many last bytes; lines are a few kilobytes."""
+"""A torn line is searched for in this many bytes at the end; lines take a few kilobytes."""
 
 
 class AppendFile:
-    """Opens `path`, and takes back a line that a crash left unfinished.
+    """Opens `path`, and truncates a line that a crash left unfinished.
 
     Raises:
-        BlockingIOError: another process writes this file.
+        BlockingIOError: another process is writing this file.
         OSError: it cannot be opened or written.
     """
 
@@ -45,7 +45,7 @@ class AppendFile:
         return size - torn
 
     def append(self, lines: bytes) -> None:
-        """Writes whole lines through to the disk, or none of them.
+        """Write whole lines and sync them to disk, or none of them.
 
         Raises:
             OSError: nothing was added; the same lines may be appended again.
@@ -67,7 +67,7 @@ class AppendFile:
 
 
 async def flush_until_cancelled(flush: Callable[[], Awaitable[None]], period_s: float) -> None:
-    """Calls `flush` again and again, and once more at the end; one at a time, and never cut short."""
+    """Call `flush` periodically until cancelled, then once more. Calls never overlap, and none is interrupted."""
     flushing: asyncio.Future[None] | None = None
     try:
         while True:

@@ -1,7 +1,8 @@
-"""Lines for a descriptor that perhaps nobody reads, such as standard error.
+"""Non-blocking writer of lines to a descriptor whose reader may be slow or gone, such as standard error.
 
-Owns: the thread that writes. Must not know: what the lines say.
-Invariants: `write` neither blocks nor raises; what waits is bounded, and what does not fit is dropped whole.
+Owns: the thread that writes. Must not know: what the lines contain.
+Invariants: `write` neither blocks nor raises on a slow or closed reader; the buffer is bounded, and lines that do not
+fit are dropped whole.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import queue
 import threading
 
 MAX_WAITING_BYTES = 4 * 1024 * 1024
-"""Some 20,000 access lines; reached only when nobody reads."""
+"""Some 20,000 access lines; reached only when the reader has stopped."""
 LAST_LINES_S = 1.0
-"""How long the end waits for whoever reads."""
+"""How long `close` waits for the reader."""
 
 
 class LineWriter:
@@ -29,7 +30,7 @@ class LineWriter:
         self._thread: threading.Thread | None = None
 
     def write(self, lines: bytes) -> bool:
-        """Has whole lines written some time. False: too much waits already, they are dropped."""
+        """Queue whole lines to be written. Returns False if the buffer is full and the lines were dropped."""
         with self._lock:
             if self._waiting_bytes + len(lines) > self._max_waiting_bytes:
                 return False
@@ -41,7 +42,7 @@ class LineWriter:
         return True
 
     def close(self, timeout_s: float = LAST_LINES_S) -> None:
-        """Waits until all is written, at most so long. Lines written after that get a thread of their own."""
+        """Wait until everything is written, at most `timeout_s`. A later `write` starts a new thread."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -55,13 +56,13 @@ class LineWriter:
                 while rest:
                     rest = rest[os.write(self._descriptor, rest) :]
             except OSError:
-                pass  # closed at the other end: there is nobody to tell
+                pass  # the other end is closed, so the error cannot be reported either
             with self._lock:
                 self._waiting_bytes -= len(lines)
 
 
 class LineHandler(logging.Handler):
-    """Log records through a `LineWriter`: a log call must not stop the loop either."""
+    """Logging handler that writes through a `LineWriter`, so that a log call cannot block the event loop."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()

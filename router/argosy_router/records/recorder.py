@@ -1,11 +1,13 @@
-"""Recording the requests of a router as a trace: when they came, how long they were, and what they had in common.
+"""Recorder of a router's requests as a trace: their arrival times, lengths and shared prefixes.
 
-Owns: the file being recorded, its bound, and what of a request goes into it. Must not know: requests' texts, answers.
-Invariants: no text is written, and none can be confirmed: chunk hashes are replaced by keyed ones whose key nobody
-keeps; the file never grows beyond its bound; while the disk is slow, requests are dropped, not delayed.
+Owns: the file being recorded, its size bound, and which data of a request go into it. Must not know: texts of requests
+and answers.
+Invariants: no text is written, and the file cannot serve to confirm a guessed text, because chunk hashes are replaced
+by keyed hashes whose key is never stored; the file never exceeds its bound; while the disk is slow, requests are left
+out of the recording rather than delayed.
 
-The format is `argosy bench router --replay`'s (`replay.trace`). One recording has one key, so equal prefixes have equal
-ids within a file and unrelated ones in another.
+The format is that of `argosy bench router --replay` (`replay.trace`). One recorder has one key, so equal prefixes have
+equal ids within a recording and unrelated ids in another.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
 MAX_WAITING_CHUNKS = 1_000_000
-"""Some 30 MB; a second of a busy router is a hundredth of it."""
+"""Some 30 MB; a busy router adds a hundredth of it per second."""
 
 
 class Recorded(NamedTuple):
@@ -36,16 +38,19 @@ class Recorded(NamedTuple):
     input_tokens: int
     output_tokens: int
     hashes: Sequence[int]
-    """Chain of its chunks."""
+    """Chain of its chunk hashes."""
     ends: Sequence[int]
-    """Prompt tokens up to each chunk's end."""
+    """Prompt tokens up to the end of each chunk."""
 
 
 class Recorder:
-    """Writes a trace file while requests end."""
+    """Writes requests to a trace file as they end."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Raises: OSError, when the file cannot be written."""
+        """
+        Raises:
+            OSError: the file cannot be opened or written.
+        """
         self._file = AppendFile(path)
         self._max_bytes = max_bytes
         self._key = secrets.token_bytes(32)
@@ -55,7 +60,7 @@ class Recorder:
         self.dropped = 0
 
     def add(self, request: Recorded) -> None:
-        """A request has ended."""
+        """Queue a request that has ended."""
         if self._is_full or self._waiting_chunks > MAX_WAITING_CHUNKS:
             self.dropped += 1
             return
@@ -63,7 +68,7 @@ class Recorder:
         self._waiting_chunks += len(request.hashes) + 1
 
     async def run(self) -> None:
-        """Until cancelled: writes what has ended, then once more."""
+        """Write queued requests periodically until cancelled, then once more."""
         try:
             await flush_until_cancelled(self._flush, FLUSH_S)
         finally:

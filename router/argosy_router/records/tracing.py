@@ -2,12 +2,12 @@
 
 Owns: span and attribute names, trace context of clients and engines. Must not know: when requests begin and end.
 Invariant: without an endpoint nothing here is imported or run; a collector that is slow or gone costs spans, never a
-request, because a bounded queue and a thread of the SDK stand between.
+request, because the SDK sends spans from a bounded queue in a thread of its own.
 
-The client's `traceparent` is the span's parent, the engine gets the span's own, so all three hang together. Which
-requests are sampled, the limits of the queue, and resource attributes are the SDK's standard environment variables
-(OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES). Semantic conventions for generative AI are still in
-development: their names are here and nowhere else.
+The client's `traceparent` is the parent of the router's span, and the engine receives the span's own, so that the three
+form one trace. The SDK's standard environment variables (OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES)
+set the sampling, the limits of the queue, and resource attributes. The semantic conventions for generative AI are still
+in development, so their names are used only here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Trace:
         self._span = span
 
     def end(self, entry: AccessEntry, policy: str, predicted_ttft_s: float | None) -> None:
-        """The request has ended as `entry` says."""
+        """End the span, with attributes from the request's access entry."""
         span = self._span
         if span.is_recording():
             for field, name in _ATTRIBUTES.items():
@@ -70,7 +70,7 @@ class Trace:
 
 
 class Tracer:
-    """Makes traces, and sends them in the background."""
+    """Starts spans, and exports them in the background."""
 
     def __init__(self, endpoint: str, router: str) -> None:
         """`endpoint` is the collector's URL; without a path, `/v1/traces` is added. `router` names this instance."""
@@ -86,7 +86,11 @@ class Tracer:
         self._context = TraceContextTextMapPropagator()
 
     def begin(self, headers: Headers, name: str) -> tuple[Trace, Headers]:
-        """A span, under the client's if it sent a valid one, and the headers with its context instead."""
+        """Start a span, as a child of the client's if it sent a valid context.
+
+        Returns:
+            The trace, and the headers with the client's context replaced by the span's.
+        """
         sent = {key.decode(): value.decode("latin-1") for key, value in headers if key in _CONTEXT_HEADERS}
         span = self._tracer.start_span(name, self._context.extract(sent), SpanKind.SERVER)
         passed_on: dict[str, str] = {}
@@ -95,5 +99,5 @@ class Tracer:
         return Trace(span), [*kept, *((key.encode(), value.encode()) for key, value in passed_on.items())]
 
     def close(self) -> None:
-        """Sends what is left. Blocks, at most some seconds."""
+        """Export the remaining spans. Blocks for some seconds at most."""
         self._provider.shutdown()

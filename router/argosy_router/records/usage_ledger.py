@@ -1,13 +1,13 @@
-"""Who used how much: tokens per API key, model and hour, for bills.
+"""Usage ledger: tokens per API key, model and hour, for billing.
 
 Owns: the sums since start (metrics) and their increments in append-only files.
 Must not know: requests, prompts, secrets; keys appear by name.
-Invariants: a request is entered once, when its answer has ended, whatever attempts and replicas that took; the lines of
-all files add up to what was entered, except what a crash takes within `FLUSH_S`; while a disk refuses, increments
-wait and merge, so memory stays bounded by keys times models.
+Invariants: a request is entered once, when its answer has ended, however many attempts and replicas it took. The lines
+of all files add up to what was entered, except for what a crash loses within `FLUSH_S`. While the disk cannot be
+written, increments wait in memory and are merged per hour, key and model.
 
-A file is one hour of one router, `2026-11-21T10Z.ROUTER.jsonl`, with a number before the suffix when one grows beyond
-`MAX_FILE_BYTES`. Each line is an increment with an id of its own, so that loading a file twice can be noticed.
+A file holds one hour of one router: `2026-11-21T10Z.ROUTER.jsonl`, with a number before the suffix once the previous
+one has reached `MAX_FILE_BYTES`. Each line is an increment with a unique id, so that a file loaded twice is noticed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HOUR_S = 3600
 
 
 class _Sums:
-    """What one key used of one model."""
+    """Usage of one model by one key."""
 
     __slots__ = (
         "cached_tokens",
@@ -66,7 +66,7 @@ _Account = tuple[str, str]
 
 
 class UsageLedger:
-    """The sums of one router. `directory` is None where nothing is written."""
+    """The usage of one router. `directory` is None if no files are written."""
 
     def __init__(
         self, directory: Path | None = None, router: str = "", *, clock: Callable[[], float] = time.time
@@ -76,16 +76,16 @@ class UsageLedger:
         self._clock = clock
         self._totals: dict[_Account, _Sums] = {}
         self._models: dict[str, list[str]] = {}
-        """by key: those it has used"""
+        """key -> models it has used"""
         self._unwritten: dict[int, dict[_Account, _Sums]] = {}
-        """by hour since the epoch"""
+        """hours since the epoch -> increments of that hour not yet written"""
         self._ids = _ids()
         self.write_failures = 0
 
     def enter(
         self, key: str, model: str, prompt_tokens: int, cached_tokens: int, completion_tokens: int
     ) -> None:
-        """A request has ended, and its answer said what it used."""
+        """Enter a request whose answer reported its usage."""
         for sums in self._sums(key, model):
             sums.requests += 1
             sums.prompt_tokens += prompt_tokens
@@ -93,19 +93,19 @@ class UsageLedger:
             sums.completion_tokens += completion_tokens
 
     def enter_estimate(self, key: str, model: str, prompt_tokens: int, completion_tokens: int) -> None:
-        """A stream has ended without usage; the prompt's tokens are estimated, the others counted."""
+        """Enter a stream that ended without usage; its prompt tokens are estimated, the completion tokens counted."""
         for sums in self._sums(key, model):
             sums.estimated_requests += 1
             sums.prompt_tokens += prompt_tokens
             sums.completion_tokens += completion_tokens
 
     def enter_unmetered(self, key: str, model: str) -> None:
-        """A request has ended without usage, and what it used is not known."""
+        """Enter a request that ended without usage, whose tokens are not known."""
         for sums in self._sums(key, model):
             sums.unmetered_requests += 1
 
     def _sums(self, key: str, model: str) -> list[_Sums]:
-        """Those that a request of `key` for `model` is entered into."""
+        """The sums that a request of `key` for `model` is added to."""
         account = (key, model)
         if account not in self._totals:
             self._models.setdefault(key, []).append(model)
@@ -117,7 +117,7 @@ class UsageLedger:
     # metrics
 
     def series(self) -> list[Reading]:
-        """The sums as metrics."""
+        """The metrics of the ledger."""
         return [
             self._requests(lambda: self._request_rows(list(self._totals))),
             self._tokens(lambda: self._token_rows(list(self._totals))),
@@ -131,7 +131,7 @@ class UsageLedger:
         ]
 
     def render(self, key: str) -> bytes:
-        """What one key used, as Prometheus reads it."""
+        """Render the usage of one key as a Prometheus text exposition."""
         accounts = [(key, model) for model in self._models.get(key, ())]
         readings = (
             self._requests(lambda: self._request_rows(accounts)),
@@ -174,7 +174,7 @@ class UsageLedger:
     # files
 
     async def run(self) -> None:
-        """Until cancelled: writes increments down, then once more."""
+        """Write increments periodically until cancelled, then once more."""
         try:
             await flush_until_cancelled(self.flush, FLUSH_S)
         finally:
@@ -182,7 +182,7 @@ class UsageLedger:
                 self._files.close()
 
     async def flush(self) -> None:
-        """Appends what is not written yet. What cannot be written waits for the next time."""
+        """Append the increments not yet written. Those that cannot be written wait for the next flush."""
         if self._files is None:
             return
         pending, self._unwritten = self._unwritten, {}
@@ -236,7 +236,7 @@ def _ids() -> Iterator[str]:
 
 
 class _HourlyFiles:
-    """The files of one router in a directory, one open at a time."""
+    """The usage files of one router in a directory, one open at a time."""
 
     def __init__(self, directory: Path, router: str) -> None:
         self._directory = directory
@@ -245,7 +245,11 @@ class _HourlyFiles:
         self._file: AppendFile | None = None
 
     def append(self, hour: int, lines: bytes) -> None:
-        """Raises: OSError, and nothing was added."""
+        """Append lines to the file of `hour`.
+
+        Raises:
+            OSError: nothing was added.
+        """
         if self._file is None or hour != self._hour or self._file.size >= MAX_FILE_BYTES:
             self.close()
             self._hour = hour
@@ -253,7 +257,7 @@ class _HourlyFiles:
         self._file.append(lines)
 
     def _open(self, hour: str) -> AppendFile:
-        """The hour's first file that has room and that no other process writes."""
+        """Open the hour's first file that has room and that no other process is writing."""
         part = 0
         while True:
             number = f".{part}" if part else ""

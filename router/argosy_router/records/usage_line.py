@@ -1,4 +1,4 @@
-"""The format of the usage files."""
+"""Format of the usage files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class UsageLine(Struct, frozen=True, kw_only=True):
-    """One increment, as written."""
+    """One line of a usage file: an increment."""
 
     id: str
     """Unique among all lines of all routers."""
@@ -14,15 +14,15 @@ class UsageLine(Struct, frozen=True, kw_only=True):
     hour: str
     """Beginning of the hour in which the requests ended, as `2026-11-21T10:00:00Z`."""
     key: str
-    """Name of the API key; empty where keys have no names."""
+    """Name of the API key; empty if keys have no names."""
     model: str
     requests: int
     """Answers with usage."""
     estimated_requests: int
-    """Streams without, as when the client left: the prompt's tokens are estimated, what was sent is counted."""
+    """Streams without usage, for example because the client left: prompt tokens are estimated, sent tokens counted."""
     unmetered_requests: int
-    """Other answers without. Their tokens are not known."""
+    """Other answers without usage, whose tokens are not known."""
     prompt_tokens: int
-    """Cached ones included."""
+    """Includes the cached tokens."""
     cached_tokens: int
     completion_tokens: int
