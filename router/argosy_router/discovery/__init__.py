@@ -1,5 +1,5 @@
-"""Where replicas are: fixed URLs, DNS, a watched file, or Kubernetes.
+"""Discovery of replicas: fixed URLs, DNS, a watched file, or Kubernetes.
 
 Owns: turning a source into `FleetSnapshot`s. Must not know: connections to replicas for requests, policies, health.
-Invariant: a source that cannot be read changes nothing: the last snapshot stays in force.
+Invariant: a source that cannot be read changes nothing; the last snapshot stays in force.
 """

@@ -1,6 +1,6 @@
-"""What every source of replicas looks like.
+"""The interface between a source of replicas and the fleet.
 
-Owns: the protocol between a source and the fleet. Must not know: any source.
+Must not know: any one source.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Publish = Callable[[FleetSnapshot], None]
 
 class Discovery(Protocol):
     async def run(self, publish: Publish) -> None:
-        """Publishes a snapshot whenever something changed, until cancelled."""
+        """Publish a snapshot whenever something has changed, until cancelled."""
         ...
 
 
 def snapshot_of(document: FleetDocument, data: bytes) -> FleetSnapshot:
-    """Snapshot of a document that lists its replicas itself; `data` is the document as read."""
+    """Build the snapshot of a document that lists its replicas itself; `data` is the document as read."""
     members = {
         service.key: tuple(
             Member(
@@ -43,5 +43,5 @@ def snapshot_of(document: FleetDocument, data: bytes) -> FleetSnapshot:
 
 
 def revision_of(data: bytes) -> str:
-    """How routers and operator name one state of the fleet document."""
+    """The revision by which routers and the operator identify one state of the fleet document."""
     return xxhash.xxh3_64_hexdigest(data)

@@ -1,9 +1,9 @@
-"""Addresses without a fleet document: each replica is asked which model it serves; equal models form one service.
+"""Model discovery for replicas without a fleet document: ask each for its models, and group equal models into services.
 
-Owns: asking replicas for their model, until they answer and now and then. Must not know: where the addresses come from,
-requests, health.
-Invariants: a replica appears once its model is known, and leaves when it is no longer kept; one that does not answer
-keeps the model it told last; why it does not is logged when the reason changes.
+Owns: polling `/v1/models`, often until a replica has answered, then rarely. Must not know: where the addresses come
+from, requests, health.
+Invariants: a replica is published once its model is known, and until its address is dropped; a replica that does not
+answer keeps the model it reported last; the reason is logged when it changes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 RECHECK_S = 10.0
-"""An engine may come back at its address with another model, and loads adapters as it runs."""
+"""An engine may restart at its address with another model, and may load adapters at run time."""
 TIMEOUT_S = 5.0
 
 
 class _Card(msgspec.Struct):
     id: ModelName
     parent: ModelName | None = None
-    """vLLM's: the model this one is an adapter of."""
+    """The model that this one is an adapter of (vLLM's field)."""
 
 
 class _Models(msgspec.Struct):
@@ -45,15 +45,18 @@ class _Models(msgspec.Struct):
 
 
 class _Served(NamedTuple):
-    """What one replica serves."""
+    """The names that one replica serves."""
 
     names: tuple[str, ...]
-    """Of its model; the first is the canonical one."""
+    """Names of its model, the canonical one first."""
     adapters: tuple[str, ...]
 
 
 class Census:
-    """The replicas at a changing set of addresses. `namespace` is the services'; `key` the replicas' bearer key."""
+    """Discovers the models of replicas at a changing set of addresses.
+
+    `namespace` is given to the services; `key` is the replicas' bearer key.
+    """
 
     def __init__(self, namespace: str, key: str, wheel: TimerWheel, tls: ClientTls, publish: Publish) -> None:
         self._namespace = namespace
@@ -66,7 +69,7 @@ class Census:
         self._tasks: dict[Member, asyncio.Task[None]] = {}
 
     def keep(self, members: Iterable[Member]) -> None:
-        """From now on these and no others."""
+        """Replace the set of replicas to ask."""
         self._members = tuple(members)
         for gone in self._tasks.keys() - set(self._members):
             self._tasks.pop(gone).cancel()
@@ -105,7 +108,8 @@ class Census:
             await asyncio.sleep(RECHECK_S if member in self._served else RETRY_S)
 
     def _publish(self) -> None:
-        """One service per model, with the names and adapters of all its replicas, each of which says what it has."""
+        """Publish one service per model, with the aliases and adapters of all its replicas together; each member lists
+        its own."""
         members: dict[str, list[Member]] = {}
         aliases: dict[str, dict[str, None]] = {}
         adapters: dict[str, dict[str, None]] = {}
@@ -137,13 +141,13 @@ class Census:
 
 
 def _refusal(status: int) -> str:
-    """Why an answer of this status has no list of models; empty if it should have one."""
+    """Explain why a response of this status has no list of models; empty if it should have one."""
     if status in (401, 403):
         return f"status {status}; pass the replica's key by --replica-key"
     return "" if status == 200 else f"status {status}"
 
 
 def _served(cards: list[_Card]) -> _Served | None:
-    """None for a list without a model."""
+    """Split the list into model names and adapters; None if it has no model."""
     names = tuple(card.id for card in cards if card.parent is None)
     return _Served(names, tuple(card.id for card in cards if card.parent is not None)) if names else None

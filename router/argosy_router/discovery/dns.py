@@ -1,9 +1,8 @@
-"""Replicas from `--replica-dns URL`: one per address that the URL's host name resolves to, such as the pods behind a
-headless Service.
+"""Discovery by DNS (`--replica-dns URL`): one replica per address of the URL's host name, such as a headless Service's.
 
 Owns: resolving, and when an address counts as gone. Must not know: requests, health.
-Invariants: a failed or empty answer changes nothing; an address leaves once `MISSES` answers in a row were without it,
-because a server may answer with a part of them. Replicas that died meanwhile are the health checks' concern.
+Invariants: a failed or empty answer changes nothing; an address is dropped only after `MISSES` consecutive answers
+without it, because a DNS server may return a subset. Health checks handle replicas that die in the meantime.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from argosy_router.http.tls import ClientTls
 log = logging.getLogger(__name__)
 
 RESOLVE_S = 5.0
-"""Period: the usual TTL of a headless Service's records."""
+"""Seconds between lookups: the usual TTL of a headless Service's records."""
 MISSES = 3
 MAX_ADDRESSES = 1024
 """Per name."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Addresses of a host, IPv4 or IPv6, for a port. Raises OSError. Must end by itself: the C library gives up after
-the timeouts of resolv.conf."""
+"""Resolves a host and port to IPv4 or IPv6 addresses; raises OSError. It must time out by itself, as the C library does
+after the timeouts of resolv.conf."""
 
 
 class DnsDiscovery:
-    """The addresses behind some names, all with one bearer key.
+    """Follows the addresses of some host names, whose replicas share one bearer key.
 
     Raises:
         ValueError: a URL is not `http://HOST:PORT` or `https://HOST:PORT`.
@@ -58,7 +57,7 @@ class DnsDiscovery:
         self._resolve_s = resolve_s
 
     async def run(self, publish: Publish) -> None:
-        """Until cancelled. Nothing is published before some name has resolved."""
+        """Resolve and publish until cancelled. Nothing is published before some name has resolved."""
         census = Census("dns", self._key, self._wheel, self._tls, publish)
         try:
             async with asyncio.TaskGroup() as group:
@@ -80,7 +79,7 @@ class DnsDiscovery:
 
 
 class _Name:
-    """One host name and what it was last known to mean."""
+    """One host name and its last known addresses."""
 
     def __init__(self, is_tls: bool, host: str, port: int) -> None:
         self.host = host
@@ -112,14 +111,15 @@ class _Name:
         self._is_failing = True
 
     def members(self) -> list[Member]:
-        """By address."""
+        """The name's replicas, ordered by address."""
         authorities = sorted(f"[{a}]:{self.port}" if ":" in a else f"{a}:{self.port}" for a in self._misses)
         return [Member(at, "", f"{self._scheme}://{at}", hostname=self.host) for at in authorities]
 
 
 async def system_resolver(host: str, port: int) -> Sequence[str]:
-    """What the system says, hosts file and search domains included: the addresses of the family it prefers, since a
-    replica with addresses in both must not count twice.
+    """Resolve as the system does, with hosts file and search domains.
+
+    Only addresses of the preferred family are returned, so that a replica with IPv4 and IPv6 does not count twice.
 
     Raises:
         OSError: the name does not resolve.

@@ -1,9 +1,9 @@
-"""Replicas from a fleet document on disk, replaced atomically by its writer (local fleet).
+"""Discovery from a fleet document on disk, which its writer replaces atomically (local fleet).
 
 Owns: noticing changes. Must not know: who writes the file.
 
-Looks at the file's identity a few times a second instead of using inotify: a `stat` costs a microsecond, works on
-every file system, and follows renames, which is how the writer replaces the file.
+Polls the file with `stat` a few times a second instead of using inotify: a `stat` costs a microsecond, works on every
+file system, and follows renames, which is how the writer replaces the file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Stamp = tuple[int, int, int]
 
 
 class FileDiscovery:
-    """Follows one file."""
+    """Follows one fleet document on disk."""
 
     def __init__(self, path: Path, poll_s: float = POLL_S) -> None:
         self._path = path
         self._poll_s = poll_s
 
     async def run(self, publish: Publish) -> None:
-        """Until cancelled. A missing or broken file leaves the last good document in force."""
+        """Publish changes until cancelled. A missing or broken file leaves the last good document in force."""
         seen: Stamp | None = None
         while True:
             stamp = self._stamp()

@@ -1,10 +1,12 @@
-"""Replicas from Kubernetes: the fleet document from a ConfigMap, replicas from the pods its selectors name, and the
-number of routers from the router pods in the document's namespace.
+"""Discovery in Kubernetes: a fleet document in a ConfigMap, and the pods that its selectors match.
 
-Owns: which objects are followed, and which pods are replicas.
-Must not know: custom resources; it only reads, never writes.
-Invariants: a pod is used once its containers are ready, whatever its `Ready` condition says, because readiness waits
-for the router; a pod being deleted is draining; an unreadable document or an absent API server changes nothing.
+The number of routers is counted from the router pods in the document's namespace.
+
+Owns: which objects are watched, and which pods are replicas.
+Must not know: custom resources. It only reads.
+Invariants: a pod is used once its containers are ready, whatever its `Ready` condition says, because that condition
+waits for the router; a pod being deleted is draining; an unreadable document or an unavailable API server changes
+nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 DOCUMENT_KEY = "fleet.json"
 """Key of the document in the ConfigMap."""
 ROUTER_SELECTOR = "app.kubernetes.io/name=argosy,app.kubernetes.io/component=router"
-"""Labels that the chart gives to router pods."""
+"""Labels that the Helm chart gives to router pods."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -61,7 +63,7 @@ class Pod(KubernetesObject):
 
 
 class KubernetesDiscovery:
-    """Follows one fleet document and its pods."""
+    """Watches one fleet document and the pods of its services."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class KubernetesDiscovery:
         relist_s: float = RELIST_S,
         pod_name: str = "",
     ) -> None:
-        """`pod_name` is the router's own; empty for what the environment says."""
+        """`pod_name` is the router's own pod; if empty, $POD_NAME or else the host name."""
         self._namespace = namespace
         self._configmap = configmap
         self._pod_name = pod_name or os.environ.get("POD_NAME") or socket.gethostname()
@@ -81,15 +83,15 @@ class KubernetesDiscovery:
         self._document = FleetDocument()
         self._revision = ""
         self._pods: dict[tuple[str, str], Reflector[Pod]] = {}
-        """(namespace, label selector) -> pods"""
+        """(namespace, label selector) -> reflector of the pods"""
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
     async def run(self, publish: Publish) -> None:
-        """Until cancelled.
+        """Watch and publish until cancelled.
 
         Raises:
-            ConfigException: neither a service account nor a kubeconfig is there.
+            ConfigException: there is neither a service account nor a kubeconfig.
         """
         client = self._client or await connect()
         namespace = self._namespace or own_namespace()
@@ -145,7 +147,7 @@ class KubernetesDiscovery:
             log.error("fleet document is not usable, keeping the last one: %s", error)
 
     def _follow(self, client: kubernetes_client.ApiClient) -> None:
-        """One watch per namespace, however many services it has."""
+        """Start and stop watches of pods: one per namespace, however many services it has."""
         wanted = set(pod_selectors(self._document.services).items())
         for gone in self._pods.keys() - wanted:
             self._tasks.pop(gone).cancel()
@@ -174,7 +176,7 @@ class KubernetesDiscovery:
 
 
 def count_routers(pods: Iterable[Pod], own_name: str) -> int:
-    """Routers that take requests: this one, and the others whose containers are ready and that are not leaving."""
+    """Count the routers in service: this one, and others whose containers are ready and that are not being deleted."""
     return 1 + sum(
         pod.has_ready_containers
         for pod in pods
@@ -183,7 +185,7 @@ def count_routers(pods: Iterable[Pod], own_name: str) -> int:
 
 
 def members_of(service: FleetService, pods: Iterable[Pod]) -> list[Member]:
-    """The pods that serve `service`, by name."""
+    """The pods that serve `service`, ordered by name."""
     members = []
     for pod in pods:
         metadata = pod.metadata
@@ -209,7 +211,7 @@ def members_of(service: FleetService, pods: Iterable[Pod]) -> list[Member]:
 
 
 def pod_selectors(services: Sequence[FleetService]) -> dict[str, str]:
-    """Namespace -> label selector that covers all its services' pods: what their selectors have in common."""
+    """Namespace -> label selector that matches the pods of all its services: the labels their selectors share."""
     shared: dict[str, set[tuple[str, str]]] = {}
     for service in services:
         if service.selector:
@@ -222,7 +224,7 @@ def pod_selectors(services: Sequence[FleetService]) -> dict[str, str]:
 
 
 async def connect() -> kubernetes_client.ApiClient:
-    """A client for the cluster the process runs in, else for the one of KUBECONFIG."""
+    """Create a client for the cluster that the process runs in, or for that of the kubeconfig if KUBECONFIG is set."""
     configuration = kubernetes_client.Configuration()
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         kubernetes_config.load_incluster_config(client_configuration=configuration)
@@ -232,7 +234,7 @@ async def connect() -> kubernetes_client.ApiClient:
 
 
 def own_namespace() -> str:
-    """The namespace the router's pod runs in; `default` outside a cluster."""
+    """The namespace of the router's pod; outside a cluster, $POD_NAMESPACE or `default`."""
     try:
         return _NAMESPACE_FILE.read_text().strip()
     except OSError:

@@ -1,8 +1,8 @@
-"""A local copy of one Kubernetes collection, kept by list and watch.
+"""Reflector: a local copy of one Kubernetes collection, maintained by list and watch.
 
 Owns: one list-then-watch loop. Must not know: what the objects mean.
-Invariants: the periodic list is the truth and the watch only a faster hint, so a lost event lives one period at most;
-while the API server is away the copy keeps its last state.
+Invariants: the periodic list is authoritative and the watch only makes changes visible sooner, so a lost event has an
+effect for one period at most; while the API server is unavailable the copy keeps its last state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kubernetes.aio.client.exceptions import ApiException
 log = logging.getLogger(__name__)
 
 RELIST_S = 30.0
-"""Period of the list: how long a replica whose deletion event was lost can stay."""
+"""Period of the list: the longest that a replica stays whose deletion event was lost."""
 LIST_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 BACKOFF_BASE_S = 0.2
@@ -41,7 +41,7 @@ class Metadata(msgspec.Struct, rename="camel"):
 
 
 class KubernetesObject(msgspec.Struct):
-    """What every object has; collections add the fields they need."""
+    """Fields of every Kubernetes object; subclasses add the fields that are used of a kind."""
 
     metadata: Metadata
 
@@ -62,14 +62,14 @@ class _Event(msgspec.Struct):
 
 
 class WatchExpired(Exception):
-    """The watch cannot go on from here: list again."""
+    """The watch cannot continue from this resource version; the collection must be listed again."""
 
 
 T = TypeVar("T", bound=KubernetesObject)
 
 
 class Reflector(Generic[T]):
-    """The objects of one collection under one selector."""
+    """Maintains the objects of one collection that match a selector."""
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class Reflector(Generic[T]):
         self._rng = rng or random.Random()  # noqa: S311 - jitter
         self.objects: dict[str, T] = {}
         self.is_settled = False
-        """Whether one list succeeded, or was refused for good: before that, an empty copy means nothing."""
+        """Whether a list has succeeded or was refused with a 4xx; before that, an empty copy means nothing."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """List and watch until cancelled."""
         failures = 0
         while True:
             try:
@@ -110,7 +110,9 @@ class Reflector(Generic[T]):
                 failures += 1
                 status = getattr(error, "status", 0) or 0
                 if 400 <= status < 500 and not self.is_settled:
-                    self.is_settled = True  # one forbidden namespace must not hold up the others
+                    self.is_settled = (
+                        True  # a forbidden namespace must not keep the others from being published
+                    )
                     self._on_change()
                 log.warning(
                     "kubernetes %s: %s %s", self._path, type(error).__name__, status or str(error)[:256]
@@ -139,7 +141,7 @@ class Reflector(Generic[T]):
         return version
 
     async def _watch(self, version: str) -> None:
-        """Applies events until the period is over."""
+        """Apply events until the period is over."""
         period = self._relist_s * self._rng.uniform(0.8, 1.0)
         query = [
             ("watch", "true"),
@@ -152,7 +154,7 @@ class Reflector(Generic[T]):
                 async for line in _lines(response):
                     self._apply(msgspec.json.decode(line, type=_Event))
         except TimeoutError:
-            return  # a silent connection: the next list tells
+            return  # a silent connection; the next list brings what it missed
 
     def _apply(self, event: _Event) -> None:
         if event.type == "ERROR":
@@ -168,7 +170,12 @@ class Reflector(Generic[T]):
         self._on_change()
 
     async def _get(self, query: list[tuple[str, str]], timeout_s: float) -> aiohttp.ClientResponse:
-        """Raises: ApiException, for any status but 200; WatchExpired, for 410."""
+        """GET the collection.
+
+        Raises:
+            ApiException: any status but 200 and 410.
+            WatchExpired: status 410.
+        """
         method, url, headers, body, form = await self._client.param_serialize(
             "GET",
             self._path,
@@ -195,7 +202,7 @@ class Reflector(Generic[T]):
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Lines of a watch, without aiohttp's own bound on a line's length."""
+    """Iterate over the lines of a watch, without aiohttp's own bound on the length of a line."""
     buffer = bytearray()
     async for piece in response.content.iter_any():
         buffer += piece

@@ -1,7 +1,7 @@
-"""Replicas from `--replica URL`.
+"""Discovery of fixed addresses (`--replica URL`).
 
-Owns: fixed addresses. Must not know: requests, health.
-Invariant: a replica never leaves: the command line said it exists.
+Must not know: requests, health.
+Invariant: a replica never leaves, since the command line says that it exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from argosy_router.http.tls import ClientTls
 
 
 class StaticDiscovery:
-    """Fixed addresses.
+    """Replicas at fixed addresses.
 
     Raises:
         ValueError: a URL is not `http://HOST:PORT` or `https://HOST:PORT`.
@@ -35,7 +35,7 @@ class StaticDiscovery:
         self._tls = tls
 
     async def run(self, publish: Publish) -> None:
-        """Until cancelled."""
+        """Discover the replicas' models and publish them until cancelled."""
         census = Census("static", self._key, self._wheel, self._tls, publish)
         census.keep(self._members)
         try:

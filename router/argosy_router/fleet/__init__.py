@@ -1,5 +1,5 @@
-"""The replicas behind the router: which there are, how loaded and how healthy each is, and what its cache holds.
+"""The replicas behind the router: membership, load, health and cached prefixes of each.
 
 Owns: services and their replicas, load, health, and the links to replicas (telemetry stream, polling).
-Must not know: requests of clients, how HTTP is served.
+Must not know: clients' requests, how HTTP is served.
 """

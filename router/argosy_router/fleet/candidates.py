@@ -1,9 +1,9 @@
-"""The replicas of a service that a request may be sent to now, kept until something changes.
+"""Candidates: the replicas of a service that a request may be sent to now, cached until something changes.
 
-Owns: who is a candidate (routable, healthy, below the in-flight limit, able to answer as an adapter or alias), and how
-much more the candidates take.
+Owns: which replicas are candidates (routable, healthy, below the in-flight limit, able to serve an adapter or alias),
+and how many more sequences they take.
 Must not know: how one of them is chosen.
-Invariant: a request is refused only when no replica could take it; ejection and suspicion give way before that.
+Invariant: a request is refused only when no replica could take it; ejected and suspect replicas are used before that.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from argosy_router.policy.base import Candidate
 from argosy_router.prefixes.index import PrefixIndex
 
 SEATS_PER_SEQ: Final = 1.5
-"""A replica counts as full with this many sequences for each that its batch holds: half a batch waits inside the
-engine, so that it never runs dry; what waits here instead can still be ordered, and sent where room comes first."""
+"""A replica counts as full at this multiple of its batch size. Half a batch waits inside the engine, so that it never
+runs dry; requests that wait in the router instead can still be ordered, and go wherever there is room first."""
 NO_LIMIT: Final = 1 << 30
-"""Room of a service whose replicas do not tell the size of their batch."""
+"""Room of a service whose replicas do not report their batch size."""
 
 
 class Candidates:
-    """Replicas a request may be sent to, in the order of their names, as policies want them."""
+    """Replicas that a request may be sent to, ordered by name as policies expect."""
 
     __slots__ = ("loads", "positions", "replicas", "slot_changes")
 
@@ -39,31 +39,31 @@ class Candidates:
         }
         """slot -> position"""
         self.slot_changes = slot_changes
-        """Of the index, when `positions` was made."""
+        """The index's counter of slot changes when `positions` was made."""
 
 
 class CandidatePool:
     """The candidates of one service."""
 
     def __init__(self, spec: FleetService, replicas: Mapping[str, Replica], index: PrefixIndex) -> None:
-        """`replicas` is the service's own mapping, which changes."""
+        """`replicas` is the service's own mapping, which changes over time."""
         self.spec = spec
         self.partial_aliases: frozenset[str] = frozenset()
-        """Those of the aliases that some replica does not have."""
+        """Aliases that some replica does not have."""
         self._replicas = replicas
         self._index = index
         self._kept: dict[str, Candidates] = {}
-        """By name: the empty one, and those of adapters and aliases that not all replicas have."""
+        """Adapter or partial alias -> cached candidates; the empty name stands for the model itself."""
         self._kept_until = 0.0
-        """When the first of those that are left out may be a candidate again."""
+        """Time at which the clock alone may change who is a candidate."""
 
     def invalidate(self) -> None:
-        """Some replica came, went, or changed its state: ask all of them anew."""
+        """Drop the cache: a replica came, went, or changed its state."""
         self._kept.clear()
 
     @property
     def is_in_panic(self) -> bool:
-        """Whether ejections are ignored."""
+        """Whether so many replicas are ejected that ejections are ignored."""
         return panics([replica.health for replica in self._replicas.values() if replica.is_routable])
 
     def can_answer(self, now: float) -> bool:
@@ -73,8 +73,8 @@ class CandidatePool:
     def below_limit(
         self, now: float, tried: Collection[Replica] = (), name: str = "", sequences: int = 1
     ) -> Candidates:
-        """Replicas a request may be sent to now, best health class only, and below the in-flight limit; of these those
-        with room for all of its sequences, if there are any.
+        """Replicas of the best health class below the in-flight limit; of these, the ones with room for all of the
+        request's sequences, if there are any.
 
         Raises:
             Unavailable: no replica is routable.
@@ -84,7 +84,7 @@ class CandidatePool:
         limit = self.spec.limits.max_inflight_per_replica
         if not limit:
             return candidates
-        most = limit - min(sequences, limit)  # that a replica may have already
+        most = limit - min(sequences, limit)  # sequences that a replica may already have
         if any(replica.load.inflight_sequences > most for replica in candidates.replicas):
             below = [replica for replica in candidates.replicas if replica.load.inflight_sequences <= most]
             below = below or [r for r in candidates.replicas if r.load.inflight_sequences < limit]
@@ -96,8 +96,7 @@ class CandidatePool:
         return candidates
 
     def room(self, now: float, name: str = "") -> int:
-        """How many more sequences the replicas that can answer as `name` take together before they are full; not above
-        zero when they are.
+        """How many more sequences the replicas that can answer as `name` take together; zero or less if they are full.
 
         Raises:
             Unavailable: no such replica is routable.
@@ -113,14 +112,14 @@ class CandidatePool:
                 return NO_LIMIT
             else:
                 seats = int(SEATS_PER_SEQ * load.max_num_seqs)
-                # One with a call larger than itself takes from its peers what would wait in an engine, no more: their
-                # batches can still be filled.
+                # A replica overloaded by one huge call counts as negative room, but for no more than half a batch, so
+                # that its peers' batches can still be filled.
                 room += max(seats - load.requests, load.max_num_seqs - seats)
         return room
 
     def takes(self, now: float, name: str, sequences: int) -> bool:
-        """Whether a request with so many sequences may be sent now: there is room for all of them. One that is larger
-        than a replica needs no more than an idle one has.
+        """Whether there is room for a request with this many sequences. A request larger than any replica needs only as
+        much room as an idle replica has.
 
         Raises:
             Unavailable: no replica that can answer as `name` is routable.

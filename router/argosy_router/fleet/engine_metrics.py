@@ -1,8 +1,8 @@
-"""What `/metrics` of another engine says about its load: stock vLLM (V0 and V1 names) and SGLang.
+"""Load figures from other engines' `/metrics`: stock vLLM (V0 and V1 names) and SGLang.
 
-Owns: those names. Must not know: replicas, connections.
+Owns: the metric names. Must not know: replicas, connections.
 Invariant: samples of one name are summed over their labels, so that an engine with data parallelism counts as the sum
-of its ranks; shares (KV use) are averaged.
+of its ranks; ratios (KV usage) are averaged.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from math import isfinite
 from typing import NamedTuple
 
 PRIOR_PROMPT_TOKENS = 1024.0
-"""Length of a waiting prompt while the engine has not finished any (SMG assumes the same)."""
+"""Assumed length of a waiting prompt while the engine has not counted any (SMG assumes the same)."""
 
 Names = tuple[bytes, ...]
 
 
 class _Dialect(NamedTuple):
-    """An engine's names; of several the first that is there counts."""
+    """An engine's metric names; of several alternatives, the first one present counts."""
 
     running: Names
     waiting: Names
     kv_usage: Names
     prompts: Names
-    """Prompts so far, and below their tokens."""
+    """Number of prompts so far."""
     prompt_tokens: Names
+    """Number of tokens in these prompts."""
     looked_up: Names
-    """Prompt tokens looked up in the prefix cache, and below those found."""
+    """Prompt tokens looked up in the prefix cache."""
     found: Names
+    """Those of them that were found."""
 
 
 _DIALECTS = (
@@ -52,24 +54,24 @@ _DIALECTS = (
     ),
 )
 _REST = re.compile(rb'(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})? (\S+)')
-"""A sample behind its name: labels, perhaps, and the value."""
+"""The rest of a sample after its name: optional labels, and the value."""
 
 
 class EngineLoad(NamedTuple):
-    """Load of one engine, all its ranks together."""
+    """Load of one engine, summed over its ranks."""
 
     running: int
     waiting: int
     kv_usage: float
     """Share of the KV cache in use, 0..1."""
     queued_tokens: int
-    """Estimate: waiting requests, times their mean length so far, times the share no cache had."""
+    """Estimate: waiting requests, times the mean prompt length so far, times the share of tokens not cached."""
     looked_up_tokens: float
-    """Counter; smaller than before after a restart."""
+    """A counter, which shrinks only when the engine restarts."""
 
 
 def parse_load(exposition: bytes) -> EngineLoad | None:
-    """The load in a Prometheus text exposition, or None where no engine we know speaks."""
+    """Read the load from a Prometheus text exposition; None if it is of no engine we know."""
     lines = b"\n" + exposition
     for dialect in _DIALECTS:
         if any(_values(lines, name) for name in dialect.running):
@@ -78,7 +80,7 @@ def parse_load(exposition: bytes) -> EngineLoad | None:
 
 
 def _values(lines: bytes, name: bytes) -> list[float]:
-    """Samples of one name. Looking for the few that are wanted takes a fifth of the time of reading all lines."""
+    """Samples of one name. Searching for the few names needed takes a fifth of the time of parsing all lines."""
     values = []
     start = b"\n" + name
     at = lines.find(start)

@@ -1,8 +1,8 @@
-"""The live fleet: discovery's latest word, as services and replicas with their tasks.
+"""The live fleet: services and replicas with their tasks, kept equal to discovery's latest snapshot.
 
-Owns: the life of services, replicas, telemetry tasks; the name table; the revision operators wait for.
+Owns: the lifecycle of services, replicas and telemetry tasks; the name table; the revision that the operator waits for.
 Must not know: where snapshots come from, how requests are sent.
-Invariants: replacing a snapshot never interrupts a request under way; every telemetry task ends with its replica.
+Invariants: applying a snapshot never interrupts a request under way; every telemetry task ends with its replica.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from argosy_router.prefixes.residency import Residency
 log = logging.getLogger(__name__)
 
 MAINTENANCE_S = 0.25
-"""Pause between rounds of guess expiry and index scrubbing."""
+"""Pause between rounds of expiring speculative inserts and scrubbing indexes."""
 SHARING_ROUNDS = 4
-"""Rounds from one sharing out of the indexes' memory to the next: measuring takes 30 us a service."""
+"""Rounds between two divisions of the indexes' memory; measuring takes 30 us per service."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """What discovery knows: the document, and each service's members by service key."""
+    """A result of discovery: the fleet document, and each service's members by service key."""
 
     document: FleetDocument = field(default_factory=FleetDocument)
     revision: str = ""
     """xxh3 hex digest of the document as read."""
     members: Mapping[str, tuple[Member, ...]] = field(default_factory=dict)
     routers: int = 0
-    """Live routers, this one included; zero where they are not counted."""
+    """Live routers, this one included; zero if they are not counted."""
 
 
 class Fleet:
@@ -76,7 +76,7 @@ class Fleet:
         self.services: dict[str, Service] = {}
         self.names = NameTable({}, ())
         self._by_name: dict[str, Service] = {}
-        """`names`, to the services themselves."""
+        """Model name -> service, resolved by `names`."""
         self.fleet_revision = ""
         self.is_loaded = False
         self.revision = 0
@@ -85,7 +85,7 @@ class Fleet:
         self._clients: dict[Replica, TelemetryClient] = {}
 
     def apply(self, snapshot: FleetSnapshot) -> None:
-        """Makes the fleet equal to `snapshot`."""
+        """Make the fleet equal to `snapshot`."""
         document = snapshot.document
         wanted = {spec.key: spec for spec in document.services}
         for key in [key for key in self.services if key not in wanted]:
@@ -107,13 +107,14 @@ class Fleet:
         return self._by_name.get(name)
 
     def adapter_of(self, name: str) -> str:
-        """The adapter a model name means; empty for the model itself."""
+        """The adapter that a model name stands for; empty for the model itself."""
         return self.names.adapters.get(name, "")
 
     def answering(self, service: Service, drawn_by: bytes) -> Service:
-        """Who answers a request for `service`: itself or its canary, always the same for the same `drawn_by`.
+        """Draw who answers a request for `service`: itself or its canary, always the same for the same `drawn_by`.
 
-        Routers agree without talking, and whoever drew the canary at one weight draws it at any higher one.
+        Routers agree without communicating, and a `drawn_by` that draws the canary at one weight draws it at any higher
+        one. A canary that cannot answer is never returned.
         """
         spec = service.spec
         if spec.canary is None:
@@ -133,7 +134,7 @@ class Fleet:
     # revisions
 
     def changed(self) -> None:
-        """Something an operator waits for, or who may be chosen depends on, changed."""
+        """Increment the revision, wake its waiters and drop cached candidates: some replica's state has changed."""
         self.revision += 1
         for service in self.services.values():
             service.invalidate()
@@ -141,7 +142,7 @@ class Fleet:
         self._changed = asyncio.Event()
 
     async def wait_for_change(self, after: int, timeout_s: float) -> None:
-        """Returns once the revision differs from `after`, or after `timeout_s`."""
+        """Wait until the revision differs from `after`, at most `timeout_s`."""
         if self.revision != after:
             return
         try:
@@ -158,11 +159,14 @@ class Fleet:
             replicas=tuple(replica.report() for replica in self.replicas()),
         )
 
-    # life
+    # lifecycle
 
     async def maintain(self) -> None:
-        """Until cancelled: expires guesses, has assumed rates follow the measured ones, scrubs departed replicas out of
-        the indexes, and shares memory among these, a slice per turn."""
+        """Maintain replicas and indexes until cancelled, in slices between which the event loop turns.
+
+        Expires speculative inserts, updates assumed rates, scrubs departed replicas out of the indexes, and divides
+        memory among the indexes.
+        """
         round_number = 0
         while True:
             await asyncio.sleep(MAINTENANCE_S)
@@ -183,7 +187,7 @@ class Fleet:
                     await asyncio.sleep(0)
 
     def _share_index_memory(self) -> list[Service]:
-        """Gives each index its share. Returns the services that hold more than theirs and must be trimmed."""
+        """Give each index its share of memory. Returns the services whose index exceeds it and must be trimmed."""
         services = list(self.services.values())
         indexes = [service.index for service in services]
         for index, share in zip(indexes, shares(self._index_memory, indexes), strict=True):
@@ -270,8 +274,8 @@ class Fleet:
 
 
 def _fell_silent(service: Service, replica: Replica, *, is_certain: bool) -> None:
-    """The replica shows no sign of life: requests it has not begun to answer try elsewhere, if there is an elsewhere;
-    once it is certain, those it has begun too."""
+    """Fail the requests at a replica that shows no sign of life, so that they move to another healthy one, if there is
+    one: those without a response yet, and once `is_certain` also those whose response has begun."""
     others = (other for other in service.replicas.values() if other is not replica)
     if any(other.is_routable and other.health.is_well for other in others):
         replica.pool.give_up(FirstByteTimeout("the replica fell silent"), even_begun=is_certain)

@@ -1,14 +1,15 @@
-"""How much work a replica has: what it reports, corrected by what we sent since.
+"""Load of a replica: what it reports, corrected by what this router has sent since.
 
-Owns: the in-flight account and the rates of one replica; it is what policies see of it (`policy.Candidate`).
+Owns: the in-flight account and the rates of one replica; it is the `policy.Candidate` that policies see.
 Must not know: how the figures are weighed against a request.
-Invariants: every charge is discharged exactly once, whatever becomes of its request (`Charge.release` is the only way
-out and counts only once); the figures policies read are plain attributes, brought up to date by whoever changes one,
-because a decision reads those of all replicas and a request changes those of one.
+Invariants: every charge is discharged exactly once, whatever becomes of its request (`Charge.release` may be called
+more often, but counts once). The figures that policies read are plain attributes, updated by every change, because a
+decision reads those of all replicas while a request changes those of one.
 
-A report is up to a heartbeat old and sums all routers' work. Two decisions a millisecond apart must not collide, so
+A report is up to a heartbeat old and includes all routers' work. Decisions a millisecond apart must see each other, so
 own dispatches count at once: estimate = max(own recent, reported + own change since the report). Own prompts charged
-before the last report but one are in the reports: only a queue that stands still could still hold them, and it says so.
+before the last report but one are left out of "own recent": they would still be queued only if the queue did not move,
+and then the reports include them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from argosy_router.policy.waiting import waiting_s
 _UNMEASURED = Rates(0.0, 0.0)
 _LEARNING_RATE = 0.2
 MIN_LESSON_TOKENS = 256
-"""Below this, time to first token says more about the network than about the replica."""
+"""For shorter prompts, the time to first token says more about the network than about the replica."""
 
 
 class LoadAccount(Candidate):
@@ -47,44 +48,44 @@ class LoadAccount(Candidate):
     )
 
     def __init__(self, name: str = "", on_measured: Callable[[], None] | None = None) -> None:
-        """`on_measured` is called when a rate becomes known: what its peers are taken for may rest on it."""
+        """`on_measured` is called when a rate becomes known, since the rates assumed for its peers may depend on it."""
         super().__init__(name, PRIOR.prefill_tokens_per_s, PRIOR.decode_step_s, PRIOR_MAX_NUM_SEQS)
         self.inflight = 0
-        """Own requests without an end yet."""
+        """This router's requests that have not ended."""
         self.inflight_sequences = 0
-        """Sequences that these generate side by side: each choice, prompt of a batch and beam takes a seat."""
+        """Sequences of these requests: each choice, prompt of a batch and beam takes a slot in the engine's batch."""
         self.inflight_tokens = 0
         """Uncached prompt tokens of own requests without a first token yet."""
         self.reported_requests = 0
-        """An engine counts each sequence as a request of its own."""
+        """Requests that the replica reported; an engine counts each sequence as a request of its own."""
         self.reported_tokens = 0
         self._measured = _UNMEASURED
         self._on_measured = on_measured
         self._assumed = PRIOR
         self._has_report = False
         self._is_measuring = False
-        """Whether its reports tell its prefill rate."""
+        """Whether its reports include its prefill rate."""
         self._generation = 0
         """Number of reports so far."""
         self._recent_tokens = 0
         """Uncached tokens of own requests charged since the last report and without a first token."""
         self._open_tokens = 0
-        """The same, since the report before it."""
+        """The same since the last report but one."""
         self._token_change = 0
         self._sequence_change = 0
 
     @property
     def measured(self) -> Rates:
-        """What the replica, or its answers, told about its speed."""
+        """Rates that the replica reported or that were learnt from its answers; zero where unknown."""
         return self._measured
 
     @property
     def has_seat(self) -> bool:
-        """Whether one more request would run at once, as far as is known."""
+        """Whether one more request would run at once, by the current estimate."""
         return self.requests < self.max_num_seqs
 
     def charge(self, tokens: int, sequences: int = 1) -> Charge:
-        """Accounts for a request about to be sent, which generates so many sequences."""
+        """Charge a request that is about to be sent, with its uncached prompt tokens and number of sequences."""
         self.inflight += 1
         self.inflight_sequences += sequences
         self._sequence_change += sequences
@@ -104,7 +105,7 @@ class LoadAccount(Candidate):
         prefill_tokens_per_s: float = 0.0,
         decode_step_s: float = 0.0,
     ) -> None:
-        """The replica's own figures, which include what we charged before. Rates of zero are not measured yet."""
+        """Take over the replica's own figures, which include what was charged before. A rate of zero is unknown."""
         self.reported_requests = requests
         self.reported_tokens = tokens
         self.kv_usage = kv_usage
@@ -121,21 +122,21 @@ class LoadAccount(Candidate):
         )
 
     def forget(self) -> None:
-        """The replica's figures are void (stream lost, restarted): only our own account counts. Rates stay: the
-        hardware did not change."""
+        """Drop the replica's figures (stream lost, replica restarted), so that only the router's own account counts.
+        Rates stay, as the hardware has not changed."""
         self.report(requests=0, tokens=0)
         self._has_report = False
         self._refresh()
 
     def assume(self, rates: Rates) -> None:
-        """What to take the replica for as far as nothing is measured."""
+        """Set the rates to assume where nothing is measured."""
         if rates != self._assumed:
             self._assumed = rates
             self._apply_rates()
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """An answer's first token came after `seconds`, with `tokens` to compute until then. For replicas that report
-        no rates: their reports win."""
+        """Learn the prefill rate from an answer whose first token came after `seconds`, with `tokens` to compute until
+        then. Ignored for replicas that report their rate."""
         if self._is_measuring or tokens < MIN_LESSON_TOKENS or seconds <= 0.0:
             return
         rate = tokens / seconds
@@ -168,7 +169,7 @@ class LoadAccount(Candidate):
         self.wait_s = waiting_s(self)
 
     def discharge(self, tokens: int, generation: int, *, ended_sequences: int = 0) -> None:
-        """Undoes (part of) a charge; for `Charge` alone. `ended_sequences` are those of a request that is over."""
+        """Undo (part of) a charge; called only by `Charge`. `ended_sequences` are those of a request that has ended."""
         self.inflight_tokens -= tokens
         age = self._generation - generation
         if age <= 1:
@@ -196,13 +197,13 @@ class Charge:
         self._is_open = True
 
     def first_token(self) -> None:
-        """The prompt is computed: its tokens no longer queue."""
+        """Discharge the prompt tokens: the prompt is computed."""
         if self._tokens:
             tokens, self._tokens = self._tokens, 0
             self._account.discharge(tokens, self._generation)
 
     def release(self) -> None:
-        """The request is over, however it ended."""
+        """Discharge what is left: the request has ended, in whatever way."""
         if self._is_open:
             self._is_open = False
             tokens, self._tokens = self._tokens, 0

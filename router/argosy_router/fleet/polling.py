@@ -1,8 +1,8 @@
-"""Replicas that are not ours, such as stock vLLM and SGLang: polled instead of listened to.
+"""Polling of foreign replicas, such as stock vLLM and SGLang, which have no telemetry stream.
 
-Owns: `/health` and `/metrics` of one foreign replica, in turns. Must not know: telemetry, policies, other replicas.
-Invariants: only `/health` decides whether the replica is used; a replica without load figures we can read is judged by
-what we sent it; what is believed to be in its cache goes once it restarts.
+Owns: polling `/health` and `/metrics` of one replica. Must not know: telemetry, policies, other replicas.
+Invariants: only `/health` decides whether the replica is used; if its load figures are not readable, its load is what
+this router sent it; the prefixes it is believed to hold are forgotten when it restarts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from argosy_router.http.fetch import Fetcher
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
-"""Between polls the router corrects the figures by what it sends itself; others' requests show this late."""
+"""Between polls the router adds its own requests to the figures; other routers' requests show with this delay."""
 TIMEOUT_S = 5.0
 MISSES = 2
-"""Polls of `/health` without an answer in time before the replica is left alone: a busy one may miss one."""
+"""Unanswered polls of `/health` in a row before the replica is no longer used: a busy one may miss one."""
 MAX_METRICS_BYTES = 4 * 1024 * 1024
 """vLLM's exposition is some 100 KB per rank."""
 
 
 class ForeignPoller:
-    """Keeps what is known of one foreign replica current."""
+    """Keeps what the router knows of one foreign replica up to date."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class ForeignPoller:
         on_silent: Callable[[bool], None],
         rng: random.Random,
     ) -> None:
-        """`on_silent(False)` is called while polls are not answered: requests without an answer try elsewhere. Streams
-        keep their own deadline, because nobody else can go on with them."""
+        """`on_silent(False)` is called while polls are not answered, and moves requests whose response has not begun.
+        Streams keep their own deadline, because no other replica can continue them."""
         self._replica = replica
         self._fetcher = Fetcher(replica.pool, key)
         self._on_change = on_change
@@ -48,11 +48,11 @@ class ForeignPoller:
         self._rng = rng
         self._misses = 0
         self._has_load = True
-        """Whether the last poll of `/metrics` was of use; at first for the sake of the log."""
+        """Whether the last poll of `/metrics` had load figures; initially true, so that a first failure is logged."""
         self._looked_up_tokens = 0.0
 
     async def poll(self, rounds: int) -> None:
-        """Polls so many times, with pauses, on one connection while it lasts."""
+        """Poll `rounds` times, with pauses, on one connection while it lasts."""
         try:
             for _ in range(rounds):
                 await self._poll_health()
@@ -106,7 +106,7 @@ class ForeignPoller:
 
 
 def _is_silence(error: UpstreamError) -> bool:
-    """Whether nothing was heard at all, as of a stopped process or a host that is gone."""
+    """Whether the replica did not react at all, like a stopped process or an unreachable host."""
     if isinstance(error, ConnectFailed):
         return not error.refused
     return isinstance(error, (FirstByteTimeout, IdleTimeout))

@@ -1,6 +1,6 @@
-"""Prompts as routing sees them: hashes of their chunks, and their size.
+"""Prompts as seen by routing: chunk hashes and sizes.
 
-Owns: which prompt of a batch counts, and the seed that keeps services, adapters and private caches apart.
+Owns: which prompt of a batch counts, and the seed that separates services, adapters and cache salts.
 Must not know: replicas, indexes.
 """
 
@@ -15,12 +15,12 @@ from argosy_protocol.prompt_view import Segment, SegmentKind
 from argosy_router.native.hashing import chunk_hashes
 
 _KEY_CHUNKS: Final = 4
-"""The rendezvous key is the chain up to this chunk: role, then the first 768 bytes of the first text. Fewer would send
-every prompt with the same role to one replica; more would part prompts that share a system prompt."""
+"""The rendezvous key is the hash chain up to this chunk: the role, then the first 768 bytes of the first text. Fewer
+would send every prompt with the same role to one replica; more would separate prompts that share a system prompt."""
 
 
 class Prompt:
-    """What routing knows about a request's prompt."""
+    """A request's prompt, as far as routing looks at it."""
 
     __slots__ = (
         "chunk_tokens",
@@ -49,26 +49,26 @@ class Prompt:
     ) -> None:
         self.hashes = hashes
         self.key = key
-        """Names the prompt's beginning; zero if it has none."""
+        """Hash of the prompt's beginning; zero if it has no chunk."""
         self.text_bytes = text_bytes
         self.token_ids = token_ids
         self.session = session
-        """Names the session the client declared; zero for none."""
+        """Hash of the session that the client declared; zero for none."""
         self.segment_bytes = segment_bytes
-        """Sizes of the segments `hashes` were made of; what was in them is kept in the request's body alone."""
+        """Sizes of the segments that `hashes` were made of. Their content stays in the request's body only."""
         self.chunk_tokens = chunk_tokens
-        """Prompt tokens up to each chunk, where they are known rather than estimated from `segment_bytes`."""
+        """Prompt tokens up to the end of each chunk, if known; else they are estimated from `segment_bytes`."""
         self.name = name
-        """Adapter or alias that not all replicas may have: one that has it must answer. Empty for the model itself."""
+        """Adapter or alias that the replica must have, as perhaps not all do. Empty for the model itself."""
         self.has_media = has_media
-        """Whether parts of it are no text: their tokens are not in proportion to any bytes."""
+        """Whether it has parts that are not text, whose tokens are not proportional to any bytes."""
 
 
 class PromptHasher:
     """Hashes the prompts of one service."""
 
     def __init__(self, engine_name: str) -> None:
-        """`engine_name` is what the service's engines seed their own hashes with."""
+        """`engine_name` is the model name with which the service's engines seed their hashes."""
         self._engine_name = engine_name
         self._unsalted_seed = chain_seed(engine_name)
 
@@ -83,8 +83,8 @@ class PromptHasher:
         """Hash and measure a request's prompts. A batch is routed by its longest prompt.
 
         Args:
-            adapter: that must answer; its cache is its own.
-            alias: that a replica must have to answer.
+            adapter: adapter that must answer; it has a cache of its own.
+            alias: alias that a replica must have to answer.
         """
         seed = self._unsalted_seed
         if adapter or request.cache_salt:

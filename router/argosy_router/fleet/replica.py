@@ -1,8 +1,8 @@
 """One replica as the router sees it.
 
 Owns: identity, connection pool, load, health, residency, and the state shown to operators.
-Must not know: how any of them is fed.
-Invariant: `is_routable` is the one place that says whether a replica may get requests.
+Must not know: what updates any of them.
+Invariant: `is_routable` is the one place that decides whether a replica may get requests.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from argosy_router.prefixes.residency import Residency
 
 
 class Member(NamedTuple):
-    """A replica as discovery names it."""
+    """A replica as discovery reports it."""
 
     name: str
     uid: str
     url: str
     is_draining: bool = False
     hostname: str = ""
-    """What the replica is called where `url` has only its address: the name on its certificate."""
+    """The replica's name, as on its certificate, if `url` has only its address."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters it serves besides its model."""
+    """LoRA adapters that it serves besides its model."""
     aliases: tuple[str, ...] = ()
-    """Further names of its model that it knows."""
+    """Further names of its model that it accepts."""
 
 
 class Movable(Protocol):
-    """An attempt at a replica, as far as the replica's life matters to it."""
+    """An attempt at a replica that can be moved to another one."""
 
     def core_stalled(self, age_s: float, bound_s: float) -> None:
-        """The replica's core has been silent for `age_s`, which is more than `bound_s`."""
+        """Called when the replica's core has run no step for `age_s`, which is more than `bound_s`."""
         ...
 
 
@@ -53,7 +53,7 @@ class Replica:
         residency: Residency,
         on_measured: Callable[[], None] | None = None,
     ) -> None:
-        """`on_measured` is `LoadAccount`'s."""
+        """`on_measured` is passed to `LoadAccount`."""
         self.service = service
         self.name = member.name
         self.uid = member.uid
@@ -67,30 +67,30 @@ class Replica:
         self.health = Health()
         self.residency = residency
         self.names = frozenset((*member.adapters, *member.aliases))
-        """What it serves by other names than its model's own."""
+        """Adapters and aliases that it serves besides its model's own name."""
         self.is_draining = member.is_draining
-        """Discovery says so (pod being deleted, local fleet rolling)."""
+        """Whether discovery reports it as draining (pod being deleted, rollout of a local fleet)."""
         self.has_announced_drain = False
-        """The replica said so itself."""
+        """Whether the replica itself has announced that it is draining."""
         self.link: ReplicaState = "connecting"
-        """Where the telemetry stream stands: connecting, synced, stale or foreign."""
+        """State of the telemetry stream: connecting, synced, stale or foreign."""
         self.is_answering = False
-        """Foreign replicas: whether the last health poll succeeded."""
+        """For foreign replicas: whether `/health` succeeds (`polling`)."""
         self.hello: Hello | None = None
         self.heard_at: float | None = None
         """Monotonic time of the last heartbeat."""
         self.core_step_age_s = 0.0
-        """Of the core, at the last heartbeat."""
+        """Age of the core's last step at the last heartbeat."""
         self.stall_bound_s = SUSPECT_STEP_AGE_S
-        """What the core may be silent for while it has work."""
+        """Age of the last step beyond which a core with work counts as stalled."""
         self.under_way: set[Movable] = set()
-        """Attempts that were sent to it and are not over."""
+        """Attempts that were sent to it and have not ended."""
         self.syncs = 0
-        """Snapshots taken in: one per connection of the telemetry stream, if nothing is lost."""
+        """Telemetry snapshots applied: one per connection, if nothing is lost."""
 
     @property
     def is_routable(self) -> bool:
-        """Whether a request may be sent, short-lived ejections aside."""
+        """Whether requests may be sent to it, ejections aside."""
         if self.is_draining or self.has_announced_drain:
             return False
         if self.link == "foreign":
@@ -99,23 +99,23 @@ class Replica:
 
     @property
     def has_work(self) -> bool:
-        """Whether it said that it has requests, or was sent some."""
+        """Whether it has reported requests, or this router has attempts under way there."""
         return self.load.reported_requests > 0 or bool(self.under_way)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether its core has work and has been silent for too long, by the last heartbeat."""
+        """Whether, by the last heartbeat, its core has work but has run no step for too long."""
         return self.core_step_age_s > self.stall_bound_s and self.has_work
 
     @property
     def is_computing(self) -> bool:
-        """Whether it says now that it works on requests."""
+        """Whether it currently reports that it is working on requests."""
         if self.link not in ("synced", "foreign") or not self.is_routable:
             return False
         return self.load.reported_requests > 0 and not self.is_stalled
 
     def serves(self, name: str) -> bool:
-        """Whether it can answer as this adapter or alias; the empty one is the model itself."""
+        """Whether it can answer as this adapter or alias; the empty name is the model itself."""
         return not name or name in self.names
 
     @property
@@ -125,22 +125,22 @@ class Replica:
 
     @property
     def fingerprint(self) -> str:
-        """Replicas with the same one can go on with each other's streams. Empty where that is not known."""
+        """Fingerprint of the model; replicas with the same one can continue each other's streams. Empty if unknown."""
         return self.hello.model_fingerprint if self.hello is not None and self.link != "foreign" else ""
 
     @property
     def is_ours(self) -> bool:
-        """Whether the process that answers there has shown itself to be our engine."""
+        """Whether the process at this address has identified itself as our engine."""
         return self.hello is not None and self.link != "foreign"
 
     @property
     def takes_model_names(self) -> bool:
-        """Whether it answers by the name that it is told the client used."""
+        """Whether its answers use the model name that a header tells it the client used."""
         return self.hello is not None and self.hello.takes_model_name and self.link != "foreign"
 
     @property
     def announced_name(self) -> str:
-        """Its own name for its model; empty where that is not known."""
+        """Its own name for its model; empty if unknown."""
         return self.hello.model if self.hello is not None and self.link != "foreign" else ""
 
     @property
@@ -149,7 +149,7 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        """For people: the link, unless there is something more telling."""
+        """State for people: draining, connecting or the health condition if one applies, else the link."""
         if self.is_draining or self.has_announced_drain:
             return "draining"
         if self.link == "connecting":

@@ -1,6 +1,6 @@
 """One service: its replicas, its prefix index, and the choice among them.
 
-Owns: the call of the policy, and what a dispatch teaches about the replica it went to.
+Owns: calling the policy, and recording what a dispatch implies for the chosen replica's load and cache.
 Must not know: HTTP, discovery, telemetry frames.
 """
 
@@ -23,13 +23,14 @@ from argosy_router.policy.rates import assumed
 from argosy_router.prefixes.index import PrefixIndex
 
 RECENT_S: Final = 60.0
-"""Work sent to a replica counts for its share of new prefixes by half after 40 s."""
+"""Time constant with which the weight of past work decays (half after some 40 s) in a replica's share of new
+prefixes."""
 _RESCALE: Final = 30.0
-"""Weights grow to e**30 of what they were before sums are brought down again: far from a float's limits."""
+"""Weights grow up to e**30 before the sums are scaled down again, far below a float's limit."""
 
 
 class Choice:
-    """A replica, and why."""
+    """The chosen replica, and what led to the choice."""
 
     __slots__ = ("decision", "predicted_ttft_s", "replica", "tokens_ahead", "uncached_tokens")
 
@@ -66,9 +67,9 @@ class Service:
         self.candidates = CandidatePool(spec, self.replicas, self.index)
         self.sequence = 0
         self._recent_since = 0.0
-        """When work sent weighed one; later work weighs more, so that older work fades."""
+        """Time at which work has weight one. Later work weighs exponentially more, so that older work decays."""
         self._takes_model_names: bool | None = None
-        """None: to be asked anew."""
+        """Cached `takes_model_names`; None if it must be computed anew."""
 
     # the choice
 
@@ -84,11 +85,11 @@ class Service:
         is_admitted: bool = False,
         sequences: int = 1,
     ) -> Choice:
-        """Picks a replica that was not tried before. Changes nothing but the turn counter, and in a trial not even it.
+        """Choose a replica that was not tried before. Changes only the sequence counter, and in a trial nothing.
 
         Args:
-            sequences: that the request generates side by side.
-            is_admitted: the request is under way and lost its replica; the in-flight limit does not stop it.
+            sequences: number of sequences that the request generates in parallel.
+            is_admitted: the request is under way and lost its replica, so the in-flight limit does not apply to it.
 
         Raises:
             Unavailable: no replica is routable.
@@ -114,16 +115,16 @@ class Service:
         return Choice(replica, decision, uncached, ahead, ttft)
 
     def route_request(self, prompt: Prompt, candidates: Candidates) -> tuple[RouteRequest, int]:
-        """What the policy is asked, and the number of chunks of the longest predicted hit."""
+        """Build the policy's input; return it with the number of chunks of the longest predicted hit."""
         runs, length = self.index.match(prompt.hashes)
         positions = candidates.positions
-        # Of several slots of one replica the longest run counts: it comes last.
+        # A replica may have several slots: its longest prefix comes last and so wins.
         hits = {positions[slot]: tokens for slot, tokens in runs.items() if slot in positions} if runs else {}
         tokens = self.lengths.tokens(prompt)
         return RouteRequest(tokens, hits, prompt.key, self.sequence, prompt.session), length
 
     def is_announced(self, replica: Replica, hashes: Sequence[int], length: int) -> bool:
-        """Whether the replica itself said that it holds the prefix."""
+        """Whether the replica has announced the predicted prefix, rather than only having been sent it."""
         residency = replica.residency
         if not replica.is_synced:
             return False
@@ -134,18 +135,19 @@ class Service:
         return length > 0 and not residency.is_guess(hashes[length - 1])
 
     def invalidate(self) -> None:
-        """Some replica came, went, or changed its state: who is a candidate must be asked anew."""
+        """Drop cached candidates: a replica came, went, or changed its state."""
         self.candidates.invalidate()
         self._takes_model_names = None
 
     def rename(self, spec: FleetService) -> None:
-        """Another version of its entry in the document, perhaps with other names, but the same engines."""
+        """Take over a new version of the service's entry in the fleet document, perhaps with other names, for the same
+        engines."""
         self.spec = self.candidates.spec = spec
         self.model = spec.model
 
     @property
     def takes_model_names(self) -> bool:
-        """Whether all of its replicas can be told what the client calls the model."""
+        """Whether all replicas accept the model name that the client used, in a header."""
         takes = self._takes_model_names
         if takes is None:
             replicas = self.replicas.values()
@@ -154,7 +156,7 @@ class Service:
 
     @property
     def announced_name(self) -> str:
-        """A name of the model known to a replica of ours that can not be told; empty for none."""
+        """The model name known to one of our replicas that does not accept the client's; empty for none."""
         for replica in self.replicas.values():
             if replica.is_ours and not replica.takes_model_names:
                 return replica.announced_name
@@ -162,14 +164,14 @@ class Service:
 
     @property
     def schedules_by_priority(self) -> bool:
-        """Whether its engines say that they do; those that do not refuse requests with a priority."""
+        """Whether all engines announce priority scheduling; others refuse requests with a priority."""
         hellos = [replica.hello for replica in self.replicas.values()]
         return bool(hellos) and all(hello is not None and hello.schedules_by_priority for hello in hellos)
 
-    # what happened
+    # dispatches
 
     def dispatched(self, choice: Choice, prompt: Prompt, now: float) -> None:
-        """Records that the request goes to the chosen replica: followers of its prefix should too."""
+        """Record that the request goes to the chosen replica, so that requests sharing its prefix follow it."""
         replica = choice.replica
         if replica.health.dispatched(now):
             self.invalidate()
@@ -194,7 +196,7 @@ class Service:
         return may_eject([replica.health for replica in self.replicas.values() if replica.is_routable])
 
     def assume_rates(self) -> None:
-        """Replicas that have not measured themselves are taken for the median of those that have."""
+        """Give replicas without measurements the median rates of those that have them."""
         loads = [replica.load for replica in self.replicas.values()]
         rates = assumed(load.measured for load in loads)
         for load in loads:

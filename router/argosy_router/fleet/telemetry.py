@@ -1,11 +1,11 @@
-"""The router's end of a replica's telemetry stream.
+"""Telemetry client: the router's end of a replica's telemetry stream.
 
 Owns: one task per replica that keeps the stream open and applies its frames.
 Must not know: HTTP framing, policies, other replicas.
-Invariants: only a stream of our content type and a version we can read is believed; a lost stream changes the mode of
-routing (`stale`), it never ejects; a silent one makes the replica a suspect, and so does a core that is stalled, and
-its requests try elsewhere; a replica where nobody listens any more gets none; whatever the peer does, the task goes on
-with capped, jittered back-off.
+Invariants: only a stream of our content type, in a version we can read, is trusted. A lost stream changes the mode of
+routing (`stale`) and never ejects. A silent stream or a stalled core makes the replica suspect, and its requests move
+to other replicas. A replica that refuses connections gets no requests. Whatever the peer does, the task goes on, with
+capped and jittered back-off.
 
 connecting --hello, last snapshot slice--> synced --stream lost--> stale --hello, last snapshot slice--> synced
     | | ^-- a new connection is refused: the process has ended ------' ^
@@ -52,22 +52,23 @@ log = logging.getLogger(__name__)
 BACKOFF_BASE_S = 0.05
 """First pause before reconnecting: a restarted process is back soon, and its peers carry the load meanwhile."""
 BACKOFF_CAP_S = 2.0
-"""A thousand routers' worth of replicas cost 500 connects per second at most; a recovered one waits 2 s at worst."""
+"""A thousand unreachable replicas cost some 500 connects per second; a recovered one waits 2 s at worst."""
 HEAD_TIMEOUT_S = STALE_AFTER_S
 POLLS_PER_RETRY = 60
-"""Once a minute a foreign replica is asked for telemetry again: it may have been replaced at the same address."""
+"""Polls before a foreign replica is asked for telemetry again, about once a minute: it may have been replaced at the
+same address."""
 
 
 class Foreign(Exception):
-    """The replica does not speak our telemetry."""
+    """The replica does not speak our telemetry protocol."""
 
 
 class Crowded(UpstreamError):
-    """The replica is one of ours and well, but has as many readers as it takes."""
+    """The replica is ours and healthy, but its telemetry has no room for another reader."""
 
 
 class TelemetryClient:
-    """Keeps one replica's knowledge current."""
+    """Keeps what the router knows of one replica up to date."""
 
     def __init__(
         self,
@@ -81,9 +82,9 @@ class TelemetryClient:
     ) -> None:
         """
         Args:
-            on_silent: called with False when heartbeats stop, with True when a new connection is not answered either:
-                the process is stopped, or its machine is gone.
-            may_eject: whether one more of the service's replicas may be ejected.
+            on_silent: called with False when heartbeats stop, and with True when a new connection gets no answer
+                either: the process is stopped, or its machine is gone.
+            may_eject: returns whether one more of the service's replicas may be ejected.
         """
         self._replica = replica
         self._model = model
@@ -96,7 +97,7 @@ class TelemetryClient:
         self.skipped_frames = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Keep the stream open, or poll a foreign replica, until cancelled."""
         replica = self._replica
         failures = 0
         while True:
@@ -110,7 +111,7 @@ class TelemetryClient:
             except (UpstreamError, TelemetryError) as error:
                 failures = 0 if replica.is_synced else failures + 1
                 self._stream_failed(error)
-            # Not awaited in `except`: there, compiled code has everybody else handle the exception, too.
+            # Not awaited in `except`: compiled code would keep the exception current for every other task meanwhile.
             if is_foreign:
                 replica.health.is_suspect = False
                 self._set_link("foreign")
@@ -120,7 +121,10 @@ class TelemetryClient:
             await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
 
     def _stream_failed(self, error: UpstreamError | TelemetryError) -> None:
-        """A lost stream says nothing about the replica; silence does, and so does a new connection that is refused."""
+        """Judge the replica by how its stream failed.
+
+        A lost stream alone says nothing about its health; silence does, and so does a refused new connection.
+        """
         self._lose(str(error))
         if isinstance(error, Crowded):
             self._set_suspect(False)
@@ -128,7 +132,7 @@ class TelemetryClient:
         elif self._replica.link != "stale":
             return
         elif isinstance(error, ConnectFailed) and error.refused:
-            self._set_link("connecting")  # nobody listens: the process has ended
+            self._set_link("connecting")  # nothing listens on the port: the process has ended
         elif isinstance(error, (ConnectFailed, FirstByteTimeout, IdleTimeout)):
             self._fell_silent()
 
@@ -143,7 +147,7 @@ class TelemetryClient:
         self._on_silent(True)
 
     async def _follow(self) -> bool:
-        """One connection's life. Returns whether it had become useful when it ended."""
+        """Follow one connection until it ends. Returns whether the replica was synced then."""
         connection = await self._replica.pool.connect()
         stream = _Stream(self._apply)
         try:
@@ -215,7 +219,7 @@ class TelemetryClient:
         self._set_link("synced")
 
     def _lose(self, reason: str) -> None:
-        """The stream is gone. What was known stays a good guess; the load report does not."""
+        """Note that the stream is gone. Known prefixes stay a good estimate; the load report does not."""
         replica = self._replica
         if replica.link == "foreign":
             self._set_link("connecting")
@@ -237,7 +241,7 @@ class TelemetryClient:
 
 
 def apply_residency(residency: Residency, frame: Frame) -> None:
-    """Applies what a frame says about the prefix cache; frames about anything else change nothing."""
+    """Apply a frame about the prefix cache; other frames change nothing."""
     if isinstance(frame, Stored):
         residency.stored(unpack_u64(frame.hashes), unpack_u32(frame.tokens))
     elif isinstance(frame, Removed):
@@ -251,7 +255,7 @@ def apply_residency(residency: Residency, frame: Frame) -> None:
 
 
 class _Stream:
-    """Feeds the response's bytes to a frame reader; `ended` resolves when the stream is over."""
+    """Response sink that feeds a frame reader; `ended` resolves when the stream is over."""
 
     def __init__(self, apply: Callable[[Frame], None]) -> None:
         self.reader = FrameReader()
