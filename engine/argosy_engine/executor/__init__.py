@@ -1,1 +1,1 @@
-"""How the core reaches its workers: one interface, one implementation per way of running them."""
+"""Executors: how the core reaches its workers, with one interface and one implementation per way of running them."""

@@ -1,4 +1,4 @@
-"""Executor: the core's handle on its workers. Knows how they run, not what they compute."""
+"""Executor: the core's interface to its workers. It knows how they run, not what they compute."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, Schedul
 
 
 class PendingOutput(Protocol):
-    """A step that was launched. Steps end in the order in which they were launched."""
+    """Output of a launched step. Steps end in the order in which they were launched."""
 
     def sample(self, grammar: GrammarBitmask | None) -> None:
-        """The mask of a step that awaits one; for no other, and before the next step is launched."""
+        """Send the bitmask to a step that was launched with `awaits_grammar`, before the next step is launched."""
         ...
 
     def get(self) -> ModelRunnerOutput:
-        """Waits for the step's end.
+        """Wait for the end of the step.
 
         Raises:
             EngineDead: a worker's process ended, or the step failed in it.
@@ -27,16 +27,16 @@ class PendingOutput(Protocol):
 
 class Executor(Protocol):
     def start(self) -> WorkerInfo:
-        """Loads the model, sizes and allocates the KV cache.
+        """Load the model, then size and allocate the KV cache.
 
         Raises:
-            ConfigError: the model or a flag cannot work; the message names the remedy.
+            ConfigError: the model cannot be served, or not with these flags; the message names the remedy.
             EngineDead: a worker's process ended.
         """
         ...
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
-        """Launches a step.
+        """Launch a step.
 
         Raises:
             EngineDead: a worker's process ended, or the step failed in it.
@@ -50,14 +50,16 @@ class Executor(Protocol):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls a public method of every worker; the results by rank. Arguments and results are msgpack values.
+        """Call a public method of every worker and return the results by rank.
+
+        Arguments and results must be msgpack values.
 
         Args:
-            timeout: how long to wait for the answers; the call itself goes on. A worker in the core's own process
-                cannot be left waiting for: there it has no effect.
+            timeout: seconds to wait for the answers; the call itself is not cancelled. It has no effect on a worker in
+                the core's own process, because the call is synchronous there.
 
         Raises:
-            UtilityFailed: there is no such method, it failed in a worker, or its time is up.
+            UtilityFailed: the method does not exist, failed in a worker, or did not end in time.
             EngineDead: a worker's process ended.
         """
         ...

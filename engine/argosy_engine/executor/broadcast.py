@@ -1,11 +1,12 @@
-"""BroadcastQueue: one writer, many reader processes, messages in a ring of shared-memory chunks.
+"""Broadcast queue: one writer sends messages to several reader processes over a ring of shared-memory chunks.
 
-A message is copied once however many readers there are. Nobody spins: per reader, one eventfd counts messages to read
-and one counts chunks it has freed, both as semaphores, so a wait is a blocking system call. A message that is larger
-than a chunk travels in a memory file of its own, whose descriptor is passed over the reader's socket.
+The writer copies a message once, however many readers there are. Waiting is a blocking system call, not a spin loop:
+per reader, one eventfd counts the messages to read and one counts the chunks it has freed, both as semaphores. A
+message that is larger than a chunk is sent in a memory file of its own, whose descriptor is passed over the reader's
+socket.
 
-Nothing here has a name: memory files and descriptors vanish with the last process that holds them. Linux only.
-(vLLM's `shm_broadcast.MessageQueue`, which polls flags in the ring.)
+Memory files and descriptors have no names in the file system, so they vanish with the last process that holds them.
+Linux only. Design: vLLM's `shm_broadcast.MessageQueue`, which polls flags in the ring instead.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from msgspec import Struct
 from argosy_engine.errors import ConfigError, EngineDead
 
 NUM_CHUNKS = 8
-"""Messages that the writer may be ahead of the slowest reader."""
+"""How many messages the writer may be ahead of the slowest reader."""
 CHUNK_BYTES = 1 << 20
-"""A step's diff has kilobytes; only prompts beyond some 200 thousand tokens exceed this. Committed when written."""
+"""Size of a chunk. A step's diff takes kilobytes; only prompts of more than about 200 thousand tokens exceed a chunk.
+Its memory is committed when it is first written."""
 MAX_MESSAGE_BYTES = 1 << 30
 
 _HEADER = struct.Struct("<IB")
-"""length, whether the message is in a file of its own"""
+"""Length of the message, and whether it is in a memory file of its own."""
 
 
 class ReaderEnds(Struct, frozen=True):
-    """Descriptors that a reader's process inherits, and the ring's geometry."""
+    """File descriptors that a reader's process inherits, and the geometry of the ring."""
 
     ring: int
     messages: int
@@ -48,7 +50,7 @@ class ReaderEnds(Struct, frozen=True):
 
 
 class BroadcastWriter:
-    """Creates the queue; `ends[i]` goes to reader i. Used by one thread."""
+    """Writer's end, which creates the queue; pass `ends[i]` to reader i. Not thread-safe."""
 
     def __init__(
         self, num_readers: int, *, num_chunks: int = NUM_CHUNKS, chunk_bytes: int = CHUNK_BYTES
@@ -66,7 +68,7 @@ class BroadcastWriter:
         self._space = [os.eventfd(num_chunks, flags | os.EFD_NONBLOCK) for _ in range(num_readers)]
         pairs = [socket.socketpair() for _ in range(num_readers)]
         self.sockets = [ours for ours, _ in pairs]
-        """One per reader; the other direction is free for its answers."""
+        """One socket per reader; its other direction is free for the reader's answers."""
         self._theirs = [theirs for _, theirs in pairs]
         self._next = 0
 
@@ -78,15 +80,19 @@ class BroadcastWriter:
         ]
 
     def close_reader_ends(self) -> None:
-        """Call it when every reader has its descriptors: from then on the end of a reader is seen on its socket."""
+        """Close our copies of the readers' sockets, so that the end of a reader closes its socket.
+
+        Call it when every reader has inherited its descriptors.
+        """
         for theirs in self._theirs:
             theirs.close()
 
     def put(self, message: bytes) -> None:
-        """Hands the message to every reader; blocks while the slowest is `num_chunks` behind.
+        """Send a message to every reader. Blocks while the slowest reader is `num_chunks` messages behind.
 
         Raises:
             EngineDead: a reader's process has ended.
+            ValueError: the message is longer than `MAX_MESSAGE_BYTES`.
         """
         size = len(message)
         is_large = size > self._chunk_bytes - _HEADER.size
@@ -142,7 +148,7 @@ class BroadcastWriter:
 
 
 class BroadcastReader:
-    """A reader's end, in its own process; used by one thread."""
+    """Reader's end, in the reader's process. Not thread-safe."""
 
     def __init__(self, ends: ReaderEnds) -> None:
         self._ends = ends
@@ -151,7 +157,7 @@ class BroadcastReader:
         self._next = 0
 
     def get(self) -> bytes:
-        """The next message; blocks for it."""
+        """Wait for the next message."""
         os.eventfd_read(self._ends.messages)
         start = self._next * self._ends.chunk_bytes
         self._next = (self._next + 1) % self._ends.num_chunks
@@ -177,7 +183,7 @@ class BroadcastReader:
 
 
 class Framed:
-    """Length-prefixed messages over a stream socket: a reader's answers."""
+    """Length-prefixed messages over a stream socket, for the readers' answers."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
@@ -186,7 +192,7 @@ class Framed:
         self._stream.sendall(struct.pack("<I", len(message)) + message)
 
     def receive(self) -> bytes | None:
-        """The next message, or None when the other end is gone."""
+        """Wait for the next message. Returns None if the other end has closed."""
         head = self._exactly(4)
         return None if head is None else self._exactly(struct.unpack("<I", head)[0])
 

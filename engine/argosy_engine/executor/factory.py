@@ -1,4 +1,4 @@
-"""Which executor `--distributed-executor-backend` means."""
+"""Factory of the executor that `--distributed-executor-backend` selects."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from argosy_engine.executor.base import Executor
 
 
 def make_executor(args: EngineArgs) -> Executor:
-    """
+    """Make the executor, without starting it.
+
     Raises:
-        ConfigError: `--worker-cls` is not a worker, or the system lacks what the backend needs.
+        ConfigError: `--worker-cls` is not a worker, or the system does not support the backend.
     """
     if args.distributed_executor_backend == "mp":
         from argosy_engine.executor.multiproc import MultiprocExecutor

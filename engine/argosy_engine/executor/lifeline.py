@@ -1,8 +1,8 @@
-"""Processes that end with the process that started them, however that one ends.
+"""Lifeline: ends a child process with the process that started it, however that one ends.
 
-Two ropes, because each has a hole: a pipe from the parent reports its end as end-of-file, but a stopped child
-(SIGSTOP) never reads it; PR_SET_PDEATHSIG kills even a stopped child, but follows the *thread* that forked it, so it is
-asked for only when that is the parent's main thread.
+Two mechanisms are combined, because each has a gap. A pipe or socket from the parent reports its end as end of file,
+but a stopped child (SIGSTOP) never reads it. PR_SET_PDEATHSIG kills even a stopped child, but is tied to the *thread*
+that forked it, so it is requested only if that is the parent's main thread.
 """
 
 from __future__ import annotations
@@ -18,21 +18,25 @@ _PR_SET_PDEATHSIG = 1
 
 
 def parent_argument() -> str:
-    """To pass to a child: our pid if the child may tie its life to the calling thread, else 0."""
+    """Return the argument for a child's `die_with_parent`: our pid if the calling thread is the main thread, else 0."""
     return str(os.getpid() if threading.current_thread() is threading.main_thread() else 0)
 
 
 def die_with_parent(parent: int) -> None:
-    """From here on the kernel kills this process when its parent dies; `parent` as made by `parent_argument`."""
+    """Have the kernel kill this process when its parent dies. Does nothing if `parent` is 0.
+
+    Args:
+        parent: value of `parent_argument` in the parent.
+    """
     if not parent or sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(1)
 
 
 def describe_exit(code: int | None) -> str:
-    """`exit code 1`, or `killed by SIGKILL`."""
+    """Describe an exit code of `subprocess`: `exit code 1`, or `killed by SIGKILL`."""
     if code is None:
         return "still running"
     if code >= 0:
@@ -44,7 +48,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where there is no pidfd."""
+    """Open a descriptor that becomes readable when the process ends; None if the system has no pidfds."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -52,7 +56,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def wait_readable(fds: list[int], timeout_s: float | None) -> list[int]:
-    """The descriptors that have data or ended; none after the timeout."""
+    """Wait until some descriptors have data or are closed, and return them; empty after the timeout."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)

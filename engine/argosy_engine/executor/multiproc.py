@@ -1,8 +1,8 @@
-"""MultiprocExecutor: every worker in a process of its own, told what to do through one broadcast queue.
+"""MultiprocExecutor: runs every worker in its own process and sends all of them the same calls.
 
-Calls go out once for all ranks, answers come back per rank in the order of the calls. Workers are fresh interpreters
-(no fork of a process with threads, no pickle). A worker that ends is noticed on its socket; workers end with the core.
-(vLLM's `MultiprocExecutor`.)
+A call is broadcast once to all ranks; answers come back per rank, in the order of the calls. Workers are fresh
+interpreters, because a process with threads must not fork, and nothing is pickled. The end of a worker is detected on
+its socket; workers end with the core. Design: vLLM's `MultiprocExecutor`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXIT_TIMEOUT_S = 5.0
 
 
 class PendingAnswer:
-    """A step that the workers were told to compute."""
+    """`PendingOutput` of a step that was sent to the workers."""
 
     def __init__(self, executor: MultiprocExecutor) -> None:
         self._executor = executor
@@ -48,7 +48,8 @@ class PendingAnswer:
 class MultiprocExecutor:
     """
     Args:
-        world_size: workers; each is told its rank.
+        args: arguments of the engine.
+        world_size: number of workers.
     """
 
     def __init__(self, args: EngineArgs, world_size: int = 1) -> None:
@@ -62,9 +63,9 @@ class MultiprocExecutor:
         self._encode = msgspec.msgpack.Encoder().encode
         self._outputs = msgspec.msgpack.Decoder(ModelRunnerOutput)
         self._pending: deque[PendingAnswer] = deque()
-        """Steps whose answers have not come, oldest first."""
+        """Steps that are not answered yet, oldest first."""
         self._num_late = [0] * world_size
-        """Per rank, answers to come that nobody waits for any more."""
+        """Per rank, the number of answers to discard, because their call has timed out."""
 
     def start(self) -> WorkerInfo:
         safe_path = ["-P"] if sys.flags.safe_path else []
@@ -86,7 +87,7 @@ class MultiprocExecutor:
             if isinstance(answer, Failure):
                 raise ConfigError(answer.message) if answer.is_config_error else EngineDead(answer.message)
         infos = [msgspec.msgpack.decode(_payload(answer), type=WorkerInfo) for answer in answers]
-        # A block id means a place on every rank, so the rank with the least room says how many there are.
+        # A block id is used on every rank, so the rank with the least memory determines the number of blocks.
         tightest = min(infos, key=lambda info: info.memory.num_blocks)
         return msgspec.structs.replace(infos[0], memory=tightest.memory)
 
@@ -100,7 +101,7 @@ class MultiprocExecutor:
         self._queue.put(SAMPLE + self._encode(grammar))
 
     def receive(self) -> None:
-        """Waits for the answer to the oldest step.
+        """Wait for the answer to the oldest step.
 
         Raises:
             EngineDead: see `Executor.execute`.
@@ -117,7 +118,7 @@ class MultiprocExecutor:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        while self._pending:  # answers come in order
+        while self._pending:  # answers come in the order of the calls
             self.receive()
         deadline = None if timeout is None else time.monotonic() + timeout
         self._queue.put(CALL + self._encode(Call(method, list(args), dict(kwargs or {}))))
@@ -136,7 +137,7 @@ class MultiprocExecutor:
         return [msgspec.msgpack.decode(_payload(answer)) for answer in answers]
 
     def shutdown(self) -> None:
-        """Ends the workers; twice is fine."""
+        """End the workers. May be called twice."""
         self._queue.close()  # they exit when their sockets close
         for process in self._processes:
             try:
@@ -147,14 +148,14 @@ class MultiprocExecutor:
         self._processes = []
 
     def _answer(self, rank: int, deadline: float | None = None) -> memoryview | Failure:
-        """The worker's next answer that somebody waits for.
+        """Wait for a worker's next answer, discarding those to calls that have timed out.
 
         Args:
             deadline: by `time.monotonic()`.
 
         Raises:
-            EngineDead: a worker, this or another, ended before it came.
-            TimeoutError: it has not come.
+            EngineDead: this or another worker ended first.
+            TimeoutError: the deadline has passed.
         """
         while True:
             timeout_ms = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
@@ -175,7 +176,7 @@ class MultiprocExecutor:
         return memoryview(message)[1:]
 
     def _poller(self, awaited: int) -> select.poll:
-        """Waits for an answer of one worker, or the end of any."""
+        """Make a poller that reports an answer of one worker, or the end of any worker."""
         poller = select.poll()
         for rank, stream in enumerate(self._queue.sockets):
             poller.register(stream, select.POLLRDHUP | (select.POLLIN if rank == awaited else 0))

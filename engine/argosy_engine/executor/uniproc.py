@@ -1,4 +1,4 @@
-"""UniprocExecutor: the worker lives in the core's own process, as direct calls. Right for one device."""
+"""UniprocExecutor: runs one worker in the core's own process, by direct calls. Suitable for one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which class is the worker (`--worker-cls`), and which of its methods may be called from afar."""
+"""Worker class: loads the class that `--worker-cls` names, and checks which of its methods may be called remotely."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from argosy_engine.worker.worker import Worker
 
 
 def worker_class(path: str) -> type[Worker]:
-    """`auto`, or the subclass of `Worker` at `package.module.Class`. The path is the operator's, never a client's.
+    """Return `Worker` for `auto`, or import the subclass of `Worker` at `package.module.Class`.
+
+    The path comes from whoever starts the engine, never from a client.
 
     Raises:
-        ConfigError: it cannot be imported, or is no worker.
+        ConfigError: the class cannot be imported, or is not a subclass of `Worker`.
     """
     if path == "auto":
         return Worker
@@ -29,9 +31,10 @@ def worker_class(path: str) -> type[Worker]:
 
 
 def public_method(worker: Worker, name: str) -> Callable[..., Any]:
-    """
+    """Return a bound method of the worker.
+
     Raises:
-        UtilityFailed: no such method, or one that is not public.
+        UtilityFailed: the method does not exist or is not public.
     """
     method = None if name.startswith("_") else getattr(worker, name, None)
     if not callable(method):

@@ -1,9 +1,8 @@
-"""A worker's process, and what it is told: `python -m argosy_engine.executor.worker_process RANK WORLD_SIZE PARENT
-FD...`.
+"""WorkerProcess: a worker's own process, `python -m argosy_engine.executor.worker_process RANK WORLD_SIZE PARENT FD...`
 
-Reads calls from the broadcast queue, answers over its socket. It ends with the core: a thread waits for the socket's
-other end to close, and the kernel kills it if even that cannot run (`lifeline`). A message is one byte, its kind, then
-msgpack.
+It reads calls from the broadcast queue and answers over its socket. It ends with the core: a thread waits until the
+other end of the socket closes, and the kernel kills the process if that thread cannot run (`lifeline`). A message is
+one byte for its kind, then msgpack.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("argosy.worker")
 
 INIT = b"\x00"
-"""`EngineArgs`: make the worker and load the model; first of all, answered by `WorkerInfo`"""
+"""`EngineArgs`: make the worker and load the model. The first message; every rank answers with `WorkerInfo`."""
 EXECUTE = b"\x01"
-"""`SchedulerOutput`, answered by the first rank's `ModelRunnerOutput`: every rank computes the same tokens"""
+"""`SchedulerOutput`: run a step. Every rank computes the same tokens; only rank 0 answers, with `ModelRunnerOutput`."""
 SAMPLE = b"\x02"
-"""`GrammarBitmask` or nothing, for the step before that awaits it: its answer comes only now"""
+"""`GrammarBitmask` or None, for the previous step, which awaits it and is answered only now."""
 CALL = b"\x03"
-"""`Call`, answered by every rank"""
+"""`Call`: call a method of the worker. Every rank answers."""
 
 DONE = b"\x00"
-"""the result"""
+"""Answer: the result."""
 FAILED = b"\x01"
-"""`Failure`"""
+"""Answer: `Failure`."""
 
 
 class Call(Struct, array_like=True):
@@ -61,7 +60,7 @@ class Failure(Struct, array_like=True):
 def main() -> None:
     configure_logging("INFO")
     faulthandler.register(signal.SIGUSR1)
-    # Ctrl-C goes to the whole group; the core decides when its workers end.
+    # Ctrl-C goes to the whole process group, but the core decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank, world_size, parent, *ends = (int(argument) for argument in sys.argv[1:])
@@ -87,7 +86,7 @@ class WorkerProcess:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def serve(self) -> None:
-        """Answers calls until the core is gone; returns only if the worker could not start."""
+        """Answer calls until the core ends. Returns only if the worker could not start."""
         args = msgspec.msgpack.decode(self._reader.get()[1:], type=EngineArgs)
         try:
             from argosy_engine.executor.worker_class import public_method, worker_class
@@ -125,13 +124,13 @@ class WorkerProcess:
             except Exception as error:
                 self._fail("call", error)
                 if kind != CALL and self._rank != 0:
-                    os._exit(1)  # nobody awaits this rank's answer, but everybody sees its end
+                    os._exit(1)  # the core does not wait for this rank's answer, but notices its end
 
     def _done(self, result: Any) -> None:
         self._answers.send(DONE + self._encode(result))
 
     def _fail(self, activity: str, error: Exception) -> None:
-        if isinstance(error, (ConfigError, UtilityFailed)):  # told to whoever asked, as it is
+        if isinstance(error, (ConfigError, UtilityFailed)):  # the message is meant for the caller
             failure = Failure(str(error), isinstance(error, ConfigError))
         else:
             logger.exception("worker %d failed (%s)", self._rank, activity)
