@@ -1,4 +1,4 @@
-"""Random steps of paged attention, with the answer in float64: prompts, chunks and decodes over shuffled blocks."""
+"""Random steps of paged attention with a float64 reference: prompts, chunks and decodes over shuffled blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from argosy_engine.attention.metadata import AttentionMetadata
 
 Span = tuple[int, int]
-"""(first position, end) of the tokens a request computes"""
+"""First and end (exclusive) position of the tokens that a request computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Case:
 
     shape: Shape
     spans: list[Span]
-    """what the step under test computes; before it, everything in front of the spans is in the cache"""
+    """Tokens that the step under test computes. The cache already holds all tokens before the spans."""
     q: list[torch.Tensor]
     k: list[torch.Tensor]
     v: list[torch.Tensor]
@@ -38,13 +38,13 @@ class Case:
     num_blocks: int
 
     def empty_cache(self) -> torch.Tensor:
-        """Full of NaN: what an earlier owner left in a block must not matter."""
+        """Return a cache filled with NaN, because stale values in a block must not affect results."""
         shape = self.shape
         size = (2, self.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         return torch.full(size, math.nan, dtype=self.q[0].dtype)
 
     def metadata(self, rows: list[int], spans: list[Span]) -> AttentionMetadata:
-        """A step that computes spans[i] of sequence rows[i]."""
+        """Return the metadata of a step that computes spans[i] of sequence rows[i]."""
         size = self.shape.block_size
         slots = [
             int(self.tables[row, position // size]) * size + position % size
@@ -64,12 +64,12 @@ class Case:
         )
 
     def rows(self, tensors: list[torch.Tensor], rows: list[int], spans: list[Span]) -> torch.Tensor:
-        """The spans of q, k or v, one after another: [T, heads * head_dim]."""
+        """Concatenate the spans of q, k or v: [T, heads * head_dim]."""
         parts = [tensors[row][start:end].flatten(1) for row, (start, end) in zip(rows, spans, strict=True)]
         return torch.cat(parts)
 
     def expected(self) -> torch.Tensor:
-        """Attention of the spans in float64, [T, num_heads * head_dim]."""
+        """Compute attention of the spans in float64, [T, num_heads * head_dim]."""
         return torch.cat([self._attend(row, *span).flatten(1) for row, span in enumerate(self.spans)])
 
     def _attend(self, row: int, start: int, end: int) -> torch.Tensor:

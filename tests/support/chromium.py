@@ -1,4 +1,4 @@
-"""A headless Chromium driven over its debugging protocol: enough of it to use a page as a person would."""
+"""Drives a headless Chromium over the DevTools protocol, as far as tests need it to use a page."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Page:
         self._socket = socket
         self._number = 0
         self.problems: list[str] = []
-        """Exceptions, console errors and refusals of the content security policy."""
+        """Exceptions, console errors and violations of the content security policy."""
 
     async def call(self, method: str, **params: Any) -> Any:
-        """One command of the protocol."""
+        """Run one protocol command and return its result."""
         return await asyncio.to_thread(self._call, method, params)
 
     def _call(self, method: str, params: dict[str, Any]) -> Any:
@@ -56,7 +56,7 @@ class Page:
         await self.call("Page.navigate", url=url)
 
     async def js(self, expression: str) -> Any:
-        """Value of an expression."""
+        """Return the value of a JavaScript expression."""
         result = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -64,7 +64,7 @@ class Page:
         return result["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        """Waits until an expression is true; returns it."""
+        """Wait until a JavaScript expression is truthy; return its value."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 if value := await self.js(expression):
@@ -84,7 +84,7 @@ class Page:
             )
 
     async def look(self, *, dark: bool = False, width: int = 1360, height: int = 860) -> None:
-        """Sets colour scheme and window."""
+        """Set the colour scheme and the window's size."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
         await self.call(
@@ -96,14 +96,14 @@ class Page:
         )
 
     async def screenshot(self) -> bytes:
-        """The window as a PNG."""
+        """Return the window as a PNG."""
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=False)
         return base64.b64decode(shot["data"])
 
 
 @contextlib.asynccontextmanager
 async def browser() -> AsyncIterator[Page]:
-    """A fresh browser with one tab; needs `EXECUTABLE`."""
+    """Start a fresh browser with one tab; requires `EXECUTABLE`."""
     assert EXECUTABLE is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         process = await asyncio.create_subprocess_exec(
@@ -135,7 +135,7 @@ async def browser() -> AsyncIterator[Page]:
 
 
 def _open_first_page(port_file: Path) -> websocket.WebSocket:
-    """A connection to the first tab, once the browser has written its port."""
+    """Connect to the first tab, once the browser has written its port."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, IndexError):

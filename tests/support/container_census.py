@@ -1,4 +1,4 @@
-"""How many entries the containers of an object tree hold, by the attribute that owns them: what a leak makes grow."""
+"""Counts the container entries in an object tree by the attribute that owns them, to find leaks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
 
 def census(*roots: object) -> Counter[str]:
-    """`Class.attribute` -> entries of that container, over all instances, with the containers inside of it.
+    """Return the number of container entries by `Class.attribute`, summed over all instances.
 
-    Follows attributes of our own objects and of Prometheus metrics, and the entries of containers.
+    Follows the attributes of our own objects and of Prometheus metrics, and the entries of containers. A container
+    inside another one counts under the owner's name with `[]` appended.
     """
     found: Counter[str] = Counter()
     seen: set[int] = set()

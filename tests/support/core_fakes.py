@@ -1,4 +1,4 @@
-"""An executor without a model, for tests of the engine core."""
+"""A fake executor without a model, for tests of the engine core."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 4
 
 
 class FakePending:
-    """Its tokens follow no grammar."""
+    """A pending step whose output is already known. It ignores grammars."""
 
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output
@@ -29,7 +29,7 @@ class FakePending:
 
 
 class FakeExecutor:
-    """As the real worker, it cannot execute while it is asleep, and has forgotten everybody when it wakes up."""
+    """Runs a `FakeWorker`. Like the real worker, it cannot execute while asleep and loses all state when it sleeps."""
 
     def __init__(self) -> None:
         self.worker = FakeWorker(BLOCK)

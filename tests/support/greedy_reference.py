@@ -1,7 +1,7 @@
-"""The reference that greedy output is held against: transformers, teacher-forced.
+"""Reference for greedy output: transformers with teacher forcing.
 
-If at every position the reference's best next token, given the prompt and our tokens so far, is our token, then our
-output is the reference's greedy output. One forward pass per prompt shows it.
+If our token is the reference's best next token at every position, given the prompt and our tokens before it, then our
+output is the reference's greedy output. Checking this takes one forward pass per prompt.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 TIE = 1e-4
-"""A differing token is excused only where the reference's two best logits are this close."""
+"""A differing token is accepted only if its logit is this close to the reference's best one."""
 
 
 @torch.inference_mode()
 def differing_tokens(model: torch.nn.Module, prompt: list[int], output: list[int]) -> list[str]:
-    """One line per token that is neither the reference's choice nor excused by a tie."""
+    """Return one line per token that is neither the reference's choice nor within `TIE` of it."""
     logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
     best = logits.topk(2)
     lines = []

@@ -1,8 +1,8 @@
-"""Good and bad manifests, and what an API server with our CRD says to the bad ones.
+"""Valid and invalid manifests, with the error that an API server with our CRD gives for the invalid ones.
 
-Run through `argosy_operator.resource.validation` by the fast tests, and through a real API server by the end-to-end
-tests (`kubectl apply --dry-run=server`, which validates strictly). An expectation is a part of the message,
-in words both use; None means accepted.
+The fast tests pass them through `argosy_operator.resource.validation`, the end-to-end tests through a real API server
+(`kubectl apply --dry-run=server`, which validates strictly). An expected error is a part of the message that both have
+in common; None means that the manifest is accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Case(NamedTuple):
 
 
 def manifest(spec: str, *, name: str = "tiny") -> str:
-    """A manifest with the fields of `spec`, which is YAML without indentation."""
+    """Return a manifest with the given `spec`, as YAML without indentation."""
     body = "\n".join(f"  {line}" for line in spec.strip("\n").splitlines())
     return f"""\
 apiVersion: inference.argosy.dev/v1alpha1

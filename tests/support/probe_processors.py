@@ -1,4 +1,4 @@
-"""Logits processors for `--logits-processors`, most of them faulty."""
+"""Custom logits processors for tests of `--logits-processors`, most of them faulty."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from argosy_engine.sample.interface import BatchUpdate, ProcessorConfig, Rows
 
 
 class Faulty(LogitsProcessor):
-    """Raises where `extra_args["fail_in"]` says; leaves `extra_args["harmless"]` alone. Notes what it sees."""
+    """Raises in the method that `extra_args["fail_in"]` names, and never for `extra_args["harmless"]`.
+
+    Attributes:
+        seen: the slots of each call of `apply`.
+    """
 
     def __init__(self, config: ProcessorConfig) -> None:
         self.fails: dict[int, str] = {}
@@ -47,7 +51,7 @@ class Faulty(LogitsProcessor):
 
 
 class NeverTwice(LogitsProcessor):
-    """No token of the output comes again."""
+    """Masks out every token that the output already contains."""
 
     reads_tokens = True
 

@@ -1,4 +1,4 @@
-"""Workers for `--worker-cls`."""
+"""Worker subclasses for tests of `--worker-cls`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProbeWorker(Worker):
         return [base + self.rank, self.world_size]
 
     def open_pipe(self, path: str) -> str:
-        """Blocks until somebody opens the other end."""
+        """Block until another process opens the other end."""
         with open(path, "rb"):
             return "opened"
 
@@ -30,7 +30,7 @@ class ProbeWorker(Worker):
 
 
 class UnequalWorker(ProbeWorker):
-    """Rank r has room for 512 - 100 * r blocks."""
+    """A worker whose rank r has room for 512 - 100 * r blocks."""
 
     def start(self) -> WorkerInfo:
         self.args = structs.replace(self.args, num_gpu_blocks_override=512 - 100 * self.rank)

@@ -1,4 +1,4 @@
-"""Servers under test as real processes: started, awaited by their own readiness, and ended by id."""
+"""Runs servers under test as real processes: starts them, waits until they are ready, and stops them by process id."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Polls a condition that no event announces; fails with `what` at the deadline."""
+    """Poll a condition that no event signals; fail with `what` at the deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -36,7 +36,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is dead: whoever inherits it will collect it."""
+    """Whether a process is running. Zombies count as dead: the process that inherits them will reap them."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -44,9 +44,9 @@ def is_alive(pid: int) -> bool:
 
 
 def cpu_share(pids: Sequence[int], seconds: float) -> float:
-    """Cores that these processes keep busy together, over that long; Linux."""
+    """Measure for `seconds` how many cores these processes keep busy together (Linux only)."""
     started, before = time.monotonic(), sum(map(_cpu_seconds, pids))
-    time.sleep(seconds)  # nothing happens meanwhile: that is what is measured
+    time.sleep(seconds)  # idle on purpose: the measurement is of idle processes
     return (sum(map(_cpu_seconds, pids)) - before) / (time.monotonic() - started)
 
 
@@ -73,14 +73,14 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
-        """Signals the process and returns its exit code."""
+        """Signal the process, wait until it ends, and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(timeout_s)
 
 
 def with_descriptors(count: int, command: Sequence[str]) -> list[str]:
-    """The command with so many file descriptors, as soft and as hard limit."""
+    """Wrap a command to run with a soft and hard limit of `count` file descriptors."""
     return ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(count), *command]
 
 
@@ -94,10 +94,10 @@ def running(
     env: dict[str, str] | None = None,
     descriptors: int | None = None,
 ) -> Iterator[Server]:
-    """`python -m ...` with the given arguments until the block ends; waits for `ready_path` to answer 200.
+    """Run `python -m ...` with the given arguments until the block ends, after waiting for a 200 from `ready_path`.
 
     Args:
-        descriptors: the most files that it may have open (`ulimit -n`).
+        descriptors: limit on open files (`ulimit -n`).
     """
     command = [sys.executable, "-m", *arguments]
     with log.open("wb") as output:

@@ -1,6 +1,6 @@
 """Small random checkpoints of every architecture, in Hugging Face's layout, with transformers' model as the reference.
 
-Weights are drawn wide enough that the best logits lie far apart and every parameter has a say.
+The weights have a variance at which the best logits differ clearly and every parameter affects them.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One checkpoint.
+    """Describes one checkpoint.
 
     Attributes:
-        matters: changes of config.json that must change the logits; a config the model ignored would not.
+        matters: changes of config.json that must change the logits, which shows that the model reads these fields.
     """
 
     config: str
@@ -171,7 +171,7 @@ KINDS = {
 
 
 def make_checkpoint(kind: Kind, path: Path) -> torch.nn.Module:
-    """Writes the checkpoint to `path` and returns the reference model."""
+    """Write the checkpoint to `path` and return the reference model."""
     config = getattr(transformers, kind.config)(**kind.fields)
     generator = torch.Generator().manual_seed(7)
     model = getattr(transformers, kind.model)._from_config(config, **kind.reference).eval()
@@ -181,7 +181,7 @@ def make_checkpoint(kind: Kind, path: Path) -> torch.nn.Module:
             if parameter.ndim == 1:
                 parameter.add_(noise * 0.05)
             else:
-                # Strong layers: with a strong tied embedding a model would only repeat its input.
+                # Small embeddings: with a large tied embedding the model would only repeat its input.
                 is_table = "embed" in name or "wte" in name or "wpe" in name
                 parameter.copy_(noise * (0.4 if is_table else 2.0) * parameter.shape[-1] ** -0.5)
     model.save_pretrained(path, **({"max_shard_size": "100KB"} if kind.is_sharded else {}))

@@ -1,8 +1,8 @@
-"""A worker without a model, for tests of scheduler and KV cache.
+"""A fake worker without a model, for tests of the scheduler and the KV cache.
 
-It books the scheduler's diffs as the real one does and keeps a KV cache of its own: each slot remembers the whole
-prefix it was computed from, and every read is compared with the prefix that the reader expects. A block that is
-shared wrongly, reused too early or registered before it was computed does not go unnoticed.
+It applies the scheduler's diffs as the real worker does and has its own KV cache: each slot stores the whole prefix
+that it was computed from, and every read compares it with the prefix that the reader expects. This detects blocks that
+are shared wrongly, reused too early, or registered in the prefix cache before they are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCAB = 7
 
 @lru_cache(maxsize=1 << 16)
 def next_token(prefix: tuple[int, ...]) -> int:
-    """The model: the next token as a function of all before it. 0 is its EOS."""
+    """The fake model: compute the next token from all tokens before it. Its EOS token is 0."""
     state = 17
     for token in prefix:
         state = (state * 31 + token + 1) % 65521
@@ -39,9 +39,10 @@ class Row:
 
 
 class FakeWorker:
-    """
+    """Executes scheduler outputs on Python lists and dicts.
+
     Args:
-        num_drafts: drafts proposed after each sampled token; every third of them is wrong.
+        num_drafts: draft tokens proposed after each step; those at every third position are wrong.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class FakeWorker:
         self.num_drafts = num_drafts
         self.rows: dict[str, Row] = {}
         self.cache: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
-        """(block, offset) -> group and prefix"""
+        """Maps (block, offset) to the KV cache group and the prefix it was computed from."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in step.finished_request_ids:
@@ -93,7 +94,7 @@ class FakeWorker:
                 self.cache[self._slot(row, group, position)] = (group, tuple(known[: position + 1]))
 
     def _read(self, row: Row, end: int, known: list[int]) -> None:
-        """Every token from `num_computed` up to `end` reads what its layers keep of those before it."""
+        """Check what the tokens from `num_computed` to `end` read of the tokens before them, per group."""
         for group, spec in enumerate(self.specs):
             first = 0
             if isinstance(spec, SlidingWindowSpec):

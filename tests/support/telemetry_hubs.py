@@ -1,4 +1,4 @@
-"""A telemetry hub without an engine."""
+"""Builds a telemetry hub without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers made on the spot."""
+"""Tokenizers that tests build at run time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TEXT = [
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """Like Llama 2's or Gemma's: SentencePiece's visible spaces, one before the text, unknown characters as bytes."""
+    """Build a tokenizer like Llama 2's: SentencePiece's visible spaces, one of them prepended, and byte fallback."""
     base = Tokenizer(models.BPE())
     base.normalizer = normalizers.Replace(" ", "▁")
     base.train_from_iterator(_TEXT, trainers.BpeTrainer(vocab_size=120, show_progress=False))
