@@ -1,1 +1,1 @@
-"""Mixed attacks on a local fleet, beside clients that must not notice: `make attack`, see README.md."""
+"""Mixed attacks on a local fleet while ordinary clients must be unaffected (`make attack`, see README.md)."""

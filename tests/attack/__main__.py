@@ -1,10 +1,10 @@
-"""Attacks a local fleet for a while, and says what a client beside it felt.
+"""Attack a local fleet, and report how ordinary clients fared meanwhile.
 
     make attack                # an hour; ATTACK_S=120 for a sample
     PYTHONPATH=tests:tests/support python -P -m attack --seconds 600 --families grammars nesting -o result.json
 
-Exit code 1 if a request of the canary failed, answered something else, or waited too long; if a replica was ejected by
-bad input, bad input got a server error, a gauge did not return to zero, or a process kept growing.
+The exit code is 1 if a request of the canary failed, got a different answer, or waited too long; or if bad input
+ejected a replica, bad input got a server error, a gauge did not return to zero, or a process kept growing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ordinary clients beside the attack: streams and plain answers, steadily, each checked to the last character.
+"""Canary: ordinary clients that run during the attacks and check every answer to the last character.
 
-Owns: what the canary asks, and a record of every request. Must not know: which attack is under way, limits.
-Answers are greedy, so each must equal what the same question got before the attack began: with our CPU kernels neither
-batch nor cache nor a change of replica may alter it.
+Owns the canary's requests and a record of each. Must not know which attack is running, or the limits. Requests are
+greedy, so each answer must equal the answer to the same question before the attack: with our CPU kernels, neither batch
+nor cache nor a change of replica may alter it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .fleet import CANARY_KEY, MODEL
 from .wire import Broken, Response, ask
 
 STREAMS = 2
-"""Streams in flight."""
+"""Number of streams in flight."""
 PAUSE_S = 0.2
 TIMEOUT_S = 90.0
-"""Beyond it a request failed; long before it stalled."""
+"""A request that takes longer counts as failed. Stalls are found long before."""
 QUESTIONS = (
     "Hello! What can you do?",
     "The wifi password is hunter88. What is the wifi password?",
@@ -41,12 +41,12 @@ class Record:
     sent_at: float
     ended_at: float
     waits: tuple[tuple[float, float], ...]
-    """Spans without news: from the request to the first event, and between events."""
+    """Intervals without events: from the request to the first event, and between events."""
     failure: str = ""
 
 
 class Canary:
-    """The clients."""
+    """The canary's clients."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -55,10 +55,10 @@ class Canary:
         self.records: list[Record] = []
 
     async def learn(self) -> None:
-        """Asks every question while nothing else happens.
+        """Ask every question on an idle fleet and record the answers as the expected ones.
 
         Raises:
-            RuntimeError: the fleet does not answer as it should even now.
+            RuntimeError: a request failed.
         """
         for question in QUESTIONS:
             response = await ask(self._port, "/v1/chat/completions", chat(question), key=CANARY_KEY)
@@ -67,7 +67,7 @@ class Canary:
             self._expected[question] = response.json()["choices"][0]["message"]["content"]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send requests until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(STREAMS):
                 tasks.create_task(self._repeat(self._stream))
@@ -88,7 +88,7 @@ class Canary:
         await self._ask("unary", chat(question), self._expected[question], answered)
 
     async def _choice(self, number: int) -> None:
-        """A structured output that no cache of grammars has."""
+        """Ask for a structured output whose grammar is in no cache."""
         choices = [f"{word} {number}" for word in CHOICES]
         body = {**chat("Pick a colour."), "structured_outputs": {"choice": choices}}
         await self._ask("structured", body, choices, answered)
@@ -139,16 +139,16 @@ def _failure(response: Response, expected: str | list[str], read: Callable[[Resp
 
 
 def answered(response: Response) -> str:
-    """The text of a plain answer."""
+    """Return the text of a non-streamed answer."""
     content: str = response.json()["choices"][0]["message"]["content"]
     return content
 
 
 def streamed(response: Response) -> str:
-    """The text of a whole stream.
+    """Return the text of a complete stream.
 
     Raises:
-        ValueError: it has no end, or tells of an error.
+        ValueError: the stream is incomplete or has an error event.
     """
     events = [line for line in response.body.split(b"\n\n") if line and not line.startswith(b":")]
     if not events or events[-1] != b"data: [DONE]":

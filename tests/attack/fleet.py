@@ -1,7 +1,7 @@
-"""The fleet under attack: one router with keys over three engines on the tiny model, as processes of this machine.
+"""The fleet under attack: one router with API keys over three engines on the tiny model, as processes of this machine.
 
-Owns: the processes, their restarts after a kill, and what `/proc` says of them. Must not know: attacks, clients.
-Everything listens on loopback. Engines are small (64 MiB of KV cache, 32 sequences), so that bounds are reached.
+Owns the processes, their restarts after a kill, and their process ids. Must not know attacks or clients. Everything
+listens on loopback. The engines are small (64 MiB of KV cache, 32 sequences), so that attacks reach their limits.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from .wire import Broken, ask
 
 MODEL = "tiny"
 PARTIAL_ALIAS = "small"
-"""A name that only the first engine has."""
+"""A name that only the first engine serves."""
 UNKNOWN_ADAPTER = "poet"
-"""An adapter that the fleet document lists and no engine has."""
+"""An adapter that the fleet document lists and no engine serves."""
 CANARY_KEY, ATTACKER_KEY, ENGINE_KEY = "sk-attack-canary", "sk-attack-attacker", "sk-attack-engine"
 MAX_CONNECTIONS = 512
-"""Of the router: few enough for an attack to take them all."""
+"""The router's connection limit, low enough for an attack to use it up."""
 START_S = 120.0
 ENGINE_FLAGS = (
     *("--threads", "1", "--dtype", "float32", "--max-num-seqs", "32"),
     *("--kv-cache-memory-bytes", str(64 << 20), "--structured-outputs-cache-bytes", str(16 << 20)),
     *("--api-key", ENGINE_KEY, "--shutdown-timeout", "0", "--disable-log-stats"),
 )
-"""float32, in which a stream that moved to another replica goes on exactly as it would have."""
+"""In float32, a stream that migrates to another replica continues exactly as it would have."""
 
 
 @dataclass
 class Process:
-    """One server: started, killed, started again."""
+    """One server process, which can be restarted."""
 
     name: str
     port: int
@@ -65,7 +65,7 @@ class Process:
             )
 
     def stop(self) -> None:
-        """Ends it and what it started."""
+        """Stop the process and its descendants."""
         if self.popen is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -86,7 +86,7 @@ class Engine(Process):
 
     @property
     def core(self) -> int:
-        """Process id of its core; 0 if it has none now."""
+        """Process id of the engine's core; 0 if there is none now."""
         with contextlib.suppress(OSError):
             for pid in children(self.pid):
                 if b"argosy_engine.core.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -100,7 +100,7 @@ class Engine(Process):
 
 
 class Fleet:
-    """Router and engines, until `stop`."""
+    """Router and engines, from `start` to `stop`."""
 
     def __init__(self, folder: Path, engines: int = 3) -> None:
         self.folder = folder
@@ -156,17 +156,17 @@ class Fleet:
         return [self.router, *self.engines]
 
     async def start(self) -> None:
-        """Until every replica is synced with the router.
+        """Start all processes and wait until every replica is synced with the router.
 
         Raises:
-            RuntimeError: a process ended, or not all are ready within `START_S`.
+            RuntimeError: a process exited, or not all replicas are synced within `START_S`.
         """
         for process in self.processes:
             process.start()
         await self.until_synced(START_S)
 
     async def restart(self, engine: Engine) -> None:
-        """Waits for the end of a process that was killed, and starts it anew; until it is synced."""
+        """Wait until a killed engine has exited, start it again, and wait until it is synced."""
         assert engine.popen is not None
         await asyncio.to_thread(engine.popen.wait, START_S)
         engine.start()
@@ -193,11 +193,11 @@ class Fleet:
 
     @property
     def mortals(self) -> list[Engine]:
-        """Those that attacks may kill. The first one lives as long as the run, so that its memory tells something."""
+        """Engines that attacks may kill. The first one runs throughout, so that its memory can be judged."""
         return self.engines[1:]
 
     def pids(self) -> dict[str, int]:
-        """Name of every living process of the fleet, cores included, -> its id."""
+        """Return the ids of the fleet's running processes by name, cores included."""
         found = {}
         for process in self.processes:
             if not process.has_exited:

@@ -1,6 +1,6 @@
-"""What else slows clients down: this process's own event loop, and other programs on the machine.
+"""Measures what else slows clients down: this process's own event loop, and other programs on the machine.
 
-Owns: the loop's lags and the machine's CPU accounts. Must not know: what they are compared with.
+Owns the event loop's lag and the machine's CPU times. Must not know what they are compared with.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ _KEPT = 100_000
 
 
 class LoopLag:
-    """How late this process's event loop was. A client on it sees every event at least that late, through no fault of
-    the fleet's."""
+    """Records the lag of this process's event loop, by which its clients see events later than the fleet sent them."""
 
     def __init__(self) -> None:
         self._lags: deque[tuple[float, float]] = deque(maxlen=_KEPT)
-        """(when a tick ran, how many seconds late)"""
+        """(time at which a tick ran, seconds by which it was late)."""
         self.worst = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Measure the lag until cancelled."""
         while True:
             due = time.monotonic() + _TICK_S
             await asyncio.sleep(_TICK_S)
@@ -36,12 +35,12 @@ class LoopLag:
                 self.note(now, now - due)
 
     def note(self, ran: float, late: float) -> None:
-        """A tick ran, and was late."""
+        """Record that a tick ran late."""
         self.worst = max(self.worst, late)
         self._lags.append((ran, late))
 
     def between(self, start: float, end: float) -> float:
-        """Seconds for which the loop stood still within a span of time."""
+        """Return the seconds for which the loop was blocked between two times."""
         total = 0.0
         for ran, late in reversed(self._lags):
             if ran < start:
@@ -51,14 +50,14 @@ class LoopLag:
 
 
 def machine_cpu_s() -> float:
-    """CPU seconds of everything on this machine so far, idle time excluded."""
+    """Return the CPU seconds of all programs on this machine so far, without idle time."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     user, nice, system, _, _, irq, softirq, steal = fields[:8]
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def process_cpu_s(pids: Iterable[int]) -> float:
-    """CPU seconds of these processes so far; those that are gone count nothing."""
+    """Return the CPU seconds of these processes so far. Processes that have exited count as 0."""
     ticks = 0
     for pid in pids:
         try:
@@ -70,13 +69,14 @@ def process_cpu_s(pids: Iterable[int]) -> float:
 
 
 class ForeignLoad:
-    """Cores that programs other than the fleet and this one kept busy since the last reading."""
+    """Measures how many cores other programs than the fleet and this one keep busy."""
 
     def __init__(self) -> None:
         self._before: tuple[float, float, dict[int, float]] = (time.monotonic(), machine_cpu_s(), {})
 
     def read(self, pids: Iterable[int]) -> float:
-        """Cores, from 0 to the number of the machine's. A process counts from the reading on that first names it."""
+        """Return the cores kept busy since the last reading. A process of `pids` counts as ours from the first reading
+        that names it."""
         now, machine = time.monotonic(), machine_cpu_s()
         own = {pid: process_cpu_s([pid]) for pid in (*pids, os.getpid())}
         then, machine_then, own_then = self._before

@@ -1,6 +1,6 @@
-"""Which attacks there are, and in which order they come.
+"""Registry of all attacks, and their order.
 
-Kills are spread among the others, so that every family meets a fleet that has just lost a replica.
+Attacks that kill replicas are spread among the others, so that every family runs on a fleet that just lost a replica.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAMILIES = {
 
 
 def rotation(families: Sequence[str]) -> list[Attack]:
-    """One attack of each family in turn, until all have been taken."""
+    """Interleave the families: one attack of each in turn, until all are taken."""
     columns = zip_longest(*(FAMILIES[name] for name in families))
     return [attack for column in columns for attack in column if attack is not None]
 

@@ -1,6 +1,6 @@
-"""The loop: fleet up, canary on, one attack after another, everything quiet again, judgement.
+"""The run: start the fleet and the canary, attack by attack, wait until the fleet is idle again, and collect findings.
 
-Owns: the order of things and the bounds of time. Must not know: what any one attack does.
+Owns the sequence and its time limits. Must not know what an attack does.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from .verdict import (
 PHASE_S = 8.0
 SLOW_PHASE_S = 12.0
 SETTLE_S = 1.0
-"""Between attacks, so that what one leaves behind is not blamed on the next."""
+"""Pause between attacks, so that after-effects of one are not attributed to the next."""
 QUIET_S = 20.0
-"""Within which everything must have come to rest at the end."""
+"""Time within which all gauges must return to zero at the end."""
 SHORTEST_PHASE_S = 1.0
 RESTART_S = 5.0
-"""What a kill takes beyond its phase, roughly, for planning only."""
+"""Approximate time that a restart adds to a phase, used for planning only."""
 
 
 @dataclass
 class Result:
-    """What came of a run."""
+    """Outcome of a run."""
 
     seconds: float
     rounds: float
     phases: list[Phase]
     findings: list[Finding]
     requests: dict[str, int]
-    """Of the canary, by kind."""
+    """Number of the canary's requests, by kind."""
     worst_wait_s: dict[str, float]
-    """The same."""
+    """Longest wait of the canary's requests, by kind."""
     worst_loop_lag_s: float
     gauges: dict[str, float]
     growth: dict[str, float]
-    """Process -> bytes it grew by, where there were samples enough."""
+    """Bytes by which each process with enough samples grew."""
     samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def report(self, folder: Path) -> str:
@@ -79,7 +79,7 @@ class Result:
 
 
 class Run:
-    """One run."""
+    """One run over the given attacks."""
 
     def __init__(
         self, fleet: Fleet, attacks: Sequence[Attack], seconds: float, phase_s: float, patience_s: float = 0.0
@@ -95,7 +95,7 @@ class Run:
         self._memory: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def _fitting(self, phase_s: float) -> float:
-        """Shorter phases where a whole rotation would not fit otherwise."""
+        """Return the phase length, shortened if a whole rotation would not fit into the run otherwise."""
         kills = sum(RESTART_S for attack in self._attacks if attack.kills)
         room = (self._seconds - kills) / len(self._attacks) - SETTLE_S
         return max(SHORTEST_PHASE_S, min(phase_s, room))
@@ -165,7 +165,7 @@ class Run:
             self._memory[name].append((now, float(watch.anonymous_bytes(pid))))
 
     async def _quiet_gauges(self) -> dict[str, float]:
-        """The gauges once they are zero, or as they are after `QUIET_S`."""
+        """Wait until all gauges are zero, at most `QUIET_S`, and return them."""
         deadline = time.monotonic() + QUIET_S
         while True:
             gauges = await watch.gauges(self._fleet)

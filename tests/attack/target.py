@@ -1,7 +1,7 @@
-"""What an attack is given, and how it is declared.
+"""Target and Attack: what an attack is given, and how it is declared.
 
-Owns: the bounds of an attack (time, requests, requests in flight) and the tally of its answers.
-Must not know: the canary, limits of the run.
+Owns the bounds of an attack (time, requests, requests in flight) and the counts of its answers. Must not know the
+canary or the limits of the run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .wire import Broken, ask
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST_TIMEOUT_S = 30.0
 OVERLOADED = frozenset({429, 503})
-"""Never wrong: the fleet says that it has enough."""
+"""Always permitted: the fleet signals overload."""
 
 
 @dataclass
 class Target:
-    """The fleet, for one attack and as long as that may take."""
+    """The fleet as one attack sees it, until the attack's deadline."""
 
     fleet: Fleet
     until: float
-    """On `time.monotonic`'s clock."""
+    """Deadline on `time.monotonic`'s clock."""
     outcomes: Counter[str] = field(default_factory=Counter)
     unexpected: Counter[str] = field(default_factory=Counter)
 
@@ -42,7 +42,7 @@ class Target:
         return max(0.0, self.until - time.monotonic())
 
     def saw(self, status: int, body: bytes = b"", *, allowed: frozenset[int] | None = None) -> None:
-        """Notes an answer. A server error is unexpected unless it says overload; with `allowed` all else is, too."""
+        """Count an answer. Server errors other than overload are unexpected; with `allowed`, so is any other status."""
         self.outcomes[str(status)] += 1
         is_fine = status < 500 if allowed is None else status in allowed
         if not (is_fine or status in OVERLOADED):
@@ -58,8 +58,11 @@ class Target:
         port: int = 0,
         allowed: frozenset[int] | None = None,
     ) -> None:
-        """One request, noted. Without a whole answer in time it is noted as such, which is no fault by itself: the
-        fleet may cut attackers off, and an attack ends when its time is over."""
+        """Send one request and count its answer.
+
+        A request without a complete answer in time counts as such, which is not a finding: the fleet may disconnect
+        attackers, and an attack ends at its deadline.
+        """
         try:
             response = await ask(
                 port or self.fleet.port,
@@ -77,8 +80,10 @@ class Target:
     async def volley(
         self, once: Callable[[int], Awaitable[None]], *, in_flight: int = 8, most: int = 200
     ) -> None:
-        """Calls `once` with rising numbers, `in_flight` at a time, until the time is over or `most` were made; what is
-        still under way a second later is cancelled."""
+        """Call `once` with 0, 1, 2, ..., `in_flight` calls at a time, until the deadline or for `most` calls.
+
+        Calls that are still running a second after the deadline are cancelled.
+        """
         numbers = itertools.count()
 
         async def worker() -> None:
@@ -97,13 +102,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack: what it does, and what clients may feel of it."""
+    """One attack: what it does, and how far it may affect other clients."""
 
     name: str
     run: Callable[[Target], Awaitable[None]]
     stall_s: float = STALL_S
-    """Longest wait that is allowed for other clients meanwhile."""
+    """Longest wait allowed for other clients during the attack."""
     kills: bool = False
-    """Whether replicas go away by it: their ejection is then right."""
+    """Whether it makes replicas fail, so that ejecting them is correct."""
     is_slow: bool = False
-    """Whether it needs more than the usual time of a phase."""
+    """Whether it needs a longer phase than usual."""

@@ -1,4 +1,4 @@
-"""The judgement of an attack: what counts as a failure, a stall, an ejection, growth."""
+"""Tests of the findings of an attack: failures, stalls, ejections, memory growth."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_gauges_must_be_zero() -> None:
 
 
 def points(growth_bytes: float, count: int = 40) -> list[tuple[float, float]]:
-    """Samples that first rise steeply, as every process does, and then by `growth_bytes` in all."""
+    """Return samples that first rise steeply, as in every process's warm-up, and then by `growth_bytes` in total."""
     cold = [(float(at), at * 50 * MIB) for at in range(count // 4)]
     base = cold[-1][1]
     return cold + [(float(at), base + growth_bytes * at / count) for at in range(count // 4, count)]

@@ -1,7 +1,6 @@
-"""What a run must not show, and the judgement of what it showed.
+"""Limits of a run, and the findings where it exceeded them.
 
-Owns: the limits. Must not know: processes, sockets, clocks; everything comes in as records, so that the judgement
-itself is tested on made-up ones.
+Owns the limits. Must not know processes, sockets or clocks: all input is records, so that tests can make them up.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from itertools import combinations
 from .canary import Record
 
 STALL_S = 2.0
-"""Longest time without news for a client of a fleet that is not being killed."""
+"""Longest time that a client may wait for an event while no replica is being killed."""
 MEMORY_WARM_UP_SHARE = 0.3
-"""Of a process's samples, which are left out: its caches fill, its allocators find their size."""
+"""Share of a process's first samples to ignore, while its caches fill and its allocators reach their size."""
 MEMORY_ROTATIONS = 3
-"""What a process must have lived through for its growth to be judged: every attack has its own peak of memory."""
+"""Rotations that a process must live through for its growth to be judged, since attacks differ in peak memory."""
 MEMORY_GROWTH_BYTES = 24 << 20
-"""Growth over all samples, by the median slope, that allocators and caches explain."""
+"""Growth over all samples, by the median slope, that allocators and caches account for."""
 MEMORY_GROWTH_SHARE = 0.05
-"""The same, of what the process had: whichever is more."""
+"""The same as a share of the process's memory after warm-up. The larger of the two limits applies."""
 
 
 @dataclass
 class Phase:
-    """One attack, once."""
+    """One execution of one attack."""
 
     name: str
     began: float
@@ -35,17 +34,17 @@ class Phase:
     stall_s: float = STALL_S
     kills: bool = False
     outcomes: dict[str, int] = field(default_factory=dict)
-    """Status, or kind of failure, -> requests of the attack."""
+    """Number of the attack's requests by status or kind of failure."""
     unexpected: dict[str, int] = field(default_factory=dict)
-    """Answers that bad input must not get."""
+    """Number of answers that bad input must not get."""
     ejections: float = 0.0
     foreign_cores: float = 0.0
-    """Cores that other programs kept busy meanwhile."""
+    """Cores that other programs kept busy during the phase."""
 
 
 @dataclass
 class Finding:
-    """One thing that must not happen."""
+    """One violation of a limit."""
 
     kind: str
     phase: str
@@ -53,7 +52,7 @@ class Finding:
 
 
 def during(record: Record, phases: Sequence[Phase]) -> list[Phase]:
-    """Phases that overlap the request's life."""
+    """Return the phases that overlap the request."""
     return [phase for phase in phases if phase.began <= record.ended_at and record.sent_at <= phase.ended]
 
 
@@ -63,10 +62,10 @@ def canary_findings(
     lag_between: Callable[[float, float], float],
     patience_s: float = 0.0,
 ) -> list[Finding]:
-    """Failed requests, and waits that were too long once this process's own lag is taken off.
+    """Return the canary's failed requests, and its waits that were too long after subtracting this process's own lag.
 
     Args:
-        patience_s: added to what is allowed, on machines that other programs use.
+        patience_s: added to the limit, for machines that other programs use.
     """
     found = []
     for record in records:
@@ -85,7 +84,7 @@ def canary_findings(
 
 
 def phase_findings(phases: Sequence[Phase]) -> list[Finding]:
-    """Server errors for bad input, and ejections by it."""
+    """Return server errors for bad input, and ejections caused by it."""
     found = []
     for phase in phases:
         for answer, count in phase.unexpected.items():
@@ -96,7 +95,7 @@ def phase_findings(phases: Sequence[Phase]) -> list[Finding]:
 
 
 def gauge_findings(gauges: Mapping[str, float]) -> list[Finding]:
-    """Gauges that did not return to zero."""
+    """Return the gauges that did not return to zero."""
     return [
         Finding("gauge not zero", "at the end", f"{name} is {value:g}")
         for name, value in gauges.items()
@@ -105,7 +104,8 @@ def gauge_findings(gauges: Mapping[str, float]) -> list[Finding]:
 
 
 def median_slope(points: Sequence[tuple[float, float]]) -> float:
-    """Theil and Sen's: the median slope of all pairs, which single steps of an allocator do not move."""
+    """Return the Theil-Sen estimate: the median slope over all pairs of points, which single allocator steps do not
+    change."""
     return statistics.median(
         (after - before) / (later - earlier)
         for (earlier, before), (later, after) in combinations(points, 2)
@@ -114,11 +114,11 @@ def median_slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def memory_growth(points: Sequence[tuple[float, float]], attacks: int) -> float | None:
-    """Bytes by which a process grew over its samples once warm; None if it did not live long enough to tell.
+    """Return the bytes by which a process grew after its warm-up; None if it has too few samples.
 
     Args:
-        points: (when, bytes) after each attack.
-        attacks: of one rotation.
+        points: (time, bytes) after each attack.
+        attacks: number of attacks in one rotation.
     """
     if len(points) < MEMORY_ROTATIONS * attacks:
         return None
@@ -131,7 +131,7 @@ def _warm(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]
 
 
 def memory_findings(samples: Mapping[str, Sequence[tuple[float, float]]], attacks: int) -> list[Finding]:
-    """Processes that kept growing."""
+    """Return the processes that kept growing."""
     found = []
     for name, points in samples.items():
         growth = memory_growth(points, attacks)

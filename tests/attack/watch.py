@@ -1,6 +1,6 @@
-"""What the fleet says of itself: gauges, ejections, memory.
+"""Observation of the fleet: gauges, ejections, memory.
 
-Owns: reading /metrics and /proc. Must not know: what is too much.
+Owns reading /metrics and /proc. Must not know the limits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .wire import ask
 ROUTER_GAUGES = ("inflight_requests", "queued_tokens", "queued_requests", "inflight_body_bytes")
 ENGINE_GAUGES = ("num_requests_running", "num_requests_waiting")
 Samples = dict[str, float]
-"""Series with its labels -> value."""
+"""Maps a series, with its labels, to its value."""
 
 
 def parse(text: str) -> Samples:
@@ -27,7 +27,7 @@ def parse(text: str) -> Samples:
 
 
 def total(samples: Samples, names: Iterable[str]) -> dict[str, float]:
-    """Sum of each metric over its labels, if it exists."""
+    """Return the sum over all labels of each metric that exists."""
     found: dict[str, float] = {}
     for series, value in samples.items():
         name = series.partition("{")[0]
@@ -45,7 +45,7 @@ async def ejections(fleet: Fleet) -> float:
 
 
 async def gauges(fleet: Fleet) -> dict[str, float]:
-    """All gauges that must be zero once nobody asks for anything, by process."""
+    """Return all gauges that must be zero when there are no requests, by process."""
     router = total(await router_samples(fleet), [f"argosy_router_{name}" for name in ROUTER_GAUGES])
     found = {f"router: {name}": value for name, value in router.items()}
     clients = total(await router_samples(fleet), ("argosy_router_client_connections",))
@@ -58,7 +58,7 @@ async def gauges(fleet: Fleet) -> dict[str, float]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that no file backs; 0 if it is gone."""
+    """Return the anonymous memory (not backed by files) of a process; 0 if it has exited."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):

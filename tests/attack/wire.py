@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client: one connection per request, and the arrival time of everything that is received.
+"""A small HTTP/1.1 client with one connection per request, which records when each piece of a response arrives.
 
-Owns: bytes and their times. Must not know: what is asked, or what an answer should be.
-A full client library would spend more CPU on the attack than the fleet spends on defending itself.
+Owns bytes and their arrival times. Must not know what is asked, or what the answer should be. A full client library
+would spend more CPU on the attack than the fleet spends on defending itself.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import httptools
 
 HOST = "127.0.0.1"
 MAX_RESPONSE_BYTES = 64 << 20
-"""No answer to an attack is that large; one that is gets cut off and counts as broken."""
+"""No legitimate response is this large; larger ones are cut off and count as broken."""
 
 
 class Broken(Exception):
-    """The connection ended before a whole response, or what came is no HTTP."""
+    """The connection ended before a complete response, or the response is not HTTP."""
 
 
 @dataclass
 class Response:
-    """A whole response. Times are on `time.monotonic`'s clock."""
+    """A complete response. Times are on `time.monotonic`'s clock."""
 
     status: int
     body: bytes
     sent_at: float
     arrivals: list[float] = field(default_factory=list)
-    """When pieces of the body arrived; of a stream nearly one per event."""
+    """Arrival times of the body's pieces; for a stream, nearly one per event."""
     ended_at: float = 0.0
 
     def json(self) -> Any:
@@ -65,7 +65,7 @@ class _Exchange(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._body = bytearray()
         self.began = asyncio.Event()
-        """Set when the first piece of the body is there."""
+        """Set when the first piece of the body arrived, or the exchange failed."""
         self.arrivals: list[float] = []
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -106,7 +106,7 @@ class _Exchange(asyncio.Protocol):
         self.began.set()
         if not self.whole.done():
             self.whole.set_exception(Broken(reason))
-            self.whole.exception()  # nobody may be waiting: a client that left on purpose
+            self.whole.exception()  # marks it as retrieved: a client that left on purpose never awaits it
         self.transport.abort()
 
 
@@ -120,12 +120,12 @@ async def ask(
     method: str = "",
     timeout_s: float = 60.0,
 ) -> Response:
-    """Sends one request and reads its whole response.
+    """Send one request and read its complete response.
 
     Raises:
-        Broken: there is no whole response.
-        TimeoutError: not within `timeout_s`.
-        OSError: no connection.
+        Broken: the response is incomplete or not HTTP.
+        TimeoutError: the response is not complete within `timeout_s`.
+        OSError: the connection could not be opened.
     """
     content = b"" if body is None else encoded(body)
     method = method or ("GET" if body is None else "POST")
@@ -146,8 +146,7 @@ async def _open(port: int, request: bytes) -> _Exchange:
 
 
 async def leave(port: int, path: str, body: object, *, key: str, after_events: int, wait_s: float) -> None:
-    """Sends a request and resets the connection: after the first piece of the body if `after_events`, and
-    `wait_s` more."""
+    """Send a request and reset the connection after `wait_s`, counted from the body's first piece if `after_events`."""
     content = encoded(body)
     exchange = await _open(port, head("POST", path, len(content), bearer(key)) + content)
     try:
@@ -160,7 +159,7 @@ async def leave(port: int, path: str, body: object, *, key: str, after_events: i
 
 
 def reset(transport: asyncio.WriteTransport) -> None:
-    """Ends a connection by RST, as a client that was killed does."""
+    """Close a connection with a TCP RST, as the kernel may for a client that was killed."""
     connection = transport.get_extra_info("socket")
     if connection is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -168,7 +167,7 @@ def reset(transport: asyncio.WriteTransport) -> None:
 
 
 async def raw(port: int, *pieces: bytes, pause_s: float = 0.0, listen_s: float = 5.0) -> bytes:
-    """Writes pieces with pauses between them, and returns what came until the server closed or `listen_s` passed."""
+    """Write pieces with pauses between them; return what arrives until the server closes or `listen_s` passes."""
     reader, writer = await asyncio.open_connection(HOST, port)
     received = b""
     try:
@@ -188,6 +187,6 @@ async def raw(port: int, *pieces: bytes, pause_s: float = 0.0, listen_s: float =
 
 
 def status_of(received: bytes) -> int:
-    """Status of a raw response, 0 if there is none."""
+    """Return the status of a raw response, 0 if there is none."""
     words = received.split(b" ", 2)
     return int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/1.") else 0

@@ -1,1 +1,1 @@
-"""The attacks, one module per family. Each module has `ATTACKS`; `attack.rotation` lists the modules."""
+"""The attacks, one module per family. Each module defines `ATTACKS`; `attack.rotation` lists the modules."""

@@ -1,4 +1,4 @@
-"""Connections that say nothing, little, too much, or something that is no HTTP; at the router and at an engine."""
+"""Connections that send nothing, too slowly, too much, or something other than HTTP, to the router and an engine."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ MALFORMED: tuple[bytes, ...] = (
     b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nhost: a\r\nx: a\x00b\r\n\r\n",
 )  # fmt: skip
-"""None of it may be answered by a server error."""
+"""Malformed requests. None may be answered with a server error."""
 
 
 @contextlib.asynccontextmanager
 async def held(port: int, count: int, first: bytes = b"") -> AsyncIterator[list[asyncio.StreamWriter]]:
-    """Open connections that have sent `first` and nothing else."""
+    """Hold open up to `count` connections that have sent only `first`."""
     writers: list[asyncio.StreamWriter] = []
     try:
         for _ in range(count):
@@ -57,14 +57,14 @@ async def held(port: int, count: int, first: bytes = b"") -> AsyncIterator[list[
 
 
 async def silent(target: Target) -> None:
-    """More connections than the router takes, without a byte."""
+    """Open more connections than the router accepts and send nothing."""
     async with held(target.fleet.port, MAX_CONNECTIONS + 100) as writers:
         target.outcomes["held"] += len(writers)
         await asyncio.sleep(target.seconds_left)
 
 
 async def slow_heads(target: Target) -> None:
-    """A byte of a request's head per second, on as many connections."""
+    """Send one byte of the request head per second, on as many connections as the router accepts."""
     async with held(
         target.fleet.port, MAX_CONNECTIONS, b"POST /v1/completions HTTP/1.1\r\nx-slow: "
     ) as writers:
@@ -77,7 +77,7 @@ async def slow_heads(target: Target) -> None:
 
 
 async def slow_bodies(target: Target) -> None:
-    """Authorised requests whose bodies trickle in; fewer than there are connections, since each has a key."""
+    """Send the bodies of authenticated requests slowly, on half of the connections that the router accepts."""
     first = (
         b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n" + AUTH + JSON + b"content-length: 1000000\r\n\r\n{"
     )
@@ -91,7 +91,7 @@ async def slow_bodies(target: Target) -> None:
 
 
 async def deaf_clients(target: Target) -> None:
-    """Clients that ask for long streams with much in every event, and never read."""
+    """Ask for long streams with large events, and never read."""
     fields = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 4}
     body = json.dumps({"model": MODEL, **fields}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n" + AUTH + JSON
@@ -112,7 +112,7 @@ async def malformed(target: Target) -> None:
 
 
 async def malformed_at_engine(target: Target) -> None:
-    """The same at an engine's own port, which only routers should reach."""
+    """Send malformed requests to an engine's own port, which only routers should reach."""
     port = target.fleet.engines[1].port
     key = f"authorization: Bearer {ENGINE_KEY}\r\n".encode()
 
@@ -135,7 +135,7 @@ async def silent_at_engine(target: Target) -> None:
 
 
 async def pipelined(target: Target) -> None:
-    """Many requests on one connection, written at once, and half closed."""
+    """Write many requests to one connection at once."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n" + AUTH + JSON
     request = head + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 
@@ -147,7 +147,7 @@ async def pipelined(target: Target) -> None:
 
 
 async def no_key(target: Target) -> None:
-    """Requests without a key or with a wrong one, some with large bodies."""
+    """Send requests without a key or with a wrong one, some with large bodies."""
     refused = frozenset({401, 403, 404, 413})
 
     async def once(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Structured outputs that cost much to compile or to apply, and clients that leave meanwhile."""
+"""Structured outputs that are expensive to compile or to apply, and clients that disconnect meanwhile."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _structured(number: int, kind: str, value: object) -> dict[str, Any]:
 
 async def regexes(target: Target) -> None:
     async def once(number: int) -> None:
-        # one more literal each time, so that no cache of grammars helps
+        # A different literal each time, so that the grammar cache does not help.
         regex = REGEXES[number % len(REGEXES)] + f"{number}"
         await target.ask(CHAT, _structured(number, "regex", regex))
 
@@ -82,7 +82,7 @@ async def schemas(target: Target) -> None:
 
 
 async def cancelled(target: Target) -> None:
-    """Clients that ask for a grammar and leave while it compiles, or in the middle of its answer."""
+    """Ask for a grammar and disconnect while it compiles, or during the answer."""
     rng = random.Random(0)
 
     async def once(number: int) -> None:
@@ -119,7 +119,7 @@ async def structural_tags(target: Target) -> None:
 
 
 async def slow_steps(target: Target) -> None:
-    """Grammars within the bounds under which a single mask is expensive, on long generations."""
+    """Use grammars within the limits whose masks are expensive to compute, on long generations."""
 
     async def once(number: int) -> None:
         text = {"type": "string", "minLength": 20, "maxLength": 200}

@@ -1,4 +1,4 @@
-"""Requests that pretend to be another request, or the router's own, and names of models that are not there."""
+"""Requests that pretend to be another request or to come from the router, and names of models that do not exist."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _chat(**fields: Any) -> dict[str, Any]:
 
 
 async def equal_ids(target: Target) -> None:
-    """Sixteen requests at a time under one id, by header and by field."""
+    """Send sixteen requests at a time with the same id, in the header and in the body."""
 
     async def once(number: int) -> None:
         name = f"same-{number // 16 % 3}"
@@ -93,7 +93,7 @@ async def names(target: Target) -> None:
 
 
 async def content_parts(target: Target) -> None:
-    """Images and other parts that this model cannot take."""
+    """Send images and other content parts that the model does not support."""
     pixel = "data:image/png;base64," + "iVBORw0KGgo" * 20_000
     parts: tuple[Any, ...] = (
         [{"type": "image_url", "image_url": {"url": pixel}}],
@@ -116,7 +116,7 @@ async def content_parts(target: Target) -> None:
 
 
 async def other_routes(target: Target) -> None:
-    """Routes that need no model, are an administrator's, or are none."""
+    """Request routes that need no model, are for administrators only, or do not exist."""
     paths: tuple[tuple[str, object], ...] = (
         ("/v1/models", None),
         ("/sleep", {}),

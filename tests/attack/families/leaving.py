@@ -1,4 +1,4 @@
-"""Clients that leave, at every stage of a request."""
+"""Clients that disconnect, at every stage of a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _body(stream: bool, **fields: object) -> dict[str, object]:
 
 
 async def during_answers(target: Target) -> None:
-    """After the request, after the first event, in the middle; plain and streamed, one choice and many."""
+    """Disconnect after the request, after the first event, or later; with and without streaming, one choice or many."""
     rng = random.Random(0)
 
     async def once(number: int) -> None:
@@ -41,7 +41,7 @@ async def during_answers(target: Target) -> None:
 
 
 async def during_requests(target: Target) -> None:
-    """In the head, between head and body, in the body."""
+    """Disconnect within the head, between head and body, or within the body."""
     content = json.dumps(_body(stream=False)).encode()
     head = (
         f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {ATTACKER_KEY}\r\n"

@@ -1,4 +1,4 @@
-"""Texts full of control markers: whoever scans them more than once per character is slow."""
+"""Texts full of control markers, which are slow for a parser that scans a character more than once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _message(marker: str, size: int) -> bytes:
 
 
 async def long_markers(target: Target) -> None:
-    """Six million bytes each; every other client leaves at once, and its work should end with it."""
+    """Send six million bytes each. Every other client disconnects at once, and the work on its request should stop."""
     bodies = [_message(marker, 6_000_000) for marker in MARKERS[:4]]
 
     async def once(number: int) -> None:
@@ -36,7 +36,7 @@ async def long_markers(target: Target) -> None:
 
 
 async def short_markers(target: Target) -> None:
-    """Within the model's length, in every place of a request."""
+    """Send markers within the model's context length, in every place of a request."""
 
     async def once(number: int) -> None:
         marker = MARKERS[number % len(MARKERS)] * 150

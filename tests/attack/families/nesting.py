@@ -1,4 +1,4 @@
-"""Bodies that are nested deeply, or large in other ways that decoders mind."""
+"""Bodies that are nested deeply, or otherwise hard on decoders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REFUSED = frozenset({400, 413, 422})
 
 
 def nested(levels: int, kind: str) -> str:
-    """JSON of so many levels; written by hand, because encoders do not nest that deeply."""
+    """Return JSON nested `levels` deep. Built as text, because encoders do not nest that deeply."""
     if kind == "array":
         return "[" * levels + "]" * levels
     return '{"properties":{"a":' * levels + '{"type":"null"}' + "}}" * levels
@@ -61,7 +61,7 @@ async def deep_bodies(target: Target) -> None:
 
 
 async def bottomless(target: Target) -> None:
-    """A hundred thousand levels: they must be refused, not survived."""
+    """Send up to 200,000 levels, which must be rejected."""
     bodies = [_chat(f'"a":{"[" * 100_000}'), b"[" * 200_000, _chat(f'"documents":{nested(50_000, "array")}')]
 
     async def once(number: int) -> None:
@@ -72,7 +72,7 @@ async def bottomless(target: Target) -> None:
 
 @cache
 def _large() -> tuple[bytes, ...]:
-    """At and beyond the bounds of size and number, invalid UTF-8, absurd numbers. Made once: that takes a moment."""
+    """Return bodies at and beyond the limits of size and number, with invalid UTF-8 or absurd numbers."""
     return (
         b'{"model":"tiny","max_tokens":2,"prompt":"a","logit_bias":{'
         + b",".join(b'"%d":1' % number for number in range(50_000))

@@ -1,4 +1,4 @@
-"""Replicas that freeze or die under the clients' requests, and are started again."""
+"""Replicas that freeze or die while they serve requests, and are restarted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..target import COMPLETIONS, Attack, Target
 
 FREEZE_S = 12.0
 FROZEN_STALL_S = 8.0
-"""A router cannot tell a frozen core from a busy one before a few seconds have passed."""
+"""A router cannot distinguish a frozen core from a busy one within the first few seconds."""
 _turns = itertools.count()
 
 
 async def _load(target: Target) -> None:
-    """Streams of the attacker on every replica, so that something dies with them."""
+    """Run the attacker's streams on every replica, so that requests are in flight when one dies."""
 
     async def once(number: int) -> None:
         body = {"model": MODEL, "prompt": f"Tale {number}: ", "max_tokens": 100, "ignore_eos": True}
@@ -28,7 +28,7 @@ async def _load(target: Target) -> None:
 
 
 async def _hit(target: Target, strike: Callable[[Engine], None]) -> None:
-    """Strikes one engine, another each time, in the middle of load; returns when it is back."""
+    """Strike one engine under load, a different one each time; return when it is synced again."""
     engine = target.fleet.mortals[next(_turns) % len(target.fleet.mortals)]
     load = asyncio.create_task(_load(target))
     try:

@@ -1,4 +1,4 @@
-"""Sampling options at their bounds, and batches that ask for much with one request."""
+"""Sampling options at their limits, and requests that ask for a lot of work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def bounds(target: Target) -> None:
 
 
 async def repetition(target: Target) -> None:
-    """Eight generations that are searched for repeats at every token."""
+    """Run generations with repetition detection, which searches at every token."""
 
     async def once(number: int) -> None:
         body = {
@@ -51,7 +51,7 @@ async def repetition(target: Target) -> None:
 
 
 async def batches(target: Target) -> None:
-    """Sixteen prompts of 4000 tokens, echoed with log probabilities: one request, a quarter of a million figures."""
+    """Echo sixteen prompts of 3900 tokens with log probabilities in one request."""
 
     async def once(number: int) -> None:
         prompts = [[(number * 7 + row * 13 + at) % 900 + 50 for at in range(3900)] for row in range(16)]
@@ -76,7 +76,7 @@ async def many_choices(target: Target) -> None:
 
 
 async def long_prompts(target: Target) -> None:
-    """Prompts of half the model's length to all of it, none like another: all caches turn over."""
+    """Send distinct prompts of half the model's context length and more, which turn over all caches."""
 
     async def once(number: int) -> None:
         content = f"{target.until}-{number} " + "the quick brown fox jumps over the lazy dog " * (

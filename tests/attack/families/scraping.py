@@ -1,4 +1,4 @@
-"""Metrics and other figures, asked for all the time, and by whom they are not meant for."""
+"""Frequent requests for metrics and reports, also by clients that must not see them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def metrics(target: Target) -> None:
 
 
 async def administration(target: Target) -> None:
-    """The admin port: explanations of large requests, the routable report, the page."""
+    """Request the admin port: explanations of large requests, routes, the overview, the page."""
 
     async def once(number: int) -> None:
         path, body = (
