@@ -1,17 +1,17 @@
-"""What a step of the engine core costs beside the model: microseconds per running request and step, by kind of request.
+"""Measure the engine core's overhead per step: microseconds per running request and step, by kind of request.
 
-The whole of `EngineCore.step` with a stub for the executor, whose own time is left out: scheduling, grammars, booking,
-statistics, the prefix cache's news, and encoding the outputs for the API process. All requests decode: every step gives
-each one token, and every 16th of them crosses a block boundary.
+Covers all of `EngineCore.step` with a stub executor, whose own time is subtracted: scheduling, grammars, processing of
+step outputs, statistics, prefix cache events, and encoding the outputs for the API process. All requests decode: every
+step gives each one token, and one request in 16 crosses a block boundary.
 
     plain      tokens alone
     logprobs   with the log probabilities of 5 alternatives per token
     grammar    a JSON schema: a mask before each token, and the grammar follows the token
     both       a grammar, and log probabilities
 
-What the API process does with the outputs (text, stop strings, server-sent events) and the worker's part (input
-tensors, sampling) are not in it; `scheduler.py` has scheduler and KV cache alone. Times are CPU time of the process,
-threads that follow grammars included: the median over the steps of the best round.
+The API process's work (text, stop strings, server-sent events) and the worker's (input tensors, sampling) are not
+included; `scheduler.py` measures scheduler and KV cache alone. Times are CPU time of the process, including threads
+that advance grammars: the median over the steps of the best round.
 
     python bench/engine/core_step.py [--requests 256] [--json FILE]
 """
@@ -52,12 +52,12 @@ SCHEMA = (
     '{"type": "string"}}}, "required": ["name", "tags"], "additionalProperties": false}'
 )
 TOKEN = 75
-"""A letter, so that it may go on for ever inside of a JSON string."""
+"""A letter, so that a JSON string can continue with it without end."""
 LOGPROBS = TokenLogprobs([9, 9, 10, 11, 12, 13], [-0.5, -0.5, -1.5, -2.5, -3.5, -4.5], 1)
 
 
 class Pending:
-    """A step that the stub has computed."""
+    """A pending step that the stub has already computed."""
 
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output
@@ -69,10 +69,10 @@ class Pending:
 
 
 class StubExecutor:
-    """Gives each request one token: the same one, where its grammar allows it, else the first that is allowed.
+    """Returns one token per request: always `TOKEN`, or the first allowed one if the grammar forbids it.
 
     Attributes:
-        seconds: CPU time spent in here.
+        seconds: CPU time spent in the stub.
     """
 
     def __init__(self, num_requests: int) -> None:
@@ -178,7 +178,7 @@ def main() -> None:
 def measure(
     core: EngineCore, executor: StubExecutor, num_requests: int, has_logprobs: bool, has_grammar: bool
 ) -> float:
-    """Microseconds per request and step, median over the steps of one round."""
+    """Measure one round; returns microseconds per request and step, the median over its steps."""
     executor.with_logprobs(has_logprobs)
     grammar = GrammarRequest(GrammarSpec("json", SCHEMA, False)) if has_grammar else None
     for index in range(num_requests):

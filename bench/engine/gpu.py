@@ -1,12 +1,12 @@
-"""The engine on a GPU beside transformers: the same tokens, and how fast. Run it by bench/gpu.sh.
+"""Compare the engine with transformers on a GPU: greedy tokens and speed. Run it with bench/gpu.sh.
 
     1. tokens: a small random checkpoint in float32; each of our greedy tokens must be transformers' best one.
-    2. offline: 16 x and 64 x (128 in, 128 out) of a random 449 M model in bfloat16, beside `generate`.
-    3. one stream: TTFT of 512 tokens and ITL, and which share of the memory's speed a decode step reaches: it reads all
-       weights once, and the device's speed is that of a large copy, measured here.
+    2. offline: 16 x and 64 x (128 in, 128 out) of a random 449 M model in bfloat16, against `generate`.
+    3. one stream: TTFT of 512 tokens, ITL, and the share of the memory bandwidth that a decode step reaches. A step
+       reads all weights once; the bandwidth is that of a large copy, measured here.
     4. served: the same through `argosy serve`, 1 and 16 in flight.
 
-Rounds alternate; the first one warms up. `--device cpu` tries the script itself, with small settings.
+Rounds alternate; the first one warms up. `--device cpu` only tests the script itself, with small settings.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NEEDED = {
     "jinja2": "jinja2", "tokenizers": "tokenizers", "safetensors": "safetensors", "fastapi": "fastapi",
     "uvicorn": "uvicorn", "celpy": "cel-python",
 }  # fmt: skip
-"""Module -> distribution, of what the engine imports beside torch."""
+"""Maps the modules that the engine imports besides torch to their distributions."""
 TIE = 1e-3
-"""A token is excused where transformers' best logit is at most this far above its own: sums differ in their order."""
+"""A token is accepted if its logit is at most this far below transformers' best one: the order of summation differs."""
 GIB = 1 << 30
 
 
@@ -95,12 +95,12 @@ def prompts(seed: str, count: int, length: int) -> list[list[int]]:
 def engine(options: argparse.Namespace, model: Path, dtype: str) -> Any:
     from argosy_engine import LLM
 
-    # transformers' model lives beside ours
+    # Leaves memory for transformers' model, which is loaded at the same time.
     return LLM(str(model), device=options.device, dtype=dtype, gpu_memory_utilization=0.5)
 
 
 def release(options: argparse.Namespace, llm: Any) -> None:
-    """Gives the engine's memory back to the device; torch keeps what it is not asked for."""
+    """Free the engine's memory on the device, including what torch's allocator caches."""
     import torch
 
     llm.close()
@@ -125,7 +125,7 @@ def reference(options: argparse.Namespace, model: Path, dtype: str) -> Any:
 
 
 def check_tokens(options: argparse.Namespace) -> bool:
-    """Prompts of many lengths together, twice: the second time their prefixes are cached."""
+    """Compare greedy tokens for a batch of prompts of different lengths, then again with cached prefixes."""
     import torch
     from random_model import write
 
@@ -150,7 +150,7 @@ def check_tokens(options: argparse.Namespace) -> bool:
 def offline(
     options: argparse.Namespace, shape: str, batches: tuple[int, ...], length: int
 ) -> list[tuple[str, float, float | None]]:
-    """(figure, ours, transformers')"""
+    """Measure offline generation; returns (figure, our value, transformers' value)."""
     from random_model import write
 
     model = write(options.models / shape, shape)
@@ -191,7 +191,7 @@ def timed(
     input_len: int,
     output_len: int,
 ) -> list[list[float]]:
-    """Seconds of each contender's rounds; prompts differ from round to round, so nothing is cached."""
+    """Return the seconds of each contender's rounds. Prompts differ from round to round, so nothing is cached."""
     seconds: list[list[float]] = [[] for _ in contenders]
     for number in range(options.rounds + 1):
         batch = prompts(f"{name} {number}", count, input_len)
@@ -225,7 +225,7 @@ def synchronize(options: argparse.Namespace) -> None:
 
 
 def copy_bytes_per_s() -> float:
-    """Bytes that the device's memory reads and writes in a second, from copies of 1 GiB."""
+    """Measure the device's memory bandwidth, reads plus writes, with copies of 1 GiB."""
     import torch
 
     source = torch.empty(GIB, dtype=torch.uint8, device="cuda")
@@ -242,7 +242,7 @@ def copy_bytes_per_s() -> float:
 
 
 def served(options: argparse.Namespace, shape: str) -> list[tuple[str, float, float | None]]:
-    """(figure, ours, nothing): streamed completions over HTTP."""
+    """Measure streamed completions over HTTP; returns (figure, our value, None)."""
     from servers import start_argosy
     from stream_client import closed_loop
 

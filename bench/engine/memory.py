@@ -1,16 +1,16 @@
-"""Memory of a serving engine over many requests of every kind: once warm, it must not grow.
+"""Check that a serving engine's memory does not grow over many requests of every kind.
 
     python bench/engine/memory.py --requests 10000
 
-32 requests are in flight at a time, drawn from `KINDS`: streamed and not, cut off by their client, with several
-choices, log probabilities, tools, ever-new schemas, salts and prompts, and ones that are refused. Nothing is sent
-twice, so whatever is kept per request, prompt or schema shows. The caches of KV blocks and grammars are small enough to
-be full, and evicting, after the warm-up.
+32 requests are in flight at a time, drawn from `KINDS`: streamed and not, cancelled by their client, with several
+choices, log probabilities, tools, ever-new schemas, salts and prompts, and invalid ones. Nothing is sent twice, so that
+anything kept per request, prompt or schema shows. The KV cache and the grammar cache are small enough to be full, and
+evicting, after the warm-up.
 
-After each `--requests` / 25 the memory of the API process and of the core is read. RSS and PSS are shown; judged is the
-anonymous part, because pages of libraries come and go with other processes. The verdict is the median slope over all
-pairs of readings (Theil and Sen); a jump of the allocator in the first or last third does not move it. Exits with 1
-when a process grows by more than --tolerance bytes per request.
+The memory of the API process and of the core is read after the warm-up, and after each 1/25 of the requests. RSS and
+PSS are shown; the anonymous part is judged, because library pages are shared with other processes. The result is the
+median slope over all pairs of readings (Theil-Sen), which a jump of the allocator in the first or last third does not
+change. Exits with 1 if a process grows by more than --tolerance bytes per request.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from servers import Server, start_argosy
 
 IN_FLIGHT = 32
 KV_BLOCKS = 1024
-"""16 k tokens: a few hundred requests fill them."""
+"""16 k tokens, which a few hundred requests fill."""
 GRAMMAR_CACHE = "2M"
-"""Some 60 grammars: the warm-up fills it."""
+"""About 60 grammars, which the warm-up fills."""
 READINGS = 25
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
-"""glibc gives freed tensors back at once instead of keeping some 10 MiB, now more and now less."""
+"""Make glibc return freed tensors at once instead of keeping a varying amount of about 10 MiB."""
 
 
 class Call(NamedTuple):
@@ -47,7 +47,7 @@ class Call(NamedTuple):
     body: dict[str, Any]
     status: int = 200
     is_cut_off: bool = False
-    """The client hangs up after the first bytes of the answer."""
+    """Whether the client disconnects after the first bytes of the answer."""
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -99,7 +99,7 @@ def cut_off(rng: random.Random) -> Call:
 
 
 def refused(rng: random.Random) -> Call:
-    """Errors of the decoder, of the routes, of the frontend and of the grammar compiler."""
+    """Make a request that fails in the decoder, the routes, the frontend or the grammar compiler."""
     pattern = {"structured_outputs": {"regex": "(" + words(rng, 1)}}
     return rng.choice(
         (
@@ -133,11 +133,12 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Call]]] = {
     "embedding": (1, lambda rng: Call("/v1/embeddings", {"input": words(rng, 20)})),
     "refused": (3, refused),
 }
-"""Name -> share, and what makes a request."""
+"""Maps names to their share of the requests and the function that makes one."""
 
 
 async def exchange(server: Server, call: Call) -> None:
-    """
+    """Send one request and read its answer.
+
     Raises:
         SystemExit: the answer has another status than expected.
     """
@@ -161,7 +162,7 @@ async def exchange(server: Server, call: Call) -> None:
 
 
 async def send(server: Server, rng: random.Random, kinds: list[str], count: int, sent: Counter[str]) -> None:
-    """`count` requests of these kinds, drawn by their shares."""
+    """Send `count` requests of these kinds, drawn by their shares."""
     drawn = iter(rng.choices(kinds, [KINDS[kind][0] for kind in kinds], k=count))
 
     async def worker() -> None:
@@ -173,7 +174,7 @@ async def send(server: Server, rng: random.Random, kinds: list[str], count: int,
 
 
 class Memory(NamedTuple):
-    """Bytes."""
+    """A process's memory in bytes."""
 
     rss: int
     pss: int
@@ -192,19 +193,19 @@ class Memory(NamedTuple):
 
 
 def processes(server: Server) -> dict[str, int]:
-    """Name -> process id, of the API server and of the core that it started."""
+    """Return the process ids of the API server and of the core that it started, by name."""
     api = server.process.pid
     (core,) = Path(f"/proc/{api}/task/{api}/children").read_text().split() or [""]
     return {"API": api, "core": int(core)}
 
 
 def slope(points: list[tuple[int, int]]) -> float:
-    """Median slope over all pairs of (x, y)."""
+    """Return the median slope over all pairs of points (x, y)."""
     return statistics.median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
 
 
 def measure(server: Server, options: argparse.Namespace) -> dict[str, list[tuple[int, int]]]:
-    """Process -> (requests since the warm-up, anonymous bytes)."""
+    """Send all requests; returns (requests since the warm-up, anonymous bytes) per reading, by process."""
     rng, sent = random.Random(options.seed), Counter[str]()
     kinds = [options.only] if options.only else list(KINDS)
     started = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Offline throughput of our engine, transformers and (when its interpreter is given) vLLM, in alternating rounds.
+"""Compare the offline throughput of our engine, transformers and vLLM (if its interpreter is given).
 
     python bench/engine/offline.py --model builtin://tiny --vllm-python VENV/bin/python
     python bench/engine/offline.py --model m06 --contenders argosy vllm vllm-all-cores --vllm-python ...
 
-Each contender is a process of its own: it starts once, with the others stopped by SIGSTOP, and is then woken for its
-rounds; vLLM takes part on one core less than there are and on all. Prompts are random and differ from round to round;
-the first round warms up and is thrown away. Prints each round, then medians and ratios. A model is a folder,
-`builtin://tiny`, or a shape of random_model.py.
+Rounds alternate. Each contender is a process of its own: it starts once, while the others are stopped by SIGSTOP, and
+runs during its rounds only. vLLM takes part in two settings: with one core left free, and with all cores. Prompts are
+random and differ from round to round; the first round warms up and is discarded. Prints each round, then medians and
+ratios. A model is a folder, `builtin://tiny`, or a shape of random_model.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from servers import VLLM, awake, stop
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], int]
-"""(prompts, output tokens of each) -> output tokens in all"""
+"""Generates from (prompts, output tokens per prompt); returns the total number of output tokens."""
 
 START, SPEED = "start to first token s", "output tok/s"
 
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def compare(options: argparse.Namespace) -> Values:
-    """Starts all contenders, then their rounds."""
+    """Start all contenders, then run their rounds."""
     names = [name for name in options.contenders if name not in VLLM or options.vllm_python]
     values: Values = {name: {SPEED: [], START: []} for name in names}
     processes: dict[str, subprocess.Popen[str]] = {}
@@ -91,7 +91,7 @@ def compare(options: argparse.Namespace) -> Values:
 
 
 def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
-    """The contender's process, loading; it answers with the seconds to its first token."""
+    """Start a contender's process. Its first answer is the seconds to its first token."""
     model = options.model if name == "argosy" else resolve(options.model)
     flags = [
         "--serve-as", name, "--model", model, "--num-prompts", str(options.num_prompts),
@@ -113,16 +113,16 @@ def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
 
 
 def ask(process: subprocess.Popen[str], number: int) -> None:
-    """Sends a contender into its round of that number."""
+    """Tell a contender to run the round of that number."""
     assert process.stdin is not None
     print(number, file=process.stdin, flush=True)
 
 
 def answer(process: subprocess.Popen[str], name: str) -> float:
-    """The next figure of a contender; vLLM logs to the same stream.
+    """Read a contender's next figure, skipping log lines: vLLM logs to the same stream.
 
     Raises:
-        SystemExit: it ended.
+        SystemExit: the process ended.
     """
     assert process.stdout is not None
     for line in process.stdout:
@@ -137,7 +137,7 @@ def resolve(model: str) -> str:
     return str(resolve_model(model))
 
 
-# In a contender's process
+# The following runs in a contender's process.
 
 _MARK = "figure: "
 

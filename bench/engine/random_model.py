@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 def write(folder: Path, shape: str) -> Path:
-    """Writes the checkpoint unless the folder has one, and returns the folder."""
+    """Write the checkpoint unless the folder has one; return the folder."""
     if (folder / "model.safetensors").exists():
         return folder
     import torch

@@ -1,4 +1,4 @@
-"""Figures of contenders: medians, the table people read, and the file from which suite.py makes its summary."""
+"""Results of a benchmark: medians, the printed table, and the file that suite.py makes its summary from."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import statistics
 from pathlib import Path
 
 Values = dict[str, dict[str, list[float]]]
-"""Contender, ours first -> figure, with its unit -> its values, one a round."""
+"""Maps contenders (ours first) to figures (names with units), and these to one value per round."""
 
 
 def median(values: Values, contender: str, figure: str) -> float | None:
-    """None where it was not measured."""
+    """Return the median of a figure; None if it was not measured."""
     measured = values.get(contender, {}).get(figure)
     return statistics.median(measured) if measured else None
 
 
 def table(values: Values) -> str:
-    """Markdown: medians, and behind each peer's what ours is of it."""
+    """Return a Markdown table of medians, each peer's followed by the ratio of ours to it."""
     ours, *peers = values
     lines = [" | ".join(["| ", ours, *(f"{peer} | ours is" for peer in peers)]) + " |"]
     lines.append("|---" * (2 + 2 * len(peers)) + "|")

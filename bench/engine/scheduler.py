@@ -1,13 +1,13 @@
-"""What scheduler and KV cache cost: microseconds per running request and step, without a model.
+"""Measure the CPU time of scheduler and KV cache: microseconds per running request and step, without a model.
 
-A stub answers every step with one token per request, so what is left is `Scheduler.schedule` and `Scheduler.update`
-with the KV cache's work in them, for requests of tokens alone: no grammars, no log probabilities, no outputs on their
-way to the API process. `core_step.py` has these.
+A stub returns one token per request for every step, which leaves `Scheduler.schedule` and `Scheduler.update`, including
+the KV cache's work, for plain requests: no grammars, no log probabilities, no outputs sent to the API process.
+`core_step.py` includes these.
 
-Requests start at different lengths, so that each step crosses the block boundaries of every 16th; `boundary` is the
-worst step, in which all cross at once, `prefill` a step that admits all prompts.
+`decode` requests start at different lengths, so that one in 16 crosses a block boundary in each step; `boundary` is the
+worst step, in which all cross one; `prefill` is a step that admits all prompts.
 
-Times are the thread's CPU time, median over the steps of the best round: other processes cost cores, not cycles.
+Times are the thread's CPU time, so that other processes hardly matter: the median over the steps of the best round.
 
     python bench/engine/scheduler.py [--requests 256] [--block-size 16] [--json FILE]
 """
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def measure(num_requests: int, block_size: int, is_staggered: bool) -> dict[str, Cost]:
-    """One round. Staggered: `decode`, the mean over steps; else `boundary` and `prefill`."""
+    """Measure one round. Returns `decode` if staggered, otherwise `boundary` and `prefill`."""
     scheduler = _scheduler(num_requests, block_size)
     for index in range(num_requests):
         extra = index % block_size if is_staggered else 0
@@ -102,7 +102,7 @@ def _scheduler(num_requests: int, block_size: int) -> Scheduler:
 
 
 def _step(scheduler: Scheduler) -> tuple[float, float]:
-    """Seconds in schedule and in update."""
+    """Run one step; returns the seconds spent in `schedule` and in `update`."""
     started = time.thread_time()
     step = scheduler.schedule()
     scheduled = time.thread_time()

@@ -1,7 +1,7 @@
-"""What a benchmark compares: processes, started once each, of which only one is awake at a time.
+"""Servers that a benchmark compares: processes that start once, only one of which runs at a time.
 
-The others are stopped with SIGSTOP, so that they cost nothing while one is measured and rounds can alternate without
-paying each start anew.
+The others are stopped with SIGSTOP, so that they use no CPU while one is measured, and rounds can alternate without
+restarting the servers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 START_TIMEOUT_S = 600
 VLLM = {"vllm": 1, "vllm-all-cores": 0}
-"""vLLM in two settings -> cores it leaves alone (VLLM_CPU_NUM_OF_RESERVED_CPU). One is its default and suits small
-models on a few cores; none suits large ones. Which is better depends on the make of the CPU, too: both are measured."""
+"""Maps vLLM's two settings to the cores that it leaves free (VLLM_CPU_NUM_OF_RESERVED_CPU). Its default, 1, suits small
+models on a few cores; 0 suits large ones. The better one also depends on the CPU's model, so both are measured."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Server:
 
 @contextmanager
 def awake(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Runs a process and its group for the length of the block."""
+    """Let a process and its group run until the block ends."""
     os.killpg(process.pid, signal.SIGCONT)
     try:
         yield
@@ -55,7 +55,7 @@ def awake(process: subprocess.Popen[Any]) -> Iterator[None]:
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
-    """Ends a process, and what is left of its group: vLLM's workers outlive their parents."""
+    """Stop a process and whatever is left of its group, because vLLM's workers outlive their parents."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGCONT)
         process.terminate()
@@ -84,9 +84,10 @@ def start_argosy(
 
 
 def start_vllm(name: str, python: str, model: str, dtype: str, logs: Path) -> Server:
-    """
+    """Start vLLM's server.
+
     Args:
-        name: one of `VLLM`.
+        name: a key of `VLLM`.
     """
     port = _free_port()
     command = [

@@ -1,14 +1,14 @@
-"""`argosy serve` against vLLM's server: latency and throughput of streamed completions, in alternating rounds.
+"""Compare `argosy serve` with vLLM's server: latency and throughput of streamed completions, in alternating rounds.
 
     python bench/engine/serving.py --shape tiny --vllm-python VENV/bin/python
     python bench/engine/serving.py --shape m06 --scenario long --vllm-python VENV/bin/python
 
 `closed`: 128 tokens in, 64 out, with 1, 16 and 64 requests in flight. `long`: prompts of 3000 tokens, cold and cached,
-and decodes beside long prefills.
+and decodes that run during long prefills.
 
-vLLM runs twice, on one core less than there are and on all. Each round measures every server once, in turn; the table
-shows medians of the rounds and ours over theirs.
-Prompts are random token ids and differ from round to round, so nothing is cached unless the scenario says so.
+vLLM takes part in two settings: with one core left free, and with all cores. Each round measures every server once, in
+turn; the table shows medians of the rounds and the ratios of ours to theirs. Prompts are random token ids and differ
+from round to round, so nothing is cached unless the scenario says so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from servers import VLLM, Server, start_argosy, start_vllm
 from stream_client import closed_loop, complete
 
 Figures = dict[str, float]
-"""Name, with its unit, to value."""
+"""Maps names, with units, to values."""
 
 
 def prompts(seed: str, count: int, length: int) -> list[list[int]]:
@@ -43,7 +43,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def closed(url: str, seed: str, options: argparse.Namespace) -> Figures:
-    """128 tokens in, 64 out, with 1, 16 and 64 requests in flight."""
+    """Run a closed loop at each concurrency; by default 128 tokens in, 64 out, with 1, 16 and 64 requests in flight."""
     figures: Figures = {}
     for concurrency in options.concurrency:
         count = max(8, 3 * concurrency)
@@ -59,7 +59,7 @@ async def closed(url: str, seed: str, options: argparse.Namespace) -> Figures:
 
 
 async def long(url: str, seed: str, options: argparse.Namespace) -> Figures:
-    """A cold prompt of 3000 tokens, the same again (a prefix hit), and long prompts among running decodes."""
+    """Run a cold prompt of 3000 tokens, the same again (a prefix hit), and long prompts during decodes."""
     (prompt,) = prompts(seed, 1, 3000)
     cold = await complete(url, "bench", prompt, 1)
     again = await complete(url, "bench", prompt, 1)
@@ -88,7 +88,7 @@ SCENARIOS: dict[str, Callable[[str, str, argparse.Namespace], Awaitable[Figures]
 
 
 def measure(servers: list[Server], options: argparse.Namespace) -> Values:
-    """Server name -> figure -> its values, one a round. The first round warms up and is thrown away."""
+    """Run all rounds; returns each server's figures, one value per round. The first round warms up and is discarded."""
     values: Values = {server.name: {} for server in servers}
     for number in range(options.rounds + 1):
         for server in servers:

