@@ -1,1 +1,1 @@
-"""One device: weights, KV cache tensor, and the runner that executes a scheduled step."""
+"""The worker of one device: weights, KV cache tensor, and the runner that executes a scheduled step."""

@@ -1,7 +1,7 @@
-"""What the machine offers, found without torch: CPU features, GPUs and their memory, memory limits of this process.
+"""Device detection without torch: CPU features, GPUs and their memory, and the memory limits of this process.
 
-`argosy doctor` and the worker ask the same questions here, so that they agree. NVML is asked through ctypes: its
-library comes with the driver. Sizes in bytes.
+`argosy doctor` and the worker both use it, so that they agree. NVML is called through ctypes, because its library comes
+with the driver. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class DeviceMemory(Struct, frozen=True):
     """Memory of the device that an engine would run on."""
 
     device: str
-    """`cpu` or `cuda`"""
+    """`cpu` or `cuda`."""
     name: str
     total_bytes: int
     available_bytes: int
 
 
 def cpu_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> DeviceMemory:
-    """The host's memory, or the tightest cgroup's limit and headroom where that is less.
+    """Return the host's memory, or the tightest cgroup's limit and headroom if that is less.
 
     Page cache that the kernel would drop on demand counts as available, in the cgroup as on the host.
 
@@ -46,7 +46,7 @@ def cpu_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"
 
 
 def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use that cannot be dropped) of this process's memory cgroup and each of its parents."""
+    """Yield (limit, bytes in use that cannot be dropped) of this process's memory cgroup and each of its parents."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -57,7 +57,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         folder = root / path.lstrip("/")
-        # Inside a container the path may be the host's, which is not mounted here: then the root is ours.
+        # In a container the path may be the host's, which is not mounted here; then the root is our own cgroup.
         for place in dict.fromkeys((folder, *folder.parents, root)):
             if not place.is_relative_to(root):
                 continue
@@ -68,7 +68,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """`name number ...` lines."""
+    """Parse lines of the form `name number ...`."""
     pairs = (line.split() for line in _text(file).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}
 
@@ -88,12 +88,12 @@ def _cpu_name(proc: Path) -> str:
 
 
 def has_bf16_instructions(proc: Path = Path("/proc")) -> bool:
-    """Whether the CPU multiplies bf16 natively. Without, oneDNN emulates it, several times slower than float32."""
+    """Whether the CPU multiplies bf16 natively. Otherwise oneDNN emulates it, several times slower than float32."""
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(_text(proc / "cpuinfo").split())
 
 
 def choose_dtype(asked: str, of_checkpoint: str, device: str) -> str:
-    """`float32`, `bfloat16` or `float16`: what was asked for, else the checkpoint's where the device is fast at it."""
+    """Return `float32`, `bfloat16` or `float16`: as asked for, else the checkpoint's if the device is fast at it."""
     if asked != "auto":
         return asked
     dtype = of_checkpoint if of_checkpoint in ("bfloat16", "float16") else "float32"
@@ -107,7 +107,7 @@ class _NvmlMemory(ctypes.Structure):
 
 
 def gpu_memory() -> DeviceMemory | None:
-    """The first GPU this process may see, or None: no driver, no GPU, or CUDA_VISIBLE_DEVICES hides them all."""
+    """Return the first GPU visible to this process; None without driver or GPU, or if CUDA_VISIBLE_DEVICES hides it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = (visible or "0").split(",")[0].strip()
     if visible == "" or first == "-1":

@@ -1,8 +1,8 @@
-"""The tokens that a step drew: one per request on its way to the host, or several where drafts were verified.
+"""Tokens that a step sampled: one per request while it is copied to the host, or several after draft verification.
 
-A draft is verified by drawing. Noise is a function of seed and position, so the token that is drawn behind known tokens
-is the one that a step without drafts would draw; a draft that equals it is known from then on. Hence drafts change
-the number of steps and nothing else, under every sampling parameter.
+Drafts are verified by sampling. Noise is a function of seed and position, so the token sampled after known tokens is
+the one that a step without drafts would sample; a draft is accepted if it equals that token. Drafts therefore change
+only the number of steps, whatever the sampling parameters.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 class HostTokens(NamedTuple):
     token_ids: list[list[int]]
-    """of each row"""
+    """New tokens of each row."""
     logprobs: dict[int, list[TokenLogprobs]]
-    """of each of its tokens, for rows whose requests asked"""
+    """Row -> one entry per new token, for requests that asked for them."""
 
 
 class DrawnTokens(Protocol):
     first: torch.Tensor
-    """int64 [R], on the device: the first token of each row"""
+    """int64 [R], on the device: the first new token of each row."""
     failed: dict[int, str]
-    """Row -> why its request cannot go on"""
+    """Row -> reason why its request cannot continue."""
 
     def wait(self) -> HostTokens: ...
 
 
 class OnTheWay:
-    """One token per row. Waiting for them waits for nothing that was launched behind them."""
+    """One token per row, copied to the host asynchronously. `wait` does not wait for work that was launched later."""
 
     def __init__(self, sampled: SamplerOutput) -> None:
         self.first = sampled.token_ids
@@ -64,17 +64,17 @@ class OnTheWay:
 
 
 class Verified:
-    """Up to one token more than a row has drafts.
+    """Tokens after draft verification: at most one more per row than it has drafts.
 
-    Draws depth by depth, because processors look at the tokens before: the rows whose drafts were right so far. Each
-    depth waits for the device.
+    Sampling proceeds by depth, with the rows whose drafts have all been accepted so far, because logits processors look
+    at the previous tokens. Each depth waits for the device.
 
     Args:
-        logits: [R + number of drafts, vocab_size]; of each row one behind its known tokens and one behind each draft.
+        logits: [R + number of drafts, vocab_size]; for each row, one after its known tokens and one after each draft.
         slots: int64 [R].
-        positions: int64 [R], index in its sequence of the first token that each row gives.
-        drafts: of each row; none is fine.
-        grammar: by rows of the logits.
+        positions: int64 [R], position in its sequence of the first token that each row samples.
+        drafts: draft tokens of each row; may be empty.
+        grammar: bitmask by rows of the logits.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Verified:
 
 
 def _mask_of(grammar: GrammarMask | None, index: NDArray[np.int64]) -> GrammarMask | None:
-    """The mask of the logits that `index` takes, by its places."""
+    """Return the part of the mask for the logits that `index` selects, with rows renumbered accordingly."""
     if grammar is None:
         return None
     _, places, chosen = np.intersect1d(index, grammar.rows, assume_unique=True, return_indices=True)

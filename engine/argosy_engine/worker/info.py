@@ -1,4 +1,4 @@
-"""WorkerInfo: what a worker settled on when it started; apart from the worker, for a core that imports no torch."""
+"""WorkerInfo: what a worker reports when it has started. In its own module, so that the core need not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from argosy_engine.worker.kv_cache_interface import KVCacheGroup
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):
-    """What the worker settled on."""
+    """Model, device and memory that a worker has determined at its start."""
 
     model_path: str
     model_fingerprint: str

@@ -1,7 +1,7 @@
-"""InputBatch: the worker's memory of the requests it runs, in fixed slots of preallocated arrays.
+"""InputBatch: the worker's state of the requests it runs, in fixed slots of preallocated arrays.
 
-A step only touches rows of requests that changed; building its inputs is numpy indexing, no Python per token.
-(vLLM V1's `gpu_input_batch` without row swapping: rows are slots, a step gathers the ones it needs.)
+A step only touches the rows of requests that changed, and its inputs are built by numpy indexing, without a Python loop
+over tokens. Design: vLLM V1's `gpu_input_batch` without row swapping: rows are slots, and a step gathers its own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ class InputBatch:
     """
     Args:
         max_num_seqs: number of slots.
-        max_blocks: blocks per request at full length.
-        num_groups: KV cache groups, each with a block table.
-        eos_token_ids: for the sampler, which lives by the same slots.
+        max_model_len: most tokens of a request.
+        max_blocks: most blocks of a request in one group.
+        num_groups: number of KV cache groups, each with a block table.
+        eos_token_ids: passed to the sampler, which uses the same slots.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class InputBatch:
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
-        """alternatives per prompt token; -1: nobody asked, or they were sent before a preemption"""
+        """Number of alternatives per prompt token; -1 if the request did not ask, or got them before a preemption."""
         self.sampler = Sampler(self.token_ids, eos_token_ids, device, sampling)
         self.slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -67,12 +68,12 @@ class InputBatch:
             self.num_blocks[group, slot] = start + len(added)
 
     def add_drafts(self, slot: int, token_ids: list[int]) -> None:
-        """Puts guesses behind the known tokens, for one step, which computes them."""
+        """Write draft tokens after the known tokens, for the step that computes and verifies them."""
         start = self.num_tokens[slot]
         self.token_ids[slot, start : start + len(token_ids)] = token_ids
 
     def remove(self, request_id: str) -> int | None:
-        """Frees the slot and tells it; None for unknown ids: the request was never scheduled."""
+        """Free a request's slot and return it. Returns None for an unknown id: the request was never scheduled."""
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)

@@ -1,8 +1,9 @@
-"""What a layer keeps per token, and how layers share the block pool. No torch; sizes in bytes.
+"""KV cache specs and groups: what a layer keeps per token, and how layers share the block pool. No torch.
 
-A `KVCacheSpec` describes one layer's part of a block. Layers of equal spec form groups of equal size; a block of the
-pool holds the same bytes whichever group it is given to, and a request has one block table per group. The i-th layers
-of all groups thus live in one tensor. A model of one kind of layer is one group. (vLLM, `v1/kv_cache_interface.py`.)
+A `KVCacheSpec` describes one layer's part of a block; sizes are in bytes. Layers with equal specs form groups of equal
+size. A block of the pool has the same size whichever group uses it, and a request has one block table per group, so the
+i-th layers of all groups share one tensor. A model with one kind of layer has one group. Design: vLLM,
+`v1/kv_cache_interface.py`.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ class FullAttentionSpec(Struct, frozen=True, tag="full_attention"):
     """Keys and values of every token, kept until the request ends."""
 
     page_bytes: int
-    """of one block in one layer"""
+    """Bytes of one block in one layer."""
 
 
 class SlidingWindowSpec(Struct, frozen=True, tag="sliding_window"):
-    """Keys and values of which only the last `window` tokens are read, the newest included."""
+    """Keys and values of the last `window` tokens, including the newest."""
 
     page_bytes: int
     window: int
 
 
 class RecurrentStateSpec(Struct, frozen=True, tag="recurrent_state"):
-    """One state per request, replaced by every step; a block is its slot. Such a state knows no prefix to share."""
+    """One state per request, kept in one block and overwritten by every step. It cannot be shared between requests."""
 
     page_bytes: int
 
@@ -46,10 +47,11 @@ class KVCacheGroup(Struct, frozen=True):
 
 
 def kv_cache_groups(config: ModelConfig, itemsize: int, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """Groups of a model's layers.
+    """Group a model's layers.
 
     Args:
-        itemsize: bytes of a key or value.
+        itemsize: bytes per element of a key or value.
+        block_size: tokens per block.
     """
     page_bytes = 2 * config.num_key_value_heads * config.head_dim * itemsize * block_size
     return group_layers(
@@ -63,12 +65,12 @@ def kv_cache_groups(config: ModelConfig, itemsize: int, block_size: int) -> tupl
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Splits layers into groups of equal spec and (but for the last of a kind) equal size: that of the rarest kind.
+    """Split layers into groups of equal spec. All groups have as many layers as the rarest spec, except for remainders.
 
-    Full attention comes first: its prefix hits bound those of the other groups.
+    Full attention comes first, because its prefix hits bound those of the other groups.
 
     Raises:
-        ConfigError: attention layers differ in the bytes they keep per token.
+        ConfigError: attention layers differ in the bytes that they keep per token.
     """
     kinds: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
@@ -85,16 +87,16 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
 
 
 def block_bytes(groups: Sequence[KVCacheGroup]) -> int:
-    """Of a block of the pool: room for any group."""
+    """Return the bytes of a block of the pool, which is large enough for any group."""
     return max(group.spec.page_bytes * len(group.layers) for group in groups)
 
 
 def peak_blocks(spec: KVCacheSpec, num_tokens: int, block_size: int, max_num_batched_tokens: int) -> int:
-    """Most blocks that one request of `num_tokens` holds in a group while it grows to them."""
+    """Return the most blocks that a request holds at once in a group while it grows to `num_tokens`."""
     if isinstance(spec, RecurrentStateSpec):
         return 1
     if isinstance(spec, SlidingWindowSpec):
-        # The window behind a step's first token and the step itself, neither of which starts at a block boundary.
+        # The window before a step's first token plus the step's tokens, not aligned to block boundaries.
         held = -(-(spec.window - 1 + max_num_batched_tokens) // block_size) + 1
         return min(held, -(-num_tokens // block_size))
     return -(-num_tokens // block_size)

@@ -1,7 +1,8 @@
-"""How many KV blocks fit, and how long a request may be: memory in, budget out. No torch; sizes in bytes.
+"""Memory plan: computes how many KV blocks fit and how long a request may be. No torch; sizes in bytes.
 
-On CUDA a share of the whole device holds weights, activations and KV cache. On a CPU the engine is a guest: it takes a
-share of what the weights leave free, and the pages of the cache are committed only when they are first used.
+On CUDA, weights, activations and KV cache get a share of the whole device. On a CPU the engine shares the machine with
+other programs: the KV cache gets a share of what weights and activations leave free, and its pages are committed only
+when they are first used.
 """
 
 from __future__ import annotations
@@ -19,27 +20,31 @@ from argosy_engine.worker.device import DeviceMemory
 from argosy_engine.worker.kv_cache_interface import KVCacheGroup, block_bytes, kv_cache_groups, peak_blocks
 
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
-"""cpu: a laptop runs two replicas and a browser beside them."""
+"""The CPU default lets a laptop run two replicas and a browser beside them."""
 
 CUDA_CONTEXT_BYTES = 600 << 20
-"""What CUDA, cuBLAS and loaded kernels take beside our tensors, for an estimate before they are loaded."""
+"""Estimate of what CUDA, cuBLAS and loaded kernels take besides our tensors, used before they are loaded."""
 
 _MIB = 1 << 20
 _GIB = 1 << 30
 
 
 def kv_block_bytes(config: ModelConfig, itemsize: int, block_size: int) -> int:
-    """Keys and values of one block over the layers of a KV cache group."""
+    """Return the bytes of a block: keys and values of all layers of a KV cache group."""
     return block_bytes(kv_cache_groups(config, itemsize, block_size))
 
 
 def estimate_activations(
     config: ModelConfig, args: EngineArgs, itemsize: int, *, has_kernels: bool = True
 ) -> int:
-    """Peak of the largest step: its widest layer over all tokens, or sampling with logprobs over all requests.
+    """Estimate the peak activation bytes of the largest step.
+
+    The peak is in the widest layer over all tokens, or in sampling with log probabilities for all requests.
 
     Args:
-        has_kernels: else torch attends and samples, which gathers keys and values and writes more of the vocabulary.
+        itemsize: bytes per element of the model's dtype.
+        has_kernels: whether the CPU kernels are used. Without them torch attends and samples, which gathers keys and
+            values and needs more arrays over the vocabulary.
     """
     q = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
@@ -52,27 +57,32 @@ def estimate_activations(
     sampling = itemsize + 4 + 4 + 4 + 8
     if not has_kernels:
         context = wanted_model_len(args, config) * 2 * kv * itemsize
-        # as gathered, and in the order of the product
+        # once as gathered, and once in the layout of the product
         layer += 2 * max(min(rows * context, WORKSPACE_BYTES), context)
         sampling += 4 + 8  # probabilities, and their sums in float64
     return max(layer, rows * config.vocab_size * sampling)
 
 
 def estimate_weights(config: ModelConfig, elements: Mapping[str, int], itemsize: int, device: str) -> int:
-    """Bytes of the loaded weights: for `argosy doctor` from the checkpoint's element counts (`models.headers`), for an
-    engine from those of the tensors that it took."""
+    """Estimate the bytes of the loaded weights.
+
+    Args:
+        elements: element count of each tensor: for `argosy doctor` those of the checkpoint (`models.headers`), for an
+            engine those of the tensors that it has loaded.
+        itemsize: bytes per element.
+    """
     tied_copy = "lm_head.weight"
     total = sum(
         count for name, count in elements.items() if not (config.tie_word_embeddings and name == tied_copy)
     )
     if config.tie_word_embeddings and device == "cpu":
-        # The output projection is laid out for the product, the embedding for look-ups: two copies.
+        # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
         total += config.vocab_size * config.hidden_size
     return total * itemsize
 
 
 def dummy_elements(config: ModelConfig) -> dict[str, int]:
-    """Element counts of a model without a checkpoint, in three lumps: a dense decoder with a gated MLP."""
+    """Estimate element counts without a checkpoint, for a dense decoder with a gated MLP: layers, embedding, output."""
     q = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
@@ -90,14 +100,14 @@ def plan_memory(
     weights_bytes: int,
     activation_bytes: int,
 ) -> MemoryBudget:
-    """Sizes the KV cache and settles `max_model_len`.
+    """Size the KV cache and determine `max_model_len`.
 
     Args:
-        memory: as it was before the weights were loaded.
-        itemsize: bytes of a key or value.
+        memory: the device's memory before the weights were loaded.
+        itemsize: bytes per element of a key or value.
 
     Raises:
-        DoesNotFit: not even one request of full length fits; the message says which length would.
+        DoesNotFit: not even one request of full length fits; the message says which length would fit.
     """
     utilization = args.gpu_memory_utilization or DEFAULT_UTILIZATION[memory.device]
     groups = kv_cache_groups(config, itemsize, args.block_size)
@@ -125,7 +135,7 @@ def plan_memory(
     max_model_len = wanted_len
     if args.max_model_len == "auto" and fits >= 16:
         max_model_len = min(wanted_len, fits)
-    # An override is the tester's business: requests that are too long for it fail one by one.
+    # `--num-gpu-blocks-override` is for tests: requests that are too long for it fail one by one.
     if fits < max_model_len and args.num_gpu_blocks_override is None:
         raise DoesNotFit(
             _does_not_fit(
@@ -157,7 +167,7 @@ def plan_memory(
 
 
 def check_model(args: EngineArgs) -> None:
-    """What can be said about a model and flags from config.json alone, before torch is imported.
+    """Check model and flags as far as config.json allows, before torch is imported.
 
     Raises:
         ConfigError: the model cannot be served, or not with these flags.
@@ -166,10 +176,10 @@ def check_model(args: EngineArgs) -> None:
 
 
 def wanted_model_len(args: EngineArgs, config: ModelConfig) -> int:
-    """`--max-model-len`, or the model's own limit.
+    """Return `--max-model-len`, or the model's own limit if the flag is not a number.
 
     Raises:
-        ConfigError: more than the model has positions for.
+        ConfigError: the flag exceeds the model's number of positions.
     """
     if not isinstance(args.max_model_len, int):
         return config.max_position_embeddings
@@ -181,7 +191,7 @@ def wanted_model_len(args: EngineArgs, config: ModelConfig) -> int:
 
 
 def request_blocks(groups: Sequence[KVCacheGroup], num_tokens: int, args: EngineArgs) -> int:
-    """Most blocks that one request of that length holds, over all groups."""
+    """Return the most blocks that one request of `num_tokens` holds, over all groups."""
     return sum(
         peak_blocks(group.spec, num_tokens, args.block_size, args.max_num_batched_tokens) for group in groups
     )
@@ -190,7 +200,10 @@ def request_blocks(groups: Sequence[KVCacheGroup], num_tokens: int, args: Engine
 def _longest_that_fits(
     groups: Sequence[KVCacheGroup], num_blocks: int, args: EngineArgs, wanted_len: int
 ) -> int:
-    """Tokens of the longest request for which the blocks suffice, found in whole blocks."""
+    """Return the number of tokens of the longest request that fits, a multiple of the block size.
+
+    One block is left out: the null block.
+    """
     at_most = max(-(-wanted_len // args.block_size), num_blocks)
     return args.block_size * bisect_right(
         range(1, at_most + 1),

@@ -1,7 +1,7 @@
-"""ModelRunner: turns a SchedulerOutput into tensors, runs the model and samples.
+"""ModelRunner: turns a SchedulerOutput into tensors, runs the forward pass and samples.
 
-Owns the KV cache tensor and the input batch. Rows with one new token come first in the flattened batch, because the
-attention backend handles them together.
+It owns the KV cache tensor and the input batch. Requests with one new token come first in the flattened batch, because
+the attention backend handles them together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelRunner:
         self.device = device
         self.block_size = block_size
         self.groups = kv_cache_groups(config, dtype.itemsize, block_size)
-        # The i-th layer of every group has the i-th of these: a block belongs to one group at a time.
+        # The i-th layers of all groups share the i-th entry, because a block belongs to one group at a time.
         storage = _allocate(
             (
                 max(len(group.layers) for group in self.groups),
@@ -63,7 +63,7 @@ class ModelRunner:
         }
         places = [place_of[layer] for layer in range(config.num_hidden_layers)]
         self.kv_cache = [storage[index] for _, index in places]
-        """of each layer, [2, num_blocks, block_size, num_kv_heads, head_dim]"""
+        """One tensor [2, num_blocks, block_size, num_kv_heads, head_dim] per layer."""
         self._group_of_layer = [group for group, _ in places]
         self.batch = InputBatch(
             max_num_seqs,
@@ -80,11 +80,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingStep:
-        """Launches a step. Its tokens are drawn too, unless it awaits a grammar."""
+        """Launch a step, including sampling unless it awaits a grammar bitmask."""
         self._apply(step)
         if not step.num_scheduled_tokens:
             return PendingStep(self.batch, self._unsettled, ModelRunnerOutput([], []))
-        # One new token first; sorted() is stable, so equal rows keep the scheduler's order.
+        # Requests with one new token come first; sorted() is stable, so the rest keeps the scheduler's order.
         scheduled = sorted(step.num_scheduled_tokens.items(), key=lambda item: item[1] > 1)
         request_ids = [request_id for request_id, _ in scheduled]
         slots = np.fromiter(
@@ -96,7 +96,7 @@ class ModelRunner:
         token_ids, positions, meta = self._inputs(slots, query_lens, computed, seq_lens, ends)
 
         hidden = self.model.forward(token_ids, positions, self.kv_cache, meta)
-        # Only rows that reach the end of their known tokens give a next token.
+        # Only requests that reach the end of their known tokens sample a next token.
         is_sampled = seq_lens >= self.batch.num_tokens[slots]
         self.batch.num_computed[slots] = seq_lens
         output = ModelRunnerOutput(request_ids, [[] for _ in request_ids], {}, {})
@@ -126,7 +126,7 @@ class ModelRunner:
         return pending
 
     def _apply(self, step: SchedulerOutput) -> None:
-        """Books the scheduler's diff into the input batch."""
+        """Apply the scheduler's diff to the input batch."""
         for request_id in step.finished_request_ids:
             slot = self.batch.remove(request_id)
             if slot is not None:
@@ -149,7 +149,7 @@ class ModelRunner:
         seq_lens: np.ndarray,
         ends: np.ndarray,
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-        """Flattened token ids, positions and attention metadata."""
+        """Build the flattened token ids [T], positions [T] and attention metadata of a step."""
         batch = self.batch
         num_decodes = int((query_lens == 1).sum())
         slot_of, positions = slots, computed
@@ -188,12 +188,12 @@ class ModelRunner:
         query_lens: np.ndarray,
         computed: np.ndarray,
     ) -> None:
-        """Log probabilities of this step's prompt tokens, for the requests that asked for them."""
+        """Compute log probabilities of this step's prompt tokens for the requests that asked for them."""
         batch = self.batch
         starts = np.cumsum(query_lens) - query_lens
         for row in np.flatnonzero(batch.num_prompt_logprobs[slots] >= 0).tolist():
             slot, first = slots[row], computed[row]
-            # The hidden state of a position gives the next token; behind the last prompt token the output begins.
+            # A position's hidden state predicts the next token, so the last prompt token's predicts output.
             count = min(first + query_lens[row], batch.num_prompt[slot] - 1) - first
             if count > 0:
                 scored = score_prompt(
@@ -211,5 +211,5 @@ class ModelRunner:
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor; on a CPU a generous KV cache costs nothing until it is used."""
+    """Allocate a zeroed tensor. On a CPU its memory is not committed until it is used."""
     return allocate(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""PendingStep: a step that was launched, on its way from the device to the host.
+"""PendingStep: a launched step whose tokens are not on the host yet.
 
-The device goes on without the host: the next step may be launched before this one's tokens are known here, and reads
-them where they are. So nothing waits between two steps but `get`, which is called a step later.
+The device does not wait for the host: the next step may be launched before the host knows this step's tokens, and reads
+them on the device. Only `get` waits, and it is called one step later.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput
 
 
 class UnsettledSteps:
-    """Steps whose tokens the host's tables lack, oldest first; none or one."""
+    """Steps whose sampled tokens are not in the host's tables yet, oldest first; at most one."""
 
     def __init__(self) -> None:
         self.steps: list[PendingStep] = []
 
     def fill(self, token_ids: torch.Tensor, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Puts their tokens where the next step needs them, on the device.
+        """Copy their sampled tokens into the inputs of the next step, on the device.
 
         Args:
-            token_ids: int64 [T] of the step to come, changed in place.
-            slots: [N] of its requests.
-            ends: [N] index of the last token of each in `token_ids`.
+            token_ids: int64 [T], the tokens of the next step; changed in place.
+            slots: int64 [N], the slots of its requests.
+            ends: int64 [N], index of each request's last token in `token_ids`.
         """
         for step in self.steps:
             step.fill(token_ids, slots, ends)
 
     def free(self, slot: int) -> None:
-        """The slot is no longer that of the request that they computed."""
+        """Note that the slot no longer belongs to the request that these steps computed."""
         for step in self.steps:
             step.free(slot)
 
     def settle(self) -> None:
-        """Waits for all tokens that are under way."""
+        """Wait for the tokens of all these steps."""
         for step in list(self.steps):
             step.settle()
 
@@ -47,13 +47,13 @@ class UnsettledSteps:
 class PendingStep:
     """
     Args:
-        output: what is known already; `get` completes it.
-        logits: [R + number of drafts, vocab_size] of the rows that give a token, None if none does: of each one behind
-            its known tokens, and one behind each of its drafts.
-        rows: their R rows in the output.
+        output: what is known so far; `get` completes it.
+        logits: [R + number of drafts, vocab_size] of the R requests that sample a token: for each, one row after its
+            known tokens and one after each of its drafts. None if no request samples.
+        rows: indices of these R requests in the output.
         slots: int64 [R].
-        positions: int64 [R], index in its sequence of the first token that each gives.
-        drafts: of each of the R rows; empty if no row has some.
+        positions: int64 [R], position in its sequence of the first token that each request samples.
+        drafts: draft tokens of each of the R requests; empty if no request has any.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PendingStep:
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None) -> None:
-        """Draws the tokens and starts their way to the host. Once, and before the next step is launched."""
+        """Sample the tokens and start copying them to the host. Call it once, before the next step is launched."""
         if self._logits is None:
             return
         batch = self._batch
@@ -100,7 +100,10 @@ class PendingStep:
         self._unsettled.steps.append(self)
 
     def fill(self, token_ids: torch.Tensor, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """See `UnsettledSteps`, as `free`. Requests with drafts are in no step until theirs is settled."""
+        """Copy sampled tokens into the next step's inputs; see `UnsettledSteps.fill`.
+
+        First tokens suffice, because a request with drafts is not scheduled again before this step is settled.
+        """
         assert self._drawn is not None
         row_of = np.full(self._batch.num_slots, -1, np.int64)
         row_of[self._slots] = np.arange(len(self._slots))
@@ -116,7 +119,7 @@ class PendingStep:
         self._freed.add(slot)
 
     def settle(self) -> None:
-        """Waits for the tokens and writes them to the host's tables."""
+        """Wait for the tokens and write them to the host's tables."""
         if self._is_settled or self._drawn is None:
             return
         self._is_settled = True
@@ -140,19 +143,19 @@ class PendingStep:
         self._batch.token_ids[slots, positions] = values
 
     def _write_verified(self, slot: int, position: int, token_ids: list[int]) -> None:
-        """What was computed behind the last token was a draft's, and counts for nothing."""
+        """Write a request's verified tokens. Its last token is not computed: what was computed there was a draft."""
         end = position + len(token_ids)
         self._batch.token_ids[slot, position:end] = token_ids
         self._batch.num_tokens[slot] = end
         self._batch.num_computed[slot] = end - 1
 
     def get(self) -> ModelRunnerOutput:
-        """Waits for the step's end."""
+        """Wait for the end of the step and return its output."""
         self.settle()
         return self._output
 
     def _mask(self, grammar: GrammarBitmask) -> GrammarMask:
-        """The mask by rows of the logits."""
+        """Map the bitmask's rows to rows of the logits."""
         counts = [1 + len(drafts) for drafts in self._drafts] or [1] * len(self._rows)
         ends = np.cumsum(counts)
         index_of = {self._output.request_ids[row]: index for index, row in enumerate(self._rows)}

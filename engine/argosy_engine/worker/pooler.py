@@ -1,6 +1,6 @@
-"""Pooler: turns the hidden states of a prompt into one vector, for requests that ask for that instead of tokens.
+"""Pooler: turns the hidden states of a prompt into one vector, for requests that ask for a vector instead of tokens.
 
-A prompt may be computed in chunks, so the sum of its states is kept between steps, in float32.
+A prompt may be computed in chunks, so the pooler keeps the sum of its states between steps, in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Pooler:
         self._params[request_id] = params
 
     def remove(self, request_id: str) -> None:
-        """Forgets a request; unknown ids are fine."""
+        """Drop a request. Unknown ids are ignored."""
         self._params.pop(request_id, None)
         self._sums.pop(request_id, None)
 
@@ -36,12 +36,13 @@ class Pooler:
         query_lens: np.ndarray,
         is_complete: np.ndarray,
     ) -> dict[str, list[float]]:
-        """Vectors of the requests whose prompts end in this step.
+        """Return the vectors of the requests whose prompts are complete with this step.
 
         Args:
-            hidden: states of the step's tokens [T, hidden_size], before the final norm.
-            query_lens: tokens of each request in the step.
-            is_complete: whether a request's last token is among them.
+            request_ids: the N requests of the step, in batch order.
+            hidden: [T, hidden_size], states of the step's tokens before the final norm.
+            query_lens: int64 [N], tokens of each request in the step.
+            is_complete: bool [N], whether the step contains the request's last token.
         """
         vectors: dict[str, list[float]] = {}
         if not self._params:

@@ -1,7 +1,7 @@
-"""Peak memory of the largest steps, measured by running them: every token of the budget, every request sampled.
+"""Memory profiling: measures the peak memory of the largest steps by running them.
 
-The requests are made up and share one block of a cache of two: what they attend to is nonsense, what they cost is not.
-(vLLM's `profile_run`.)
+The steps use the whole token budget and sample for every request. The requests are dummies that share one block of a
+two-block cache: their attention results are meaningless, their memory use is not. Design: vLLM's `profile_run`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def measure_activations(
     device: torch.device,
     memory: DeviceMemory,
 ) -> int:
-    """Bytes on a CUDA device beside weights and KV cache: the peak of the largest steps, and what libraries took.
+    """Measure the bytes needed on a CUDA device besides weights and KV cache: the largest steps' peak, and libraries.
 
     Args:
-        runner: makes a ModelRunner of (num_blocks, max_model_len).
-        memory: of the device before anything was loaded.
+        runner: makes a ModelRunner from (num_blocks, max_model_len).
+        memory: the device's memory before anything was loaded.
 
     Raises:
-        ConfigError: the step does not fit.
+        ConfigError: a step does not fit.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -53,11 +53,11 @@ def measure_activations(
 
 
 def run_largest_steps(runner: ModelRunner, args: EngineArgs, max_model_len: int) -> int:
-    """Runs two steps that fill the token budget and sample as many requests as may run, with everything a request can
-    ask of the sampler; returns how many tokens were sampled.
+    """Run two steps that fill the token budget and sample for as many requests as may run.
 
-    One step computes short prompts from their start. In the other all requests are as long as may be: decodes, and
-    one chunk of a prompt.
+    The requests use every feature of the sampler. One step computes short prompts from their start; in the other all
+    requests have the maximum length, and the step computes decodes and one chunk of a prompt. Returns the number of
+    tokens sampled in both steps.
     """
     tokens = args.max_num_batched_tokens
     count = max(min(args.max_num_seqs, tokens), 1)
@@ -82,7 +82,7 @@ def run_largest_steps(runner: ModelRunner, args: EngineArgs, max_model_len: int)
 def _request(runner: ModelRunner, args: EngineArgs, row: int, length: int, num_computed: int) -> NewRequest:
     sampling = SamplingParams(
         temperature=2.0,
-        top_p=0.999999,  # a nucleus of nearly the whole vocabulary
+        top_p=0.999999,  # keeps nearly the whole vocabulary
         min_p=1e-9,
         presence_penalty=0.1,
         frequency_penalty=0.1,
@@ -96,7 +96,7 @@ def _request(runner: ModelRunner, args: EngineArgs, row: int, length: int, num_c
 
 
 def _grammar(runner: ModelRunner, requests: list[NewRequest]) -> GrammarBitmask:
-    """One that allows everything."""
+    """Make a bitmask that allows every token."""
     words = len(requests) * -(-runner.vocab_size // 32)
     return GrammarBitmask([request.request_id for request in requests], b"\xff" * (4 * words))
 

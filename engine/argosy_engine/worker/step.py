@@ -1,7 +1,7 @@
-"""What the scheduler tells the worker in each step, and what comes back.
+"""Scheduler output and model runner output: the messages between scheduler and worker for each step.
 
-Diff-based, as in vLLM V1: a request's prompt travels once (`NewRequest`), afterwards only what changed.
-Plain token ids and block ids; no text, no hashes.
+They are diffs, as in vLLM V1: a request's prompt is sent once (`NewRequest`), afterwards only changes. They contain
+token ids and block ids; no text, no hashes.
 """
 
 from __future__ import annotations
@@ -13,74 +13,74 @@ from argosy_engine.sample.pooling_params import PoolingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 BlockIds = list[list[int]]
-"""Per KV cache group the blocks in token order; 0 where one is no longer read."""
+"""One list per KV cache group of block ids in token order; 0 (the null block) for a block that is no longer read."""
 
 
 class MultimodalFeature(Struct, array_like=True, frozen=True, gc=False):
-    """A picture, sound or video in a prompt, behind placeholder tokens."""
+    """An image, audio clip or video in a prompt, represented by placeholder tokens."""
 
     modality: str
     identifier: str
-    """Digest of its content."""
+    """Digest of the content."""
     offset: int
-    """Position of its first placeholder."""
+    """Position of its first placeholder token."""
     length: int
-    """Number of placeholders."""
+    """Number of placeholder tokens."""
 
 
 class NewRequest(Struct, array_like=True, gc=False):
-    """First schedule of a request, or its resumption after a preemption (then with the tokens generated so far)."""
+    """A request that is scheduled for the first time, or again after a preemption."""
 
     request_id: str
     token_ids: list[int]
-    """Every token known so far: prompt, and output of before the preemption."""
+    """All known tokens: the prompt and the output so far."""
     block_ids: BlockIds
     num_computed_tokens: int
     sampling_params: SamplingParams
     num_output_tokens: int = 0
-    """How many of the last `token_ids` are output."""
+    """How many tokens at the end of `token_ids` are output."""
     pooling_params: PoolingParams | None = None
     adapter: str | None = None
     mm_features: list[MultimodalFeature] = []
 
 
 class GrammarBitmask(Struct, array_like=True, gc=False):
-    """What grammars allow next; only requests that have one and sample in this step."""
+    """Tokens that grammars allow, for the requests of a step that have a grammar and sample."""
 
     request_ids: list[str]
     bitmask: bytes
-    """int32 [rows, ceil(vocab_size / 32)], token t allowed if bit t % 32 of word t // 32 is set. A request has a row
-    for the next token, and one behind each draft that the step verifies."""
+    """int32 [rows, ceil(vocab_size / 32)]; token t is allowed if bit t % 32 of word t // 32 is set. A request has one
+    row for the next token, and one row for the token after each draft that the step verifies."""
 
 
 class SchedulerOutput(Struct, array_like=True, gc=False):
     new_requests: list[NewRequest]
     new_block_ids: dict[str, BlockIds]
-    """Of the requests the worker already knows, those that got blocks; to be appended."""
+    """Request id -> block ids to append, for requests that the worker already knows."""
     num_scheduled_tokens: dict[str, int]
-    """Request id -> tokens to compute in this step; the order is the batch order."""
+    """Request id -> number of tokens to compute in this step, in batch order."""
     total_num_scheduled_tokens: int
     finished_request_ids: list[str]
-    """Requests whose slots the worker frees before this step: finished, aborted or preempted."""
+    """Ids of requests whose slots the worker frees before this step: finished, aborted or preempted."""
     scheduled_spec_token_ids: dict[str, list[int]]
-    """Request id -> drafts that its scheduled tokens end with."""
+    """Request id -> draft tokens at the end of its scheduled tokens."""
     grammar: GrammarBitmask | None = None
     awaits_grammar: bool = False
-    """The mask depends on tokens that are still under way and follows (`PendingOutput.sample`)."""
+    """Whether the bitmask follows later (`PendingOutput.sample`), because it depends on tokens that are in flight."""
 
 
 class ModelRunnerOutput(Struct, array_like=True, gc=False):
     request_ids: list[str]
     sampled_token_ids: list[list[int]]
-    """Per request the new tokens, several when drafts were accepted; none while its prompt is being computed."""
+    """New tokens of each request: none during its prefill, several if drafts were accepted."""
     logprobs: dict[str, list[TokenLogprobs]] = {}
-    """Of the new tokens, for requests that asked for them."""
+    """Request id -> entries of the new tokens, for requests that asked for them."""
     prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
-    """Of prompt tokens computed in this step, with the number of those before them that have some: all but the first
-    prompt token."""
+    """Request id -> (number of earlier entries, entries computed in this step). Every prompt token except the first has
+    an entry."""
     draft_token_ids: dict[str, list[int]] = {}
-    """Guesses at the tokens that follow, for the next step to verify."""
+    """Request id -> proposed draft tokens, which the next step verifies."""
     pooler_output: dict[str, list[float]] = {}
-    """Vectors of the prompts that ended in this step, for requests that asked for one."""
+    """Request id -> vector, for pooling requests whose prompts are complete with this step."""
     errors: dict[str, str] = {}
-    """Requests that cannot go on, and why."""
+    """Request id -> reason why the request cannot continue."""

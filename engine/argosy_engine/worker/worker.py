@@ -1,4 +1,4 @@
-"""Worker: one device from start to shutdown. Chooses device and dtype, loads weights, sizes the KV cache."""
+"""Worker: runs the model on one device. It chooses device and dtype, loads the weights and sizes the KV cache."""
 
 from __future__ import annotations
 
@@ -34,10 +34,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class Worker:
-    """`start` comes first; between `sleep` and `wake_up` it holds neither weights nor KV cache and cannot `execute`.
+    """Owner of one device's weights, KV cache and model runner.
+
+    Call `start` first. Between `sleep` and `wake_up` it holds neither weights nor KV cache and cannot `execute`.
 
     Args:
-        rank: of `world_size` workers on this machine; on CUDA also the index of its GPU among the visible ones.
+        args: arguments of the engine.
+        rank: index among the `world_size` workers on this machine; on CUDA also the index of its visible GPU.
+        world_size: number of workers.
     """
 
     def __init__(self, args: EngineArgs, rank: int = 0, world_size: int = 1) -> None:
@@ -55,10 +59,10 @@ class Worker:
         self._fingerprint: str
 
     def start(self) -> WorkerInfo:
-        """Loads the model and allocates the KV cache.
+        """Load the model and allocate the KV cache.
 
         Raises:
-            ConfigError: see the message.
+            ConfigError: the model cannot be served on this device, or not with these flags.
         """
         args = self.args
         with self._phase("device"):
@@ -125,8 +129,10 @@ class Worker:
         return self._runner.execute(step)
 
     def sleep(self, level: int) -> None:
-        """Gives the memory back. Level 1 leaves the checkpoint in the page cache, from which `wake_up` is quick; level
-        2 asks the kernel to drop that too. No request may be running."""
+        """Free weights and KV cache. No request may be running.
+
+        Level 1 leaves the checkpoint in the page cache, so that `wake_up` is fast; level 2 asks the kernel to drop it.
+        """
         self._runner = None
         gc.collect()
         if self._device.type == "cuda":
@@ -137,7 +143,7 @@ class Worker:
                     os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def wake_up(self) -> None:
-        """Loads the weights again and allocates a KV cache of the same size, empty.
+        """Load the weights again and allocate an empty KV cache of the same size.
 
         Raises:
             ConfigError: the checkpoint is gone or has changed.
@@ -165,7 +171,7 @@ class Worker:
         )
 
     def _current_fingerprint(self) -> str:
-        """Of the checkpoint as it is on disk now."""
+        """Compute the fingerprint of the checkpoint on disk and the settings that determine outputs."""
         args = self.args
         is_dummy = args.load_format == "dummy"
         settings = (
@@ -198,10 +204,10 @@ class Worker:
 
 
 def choose_device(wanted: str, rank: int, world_size: int) -> torch.device:
-    """The CPU, or the rank's own GPU, which becomes this process's default.
+    """Return the CPU, or the rank's GPU, which becomes the default device of this process.
 
     Raises:
-        ConfigError: there is no GPU, or not one for each worker.
+        ConfigError: `cuda` was asked for and there is no GPU, or there are fewer GPUs than workers.
     """
     has_cuda = wanted != "cpu" and torch.cuda.is_available()
     if not has_cuda:
