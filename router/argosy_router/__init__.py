@@ -1,5 +1,6 @@
 """Argosy's router: one OpenAI endpoint in front of every replica of every model.
 
-`http` speaks HTTP/1.1, `discovery` finds replicas, `telemetry` learns what they hold, `policy` chooses, `proxy`
-carries requests, `admin` tells operators, `server` puts them together.
+`http` implements HTTP/1.1, `discovery` finds replicas, `fleet` keeps their load, health and cached prefixes (found in
+`prefixes`), `admission` and `flow_control` decide when a request may go, `policy` chooses the replica, `proxy` forwards
+the request, `records` and `metrics` record it, `admin` is the admin port, and `server` assembles the parts.
 """

@@ -18,13 +18,13 @@ from argosy_protocol.flags import Flag
 from argosy_protocol.fleet import RoutingPolicy
 
 MAX_WAIT_S = 3600.0
-"""What a service's own limits allow, too."""
+"""Upper bound of queue timeouts; the same as for a service's own limits."""
 MAX_REQUEST_S = 86_400.0
-"""The same for the time of a request."""
+"""Upper bound of a request's time; the same as for a service's own limits."""
 MAX_BYTES = 1 << 50
 DEFAULT_ADMIN_PORT = 8081
 DEFAULT_INDEX_MEMORY = 256 * 1024 * 1024
-"""Some 1.3 million chunks of 256 bytes: a third of a gigabyte of prompts."""
+"""Room for some 1.3 million chunks of 256 bytes: a third of a gigabyte of prompts."""
 MIN_INDEX_MEMORY = 1024 * 1024
 LOOPBACK = frozenset(("127.0.0.1", "::1", "localhost"))
 
@@ -56,15 +56,15 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Bounds of one client connection, and of all together."""
+    """Limits and deadlines of client connections, each and all together."""
 
     max_header_bytes: Annotated[int, _NO_FLAG] = 32 * 1024
-    """Request line and headers; nginx's default for large headers is the same."""
+    """Of request line and headers together; the same as nginx's default for large headers."""
     max_headers: Annotated[int, _NO_FLAG] = 100
     max_body_bytes: Annotated[int, _NO_FLAG] = 32 * 1024 * 1024
     """A million tokens of text are 4 MB; images travel inline as base64."""
     max_unread_body_bytes: Annotated[int, _NO_FLAG] = 16 * 1024
-    """Of a body that is discarded unread."""
+    """Of a body that is received but not used."""
     max_inflight_bytes: Annotated[
         int,
         Meta(
@@ -75,12 +75,12 @@ class ServerLimits:
         ),
         Flag(group=_QUEUE, is_size=True),
     ] = 512 * 1024 * 1024
-    """A quarter of the memory that the chart gives a router. Each body is held once, and decoding doubles one of them
-    for a moment."""
+    """A quarter of the memory that the Helm chart gives a router. Each body is held once, and decoding briefly doubles
+    one of them."""
     header_timeout_s: Annotated[float, _NO_FLAG] = 10.0
     """From a request's first byte to the end of its headers (slowloris)."""
     body_timeout_s: Annotated[float, _NO_FLAG] = 30.0
-    """Within each such period a client must deliver `min_body_rate` bytes per second."""
+    """Period in which a client must deliver `min_body_rate` bytes per second on average."""
     min_body_rate: Annotated[int, _NO_FLAG] = 1024
     max_connections: Annotated[
         int,
@@ -95,9 +95,9 @@ class ServerLimits:
             default="half of the files the process may open, 16384 at most",
         ),
     ] = 16384
-    """Of all clients together; `main` takes fewer where the process may not open the files."""
+    """Of all clients together; `main` lowers the default if the process may not open enough files."""
     max_silent_per_address: Annotated[int, _NO_FLAG] = 0
-    """Connections of one client's address without a whole request head; zero: an eighth of `max_connections`."""
+    """Connections per client address without a whole request head. Zero stands for an eighth of `max_connections`."""
     trusted_proxies: Annotated[
         tuple[Annotated[str, Meta(max_length=64)], ...],
         Meta(
@@ -108,12 +108,12 @@ class ServerLimits:
         Flag(name="trusted-proxy", group=_LISTEN, metavar="CIDR", is_repeatable=True),
     ] = ()
     surplus_timeout_s: Annotated[float, _NO_FLAG] = 1.0
-    """How long a connection beyond the limit has to begin its request, which is then refused."""
+    """How long a connection over the limit may take to send a request head, which is then refused."""
     keep_alive_s: Annotated[float, _NO_FLAG] = 75.0
     write_stall_s: Annotated[float, _NO_FLAG] = 60.0
-    """How long a client may leave the write buffer full before it is cut off."""
+    """How long a client may leave the write buffer full before its connection is aborted."""
     write_buffer_bytes: Annotated[int, _NO_FLAG] = 256 * 1024
-    """Above this the replica is paused."""
+    """Size of the write buffer above which reading from the replica is paused."""
     stream_moderation_us: Annotated[
         int,
         Meta(
@@ -124,21 +124,23 @@ class ServerLimits:
         ),
         Flag(group=_LISTEN, metavar="US"),
     ] = 500
-    """Clients see the difference beyond ten milliseconds."""
+    """Clients notice pauses of more than ten milliseconds, hence the bound."""
     max_held_bytes: Annotated[int, _NO_FLAG] = 64 * 1024
-    """Bytes accepted ahead of the answer being written; a client that sends more gets that answer and no other."""
+    """Bytes that a client may pipeline behind the current request. If it sends more, the connection closes after the
+    current response."""
     tls_handshake_timeout_s: Annotated[float, _NO_FLAG] = 10.0
     """From accepting a connection to the end of its handshake."""
     linger_s: Annotated[float, _NO_FLAG] = 1.0
-    """After refusing a request: how long to discard input, so that the refusal is not lost to a TCP reset."""
+    """How long to discard input after refusing a request, so that the refusal is not lost to a TCP reset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
-    """Deadlines and bounds of one connection to a replica."""
+    """Limits and deadlines of a connection to a replica."""
 
     connect_timeout_s: Annotated[float, _NO_FLAG] = 1.0
-    """Replicas are in the same network: a second is a thousand round trips. Bounds what a black hole costs."""
+    """Replicas are in the same network, where a second is a thousand round trips. Bounds the cost of an address that
+    drops packets."""
     idle_timeout_s: Annotated[
         float,
         Meta(
@@ -149,14 +151,15 @@ class ClientLimits:
         Flag(group=_TIMES, metavar="S"),
     ] = 60.0
     keep_alive_s: Annotated[float, _NO_FLAG] = 4.0
-    """Below the shortest keep-alive among engines' servers (uvicorn: 5 s), so that reuse rarely races a close."""
+    """Shorter than the shortest keep-alive timeout among engines' servers (uvicorn: 5 s), so that reuse rarely races
+    with a close."""
     max_idle_connections: Annotated[int, _NO_FLAG] = 256
     max_header_bytes: Annotated[int, _NO_FLAG] = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowControlLimits:
-    """Bounds of each service's queue, where the service has none of its own, and the times of keep-alive comments."""
+    """Limits of the queue of each service that sets none of its own, and the times of keep-alive comments."""
 
     max_queued_requests: Annotated[
         int,
@@ -169,7 +172,7 @@ class FlowControlLimits:
     queue_timeout_s: Annotated[
         Wait, Meta(description="how long one may wait"), Flag(group=_QUEUE, metavar="S")
     ] = 60.0
-    """As long as OpenAI's SDKs wait before they try again."""
+    """The longest retry delay that OpenAI's SDKs accept from a server."""
     hold_timeout_s: Annotated[
         Wait,
         Meta(
@@ -179,8 +182,8 @@ class FlowControlLimits:
         Flag(group=_QUEUE, metavar="S"),
     ] = 0.0
     keep_alive_s: Annotated[float, _NO_FLAG] = 10.0
-    """Time between the comments that a stream without an event gets. In the queue a refusal before the first comment
-    still has its own status."""
+    """Time between the comments sent on a stream that has no event. A queued request that is refused before its first
+    comment still gets the refusal's own status."""
     keep_alive_after_s: Annotated[
         Wait,
         Meta(
@@ -192,7 +195,7 @@ class FlowControlLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Everything `argosy router` can be told."""
+    """The whole configuration of `argosy router`."""
 
     host: Annotated[Name, Meta(description="address of the OpenAI endpoint"), Flag(group=_LISTEN)] = (
         "127.0.0.1"
@@ -259,7 +262,7 @@ class RouterConfig:
         Meta(description="a key and its terms per line, reread when it changes (see docs/access.md)"),
         Flag(group=_ACCESS),
     ] = None
-    """Read again when it changes: a mounted Secret is replaced in place."""
+    """Reloaded when it changes, as a mounted Secret does."""
     routers: Annotated[
         int,
         Meta(
@@ -279,7 +282,7 @@ class RouterConfig:
     ssl_certfile: Annotated[
         Path | None, Meta(description="certificate chain of both ports"), Flag(group=_TLS, metavar="FILE")
     ] = None
-    """Perhaps with its key. Without it both ports are plain HTTP."""
+    """May include the private key. Without it both ports use plain HTTP."""
     ssl_keyfile: Annotated[
         Path | None, Meta(description="its key, unless in --ssl-certfile"), Flag(group=_TLS, metavar="FILE")
     ] = None
@@ -297,7 +300,7 @@ class RouterConfig:
         bool, Meta(description="believe any certificate of an https replica"), Flag(group=_TLS)
     ] = False
     fleet_key: Annotated[bytes, Flag(is_hidden=True, environment="ARGOSY_FLEET_KEY")] = b""
-    """The engines' keys derive from it."""
+    """The key that the engines' keys are derived from."""
     policy: Annotated[
         RoutingPolicy | None,
         Meta(description="for all services"),
@@ -324,7 +327,7 @@ class RouterConfig:
         ),
         Flag(group=_TIMES, metavar="S"),
     ] = 600.0
-    """OpenAI's SDK waits as long by default."""
+    """The default timeout of OpenAI's SDK."""
     first_byte_timeout_s: Annotated[
         float,
         Meta(
@@ -350,7 +353,7 @@ class RouterConfig:
         Meta(description="how long requests under way may take to finish after SIGTERM"),
         Flag(group=_TIMES, metavar="S"),
     ] = 30.0
-    """Keep it below the pod's grace period."""
+    """Keep it below the pod's termination grace period."""
     drain_settle_s: Annotated[
         Wait,
         Meta(
@@ -392,7 +395,11 @@ class RouterConfig:
     ] = "info"
 
     def check(self) -> None:
-        """Raises ConfigError: values contradict each other, or are not safe together."""
+        """Check the configuration as a whole.
+
+        Raises:
+            ConfigError: values contradict each other, or are not safe together.
+        """
         sources = [bool(self.replicas), bool(self.replica_dns), self.fleet_file is not None, self.kubernetes]
         if sum(sources) != 1:
             raise ConfigError(
@@ -425,7 +432,7 @@ class RouterConfig:
         if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             raise ConfigError("--otlp-traces-endpoint must be an http:// or https:// URL")
         if self.hedge_after and self.hedge_after < 1.0:
-            # A prediction is an expectation: at 1 every second request is overdue, and the share of hedges binds.
+            # A prediction is a mean: at 1 every second request is overdue, and only the cap on hedges limits them.
             raise ConfigError("--hedge-after must be 0 or between 1 and 100")
         if self.kubernetes and not self.fleet_key:
             raise ConfigError("--kubernetes needs the fleet key in ARGOSY_FLEET_KEY")

@@ -1,4 +1,4 @@
-"""`argosy router`: reads flags, environment and configuration file, and runs the router until it is told to stop."""
+"""`argosy router`: read flags, environment and configuration file, and run the router until it is stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXIT_ADDRESS = 3
 
 
 def build_parser() -> FlagParser:
-    """All flags, grouped."""
+    """Build the parser with all flags, grouped."""
     parser = FlagParser(
         "argosy router",
         "One OpenAI endpoint in front of many engines, routed by what they have cached.",
@@ -38,13 +38,13 @@ def build_parser() -> FlagParser:
 def config_of(
     arguments: argparse.Namespace, environment: Mapping[str, str], parser: FlagParser | None = None
 ) -> RouterConfig:
-    """The configuration, checked.
+    """Build and check the configuration.
 
     Args:
-        arguments: as a parser of `build_parser` reads them.
+        arguments: as parsed by a parser of `build_parser`.
 
     Raises:
-        ConfigError: a value is out of bounds, or they contradict each other, or are not safe.
+        ConfigError: a value is out of bounds, or values contradict each other or are not safe together.
     """
     try:
         config = (parser or build_parser()).build(RouterConfig, arguments, environment, dec_hook=_decode)
@@ -58,14 +58,18 @@ def config_of(
 
 
 def _decode(kind: type, value: Any) -> Any:
-    """Types that msgspec does not know."""
+    """Decode types that msgspec does not know."""
     if issubclass(kind, Path):
         return kind(value)
     raise NotImplementedError(kind)
 
 
 def _max_connections(asked: int | None) -> int:
-    """Raises ConfigError: the process may not open so many files."""
+    """The connection limit: as asked, or by default derived from the open file limit.
+
+    Raises:
+        ConfigError: the process may not open enough files.
+    """
     available = open_files_limit()
     if asked is None:
         return default_connections(available)
@@ -79,7 +83,7 @@ def _max_connections(asked: int | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the router. Returns the exit code."""
+    """Run the router; return the exit code."""
     with signal_held():
         return _main(argv)
 
@@ -119,7 +123,8 @@ def _run(config: RouterConfig, stderr: LineWriter) -> int:
 
 
 def _raise_file_limit() -> None:
-    """Each request takes two descriptors, and the usual soft limit of 1024 exists only for `select`."""
+    """Raise the open file limit to the hard one: each request takes two descriptors, and the usual soft limit of 1024
+    exists only for `select`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,6 +1,6 @@
-"""A whole router: parts put together, started, drained, stopped.
+"""A whole router: assembly of its parts, start, drain and stop.
 
-Owns: the life of one router in one event loop. Must not know: command line, environment.
+Owns: the lifecycle of one router in one event loop. Must not know: command line, environment.
 Invariant: every task has an owner here or in the fleet, and `run` returns only when all have ended.
 """
 
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_DESCRIBED = 64
-"""Requests that a description lists; the rest is counted."""
+"""Requests that `Router.describe` lists; the rest is only counted."""
 
 
 class Router:
-    """One router. Build it inside the loop that runs it."""
+    """One router. Create it inside the event loop that runs it."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Router:
         tick_s: float = TICK_S,
         stderr: LineWriter | None = None,
     ) -> None:
-        """`stderr` is where the access log goes, if something else writes there, too."""
+        """`stderr` is the writer for the access log, if something else writes to standard error, too."""
         config.check()
         self.config = config
         self._loop = asyncio.get_running_loop()
@@ -130,7 +130,7 @@ class Router:
             self.accounting,
             self._keys.table,
             tracer=self._tracer,
-            # The documented default is no secret; another number may have been chosen to be one.
+            # Only the documented default may be disclosed; another port may have been chosen to stay unknown.
             admin_port=config.admin_port if config.admin_port == DEFAULT_ADMIN_PORT else None,
         )
         self._discovery = discovery or self._configured_discovery()
@@ -161,7 +161,7 @@ class Router:
         self._admin: AdminServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.stopping = asyncio.Event()
-        """Set it to drain and stop."""
+        """Set this to drain and stop."""
         self._hurry = asyncio.Event()
 
     def _configured_discovery(self) -> Discovery:
@@ -209,13 +209,13 @@ class Router:
             lines.append(f"    and {len(requests) - MAX_DESCRIBED} more")
         return "\n".join(lines)
 
-    # life
+    # lifecycle
 
     async def run(self) -> None:
-        """Serves until SIGTERM, SIGINT or `stopping`, then drains. A second signal cuts the drain short.
+        """Serve until SIGTERM, SIGINT or `stopping`, then drain. A second signal ends the drain at once.
 
         Raises:
-            CannotListen: an address is taken or not of this machine.
+            CannotListen: an address is in use or does not belong to this machine.
         """
         async with self.serving():
             with self._signals():
@@ -225,7 +225,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Router]:
-        """Listens and follows the fleet inside the block; cuts everything at its end."""
+        """Listen and follow the fleet inside the block; at its end, close everything without draining."""
         try:
             await self._start()
             yield self
@@ -319,8 +319,8 @@ class Router:
         self.stopping.set()
 
     async def _drain(self) -> None:
-        """Readiness goes first, then the listener, then idle connections; requests under way, those that are still
-        being sent included, get their time."""
+        """Drain: drop readiness, close the listener and then idle connections, and give requests under way, including
+        those still being received, time to end."""
         self.application.is_draining = self.server.is_draining = True
         self.fleet.changed()
         await _wait(self._hurry, self.config.drain_settle_s)
@@ -337,7 +337,7 @@ class Router:
             log.warning("cutting %d requests", self.server.busy)
 
     async def _ended(self) -> None:
-        """Returns when nobody waits for an answer, be it on the main port or on the page's playground."""
+        """Wait until no request is under way, on the main port or in the admin page's playground."""
         await self.server.emptied()
         await self.requests.idle.wait()
 
@@ -389,7 +389,7 @@ def _tracer(config: RouterConfig) -> Tracer | None:
 
 
 def _server_tls(config: RouterConfig) -> ServerTls | None:
-    """The endpoint's TLS, or None for plain HTTP.
+    """TLS of the OpenAI endpoint; None for plain HTTP.
 
     Raises:
         ConfigError: a file cannot be used.
@@ -403,8 +403,8 @@ def _server_tls(config: RouterConfig) -> ServerTls | None:
 
 
 def _admin_tls(config: RouterConfig) -> ServerTls | None:
-    """The admin port's TLS: the endpoint's certificate. Clients need none: kubelets and operators have none, and the
-    port has a key.
+    """TLS of the admin port, with the endpoint's certificate. It asks for no client certificates, since kubelets and
+    the operator have none; the port has a key.
 
     Raises:
         ConfigError: a file cannot be used.

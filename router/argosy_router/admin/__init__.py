@@ -1,1 +1,1 @@
-"""The admin port: overview, history, explanations of decisions, and the page that shows them."""
+"""The admin port: overview, history, explanations of routing decisions, and the page that shows them."""

@@ -1,9 +1,9 @@
-"""The admin port: what operators, probes and people ask the router about itself.
+"""The admin port's HTTP application, for operators, probes and people.
 
 Owns: the admin routes. Must not know: the data plane's connections.
-Invariants: with a fleet key, everything but `/health`, `/ready`, `/metrics` and the page's own files needs the admin
-key derived from it; without one, it answers only to a name of this machine, so that no web page gets at it by having
-its own name resolve to this address; the admin port never lets somebody chat whom the main port would not.
+Invariants: with a fleet key, everything but `/health`, `/ready`, `/metrics` and the page's static files needs the admin
+key derived from it. Without one, these routes answer only to host names of this machine, which stops DNS rebinding by a
+web page. The playground never lets anybody chat whom the main port would refuse.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_WAIT_S = 60.0
 HANDSHAKE_TIMEOUT_S = 10.0
 """From accepting a connection to the end of its TLS handshake, as on the main port."""
 MAX_EXPLAINED_BYTES = 4 * 1024 * 1024
-"""A million tokens of text; decoding more would hold up the data plane, which shares this loop."""
+"""A million tokens of text; decoding more would block the data plane, which shares this event loop."""
 MAX_CHAT_BYTES = 4 * 1024 * 1024
 _JSON = "application/json"
 PAGE = {
@@ -71,7 +71,7 @@ PAGE_HEADERS = {
 
 
 def admin_keys(fleet_key: bytes) -> KeyRing:
-    """Keys of the internal routes; empty (open) without a fleet key."""
+    """Keys for the internal routes; empty (open) without a fleet key."""
     return KeyRing([internal_key(fleet_key, ADMIN_KEY_UID)] if fleet_key else [])
 
 
@@ -85,11 +85,11 @@ def build_admin(
     overviews: Overviews,
     name: str,
 ) -> FastAPI:
-    """The admin application.
+    """Build the admin application.
 
     Args:
-        names: hosts by which it may be called where there are no `keys`; addresses and localhost always may.
-        name: how the router calls itself in reports.
+        names: host names that requests may use if there are no `keys`; addresses and localhost are always allowed.
+        name: the router's name in reports.
     """
     app = FastAPI(title="Argosy router", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -166,7 +166,7 @@ def build_admin(
         inner.body = await _body(request, MAX_CHAT_BYTES)
         client = InnerClient()
         application.chat(client, inner)
-        gone = asyncio.ensure_future(request.receive())  # the body was read: only the end can still come
+        gone = asyncio.ensure_future(request.receive())  # the body was read, so only a disconnect can follow
         await asyncio.wait((client.head, gone), return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if not client.head.done():
@@ -184,7 +184,7 @@ def build_admin(
 
 
 def _is_ours(authority: str, names: Collection[str]) -> bool:
-    """Whether a `Host` header means this machine whatever DNS says, or one of `names`."""
+    """Whether a `Host` header names this machine whatever DNS says (an address, localhost), or one of `names`."""
     try:
         host = (urlsplit(f"//{authority}").hostname or "").removesuffix(".")
         if (
@@ -200,7 +200,7 @@ def _is_ours(authority: str, names: Collection[str]) -> bool:
 
 
 def _serve(app: FastAPI, path: str, content: bytes, content_type: str) -> None:
-    """A file of the page: nothing secret in it, and nothing it shows comes without the key."""
+    """Serve a static file of the page without a key: it has no secrets, and all data it shows need the key."""
 
     @app.get(path)
     async def file() -> Response:
@@ -208,7 +208,11 @@ def _serve(app: FastAPI, path: str, content: bytes, content_type: str) -> None:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """Raises: PayloadTooLarge."""
+    """Read a request's body.
+
+    Raises:
+        PayloadTooLarge: it is longer than `limit` bytes.
+    """
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -218,13 +222,13 @@ async def _body(request: Request, limit: int) -> bytes:
 
 
 class _Kind(msgspec.Struct):
-    """Tells a chat from a completion."""
+    """Field that distinguishes a chat from a completion."""
 
     messages: msgspec.Raw = msgspec.Raw()
 
 
 def _explain(fleet: Fleet, body: bytes, session: bytes) -> bytes:
-    """The explanation for a request's body, as JSON.
+    """Explain the routing of a request's body, as JSON.
 
     Raises:
         BadRequest, NotFound: as the main port would.
@@ -236,17 +240,17 @@ def _explain(fleet: Fleet, body: bytes, session: bytes) -> bytes:
     decoded = decode_request("chat/completions" if is_chat else "completions", body)
     service, adapter = find_service(fleet, decoded)
     declared = session_of(decoded, session)
-    if declared and not adapter:  # without a session, the id that draws does not exist yet
+    if declared and not adapter:  # otherwise a canary is drawn by the request id, which does not exist yet
         service = fleet.answering(service, declared)
     prompt = prompt_of(service, decoded, declared, adapter)
     return msgspec.json.encode(explain(fleet, service, prompt, time.monotonic()))
 
 
 class AdminServer(uvicorn.Server):
-    """uvicorn inside our loop: signals stay ours."""
+    """uvicorn in the router's event loop, without its signal handlers."""
 
     def __init__(self, app: FastAPI, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
-        """`tls` is what the port speaks; None for plain HTTP."""
+        """`tls` is the port's SSL context; None for plain HTTP."""
         config = uvicorn.Config(
             app,
             http=partial(AdminConnection, silent={}),  # type: ignore[arg-type]
@@ -260,12 +264,12 @@ class AdminServer(uvicorn.Server):
             limit_concurrency=MAX_CONNECTIONS,
         )
         config.load()
-        config.ssl = tls  # of its own it would read files once
+        config.ssl = tls  # uvicorn's own context would never be reloaded
         super().__init__(config)
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens on `sockets`. uvicorn's own has no deadline for TLS handshakes, which leaves asyncio's: a minute."""
+        """Listen on `sockets`. uvicorn's own method sets no handshake deadline, which would leave asyncio's of 60 s."""
         config, loop = self.config, asyncio.get_running_loop()
         await self.lifespan.startup()
         handshake_s = HANDSHAKE_TIMEOUT_S if config.ssl is not None else None
@@ -290,7 +294,7 @@ class AdminServer(uvicorn.Server):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port once it listens."""
+        """Host and port; valid once it listens."""
         listening: socket.socket = self.servers[0].sockets[0]
         host, port = listening.getsockname()[:2]
         return host, port

@@ -1,10 +1,10 @@
-"""Connections of the admin port that have yet to send a request's head.
+"""Limit on silent connections of the admin port, which have not sent a whole request head yet.
 
-Owns: how long and how many they may be. Must not know: routes.
-Invariant: at most `MAX_SILENT` of the connections uvicorn admits are silent, so there is always one for a probe.
+Owns: how long connections may be silent, and how many. Must not know: routes.
+Invariant: at most `MAX_SILENT` of the connections that uvicorn admits are silent, so that a probe always gets one.
 
-uvicorn waits for a head for ever, and answers 503 to everybody while it has `limit_concurrency` connections: a few
-hundred silent ones would have the kubelet restart the router.
+uvicorn waits for a request head for ever, and answers 503 to everybody while it has `limit_concurrency` connections: a
+few hundred silent ones would make the kubelet restart the router.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 MAX_CONNECTIONS: Final = 256
 MAX_SILENT: Final = 128
 HEAD_TIMEOUT_S = 10.0
-"""As on the main port, from accepting the connection or a request's first byte."""
+"""From accepting the connection, or from a request's first byte; as on the main port."""
 
 
 class AdminConnection(HttpToolsProtocol):
-    """uvicorn's protocol; `silent` has those without a whole head, oldest first."""
+    """uvicorn's protocol with a deadline for the request head; `silent` is shared, and ordered by age."""
 
     def __init__(self, *args: Any, silent: dict[AdminConnection, None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

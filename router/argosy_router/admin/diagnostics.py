@@ -1,8 +1,8 @@
-"""SIGUSR1: what the router is doing, on standard error; nothing is interrupted.
+"""Diagnostics on SIGUSR1: write what the router is doing to standard error, without interrupting anything.
 
-Owns: the signal, and the thread that waits for it. Must not know: requests (it is given a description).
-First come the stacks of all threads, from a thread of its own, so that an event loop that hangs is told, too. Then
-follow, once the loop turns, its tasks and the requests under way.
+Owns: the signal, and the thread that waits for it. Must not know: requests (a callback describes them).
+A separate thread first writes the stacks of all threads, so that they appear even if the event loop hangs. Once the
+loop turns, its tasks and the requests under way follow.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 log = logging.getLogger(__name__)
 
 MAX_TASKS = 64
-"""Tasks listed; the rest is counted."""
+"""Number of tasks listed; the rest is only counted."""
 
 
 @contextlib.contextmanager
 def signal_held() -> Iterator[None]:
-    """Inside the block SIGUSR1 waits for `describe_on_signal`, where it would kill. Threads that are started inside
-    never get it."""
+    """Block SIGUSR1, whose default action would kill the process, until `describe_on_signal` waits for it. Threads
+    that are started inside the block inherit the mask and never receive it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         yield
@@ -34,10 +34,10 @@ def signal_held() -> Iterator[None]:
 
 
 def describe_on_signal(loop: asyncio.AbstractEventLoop, describe: Callable[[], str]) -> None:
-    """From here on, inside `signal_held`, the signal is answered.
+    """Start answering the signal. Call it inside `signal_held`.
 
     Args:
-        describe: the state of the router; called in the loop, and what it raises is logged.
+        describe: returns the state of the router; called in the event loop, its exceptions are logged.
     """
 
     def tell() -> None:
@@ -52,15 +52,15 @@ def describe_on_signal(loop: asyncio.AbstractEventLoop, describe: Callable[[], s
 def _wait(loop: asyncio.AbstractEventLoop, tell: Callable[[], None]) -> None:
     while not loop.is_closed():
         signal.sigwait({signal.SIGUSR1})
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # the reader is gone
             os.write(2, b"argosy router, process %d: stacks of all threads\n" % os.getpid())
             faulthandler.dump_traceback(2, all_threads=True)
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(tell)
 
 
 def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
-    """Where each task of the loop waits: name and innermost frame."""
+    """List the loop's tasks: name, and innermost frame where each waits."""
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
     lines = [f"  tasks: {len(tasks)}"]
     for task in tasks[:MAX_TASKS]:

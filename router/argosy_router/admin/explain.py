@@ -1,8 +1,8 @@
-"""Which replica a request would get, and why: the choice of `Service.choose` without its traces.
+"""Explanation of a routing decision: which replica a request would get, and why.
 
 Owns: the report of a choice. Must not know: HTTP.
-Invariant: nothing changes, neither turn counters nor the random generator, so the next request is sent where the
-explanation says unless something happens in between.
+Invariant: explaining changes nothing, neither the sequence counter nor the random generator, so the next request goes
+where the explanation says unless something happens in between.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class CandidateReport(Struct, frozen=True, kw_only=True):
     hit_tokens: int
     """Prompt tokens expected in its cache."""
     hit_source: str
-    """`announced` by the replica, `expected` because it was sent the prefix, or `none`."""
+    """`announced` by the replica, `expected` because the replica was sent the prefix, or `none`."""
     terms: dict[str, float]
-    """The policy's figures; in seconds where the name ends in `_s`."""
+    """The policy's figures, in seconds if the name ends in `_s`."""
     cost_s: float
-    """Sum of the terms in seconds."""
+    """Sum of the terms that are in seconds."""
     queued_tokens: int
     requests: int
     kv_usage: float
@@ -42,7 +42,7 @@ class CandidateReport(Struct, frozen=True, kw_only=True):
 
 
 class ExcludedReport(Struct, frozen=True, kw_only=True):
-    """One replica that could not."""
+    """One replica that could not get the request."""
 
     replica: str
     state: str
@@ -58,9 +58,9 @@ class Explanation(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     prompt_chunks: int
     replica: str | None
-    """The one the request would get."""
+    """The replica that the request would go to."""
     reason: str
-    """Value of `x-argosy-route`, or why there is no replica."""
+    """Value of the `x-argosy-route` header, or why no replica is available."""
     predicted_cached_tokens: int = 0
     predicted_ttft_s: float = 0.0
     candidates: tuple[CandidateReport, ...] = ()
@@ -68,7 +68,7 @@ class Explanation(Struct, frozen=True, kw_only=True):
 
 
 def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Explanation:
-    """Explains the choice for a request that would arrive now."""
+    """Explain the choice for a request that would arrive now."""
     policy = fleet.policy or service.spec.policy
     rng = random.Random()  # noqa: S311 - a copy of the one that breaks ties
     rng.setstate(fleet.rng.getstate())

@@ -1,8 +1,8 @@
-"""The last minutes of traffic per model, for people who look at the admin page.
+"""History of the last minutes of traffic per model, for the admin page.
 
 Owns: samples of the metrics' sums, and the rates between them. Must not know: requests.
-Invariant: at most `SAMPLES` samples per model, whatever the load; figures are differences of sums, so nothing is
-counted for this alone.
+Invariant: at most `SAMPLES` samples per model, whatever the load. Figures are differences of existing sums, so the
+history adds no counting to requests.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ INTERVAL_S = 5.0
 SAMPLES = 61
 """Five minutes of intervals."""
 RECENT = 13
-"""A minute of them: headline figures are steadier than the curve."""
+"""One minute of intervals, for the headline figures, which should be steadier than the curve."""
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """Traffic over a time. Ratios and quantiles are None where nothing happened."""
+    """Traffic over a period. Ratios and quantiles are None if there was none."""
 
     requests_per_s: float
     failed_ratio: float | None
-    """Share of answers with a status of 500 and above."""
+    """Share of answers with a status of 500 or above."""
     hit_ratio: float | None
-    """Share of prompt tokens that came from a cache, by usage of the answers."""
+    """Share of prompt tokens that came from a cache, by the answers' usage."""
     output_tokens_per_s: float
     ttft_p50_s: float | None
-    """Of streams; within a histogram's bucket interpolated."""
+    """Time to first token of streams, interpolated within a histogram bucket."""
     ttft_p90_s: float | None
 
 
@@ -45,7 +45,7 @@ class Trend(Struct, frozen=True, kw_only=True):
 
     interval_s: float
     recent: Figures
-    """Over the last minute, or as long as the router runs."""
+    """Over the last minute, or since the model's first request if that is shorter."""
     curve: Sequence[Figures]
     """Per interval, oldest first."""
 
@@ -58,7 +58,7 @@ class _Sums(NamedTuple):
     cached_tokens: float = 0.0
     completion_tokens: float = 0.0
     ttft: Sequence[float] = ()
-    """Counts by bucket."""
+    """Observations per bucket."""
 
 
 class History:
@@ -69,13 +69,13 @@ class History:
         self._samples: dict[str, deque[_Sums]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Sample periodically until cancelled."""
         while True:
             self.sample(time.monotonic())
             await asyncio.sleep(INTERVAL_S)
 
     def sample(self, now: float) -> None:
-        """Takes one sample of every model that has had a request."""
+        """Take one sample of every model that has had a request."""
         sums = self._sums(now)
         for model, latest in sums.items():
             if model not in self._samples:
@@ -148,10 +148,10 @@ def _between(before: _Sums, after: _Sums, bounds: Sequence[float]) -> Figures:
 
 
 def quantile(share: float, counts: Sequence[float], bounds: Sequence[float]) -> float | None:
-    """The value below which `share` of the observations lie, by Prometheus' rule for histograms.
+    """Estimate the value below which `share` of the observations lie, like Prometheus' `histogram_quantile`.
 
     Args:
-        counts: observations per bucket, one more than `bounds`: the last bucket has no end.
+        counts: observations per bucket, one more than `bounds`: the last bucket has no upper bound.
     """
     wanted = share * sum(counts)
     if not wanted:

@@ -1,6 +1,6 @@
-"""The router at a glance, as the admin page shows it.
+"""Overview of the router for the admin page.
 
-Owns: which figures of services and replicas are shown. Must not know: HTTP, how they are drawn.
+Owns: which figures of services and replicas are shown. Must not know: HTTP, how they are rendered.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class ReplicaView(Struct, frozen=True, kw_only=True):
     url: str
     state: str
     is_available: bool
-    """Whether it gets requests."""
+    """Whether it may get requests."""
     inflight: int
-    """Requests of this router."""
+    """Requests of this router that have not ended."""
     requests: int
-    """Running or waiting, of all routers."""
+    """Requests running or waiting there, of all routers."""
     max_num_seqs: int
     queued_tokens: int
     kv_usage: float
@@ -38,7 +38,7 @@ class ReplicaView(Struct, frozen=True, kw_only=True):
     hit_ratio: float | None
     """Share of prompt tokens that came from its cache, since the router started."""
     heard_s: float | None
-    """Since its last heartbeat."""
+    """Seconds since its last heartbeat."""
     idle_connections: int
 
 
@@ -62,18 +62,18 @@ class Overview(Struct, frozen=True, kw_only=True):
     version: str
     uptime_s: float
     state: str
-    """`ready`, `starting` (discovery has not spoken), or `draining`."""
+    """`ready`, `starting` (no snapshot from discovery yet), or `draining`."""
     connections: int
     services: Sequence[ServiceView]
 
 
 class Overviews:
-    """Makes overviews of one router, called `name`."""
+    """Builds overviews of the router called `name`."""
 
     def __init__(
         self, fleet: Fleet, metrics: Metrics, history: History, name: str, connections: Callable[[], int]
     ) -> None:
-        """`connections` tells how many clients are connected."""
+        """`connections` returns the number of connected clients."""
         self._fleet = fleet
         self._metrics = metrics
         self._history = history
@@ -82,7 +82,7 @@ class Overviews:
         self._started = time.monotonic()
 
     def now(self, *, is_ready: bool) -> Overview:
-        """The state of this moment."""
+        """Build an overview of the current state."""
         now = time.monotonic()
         waiting = "draining" if self._fleet.is_loaded else "starting"
         return Overview(

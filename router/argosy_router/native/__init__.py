@@ -1,5 +1,5 @@
-"""What is done in C where that was built (`argosy_router.compile`), and in Python elsewhere.
+"""Functions and classes implemented in C if that was built (`argosy_router.compile`), and in Python otherwise.
 
-Owns: which of the two is used. Both are the same to whoever calls them: `argosy_protocol.chunks`,
-`native.estimate`, `native.ranking` and `prefixes.table` say what they do, and tests hold them against each other.
+Owns: the choice between the two. Both behave alike: `argosy_protocol.chunks`, `native.estimate`, `native.ranking` and
+`prefixes.table` document them, and tests compare them.
 """

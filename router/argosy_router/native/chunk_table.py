@@ -1,4 +1,4 @@
-"""The entries of prefix indexes."""
+"""The `ChunkTable` in use: in C if built, else `prefixes.table`."""
 
 from __future__ import annotations
 

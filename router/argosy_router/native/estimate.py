@@ -1,4 +1,4 @@
-"""How many tokens a prompt's chunks are taken for, before an answer has told."""
+"""Estimate of the tokens in a prompt's chunks from their bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MOST = 2**32 - 1
 
 
 def chunk_tokens(sizes: Iterable[int], bytes_per_token: float) -> array[int]:
-    """For each chunk of `chunk_hashes`, the tokens of the prompt up to and including it, rounded down, as `array("I")`.
+    """For each chunk of `chunk_hashes`, estimate the prompt tokens up to and including it, rounded down (`array("I")`).
 
     Args:
-        sizes: the segments', in bytes.
+        sizes: sizes of the segments in bytes.
         bytes_per_token: above 0.
     """
     return array("I", [int(min(_MOST, offset / bytes_per_token)) for offset in chunk_offsets(sizes)])

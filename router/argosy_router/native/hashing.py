@@ -1,4 +1,4 @@
-"""What needs many short hashes."""
+"""The hash functions in use: in C if built, else in Python."""
 
 from __future__ import annotations
 

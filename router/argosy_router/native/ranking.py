@@ -1,4 +1,4 @@
-"""Rendezvous ranking, as `policy.rendezvous` wants it: the name that a key ranks first."""
+"""Rendezvous ranking for `policy.rendezvous`: the name that a key ranks first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _xxh3 = xxhash.xxh3_64_intdigest
 
 
 def first_ranked(names: Sequence[bytes], key: int) -> int:
-    """The position of the name whose hash, seeded with the key (64 bits), is the highest; the first of equals.
+    """Position of the name with the highest hash, seeded with the 64-bit key; the first of equals.
 
     Raises:
         ValueError: there is no name.

@@ -1,11 +1,11 @@
-"""A model of one engine: a queue, one prefill at a time, decoding in a batch, a prefix cache with LRU eviction.
+"""Model of one engine: a queue, one prefill at a time, batched decoding, a prefix cache with LRU eviction.
 
 Owns: what an engine does with a request, in simulated time. Must not know: routers, traces.
 
 Prefill takes `uncached / prefill_tokens_per_s`; a decode step takes `decode_step_s + decode_step_per_seq_s * running`,
-by the batch at the first token. At most `max_num_seqs` requests run, and only as many as the KV cache has room for with
-all of their output; blocks they share count once, and blocks in use are never evicted. What the model leaves out
-(chunked prefill that slows decoding, preemption) flatters all policies alike.
+with the batch size at the first token. At most `max_num_seqs` requests run, and only as many as fit into the KV cache
+with all of their output; shared blocks count once, and blocks in use are never evicted. What the model leaves out
+(chunked prefill that slows decoding, preemption) favours all policies alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from argosy_router.replay.trace import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """How fast and how large. The defaults are those of SMG's mock worker: a mid-size GPU with an 8B model."""
+    """Speed and size of an engine. The defaults are those of SMG's mock worker: a mid-size GPU with an 8B model."""
 
     prefill_tokens_per_s: float = 8000.0
     decode_step_s: float = 0.006
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(slots=True)
 class CacheChange:
-    """What came into a cache and what had to leave."""
+    """Blocks that were added to a cache and evicted from it."""
 
     stored: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class CacheChange:
 
 
 Schedule = Callable[[float, Callable[[float], None]], None]
-"""Calls back at a time."""
+"""Schedules a callback at a simulated time, which it receives."""
 
 
 class SimulatedEngine:
@@ -87,7 +87,7 @@ class SimulatedEngine:
         return min(1.0, self.running_tokens / self.model.kv_cache_tokens)
 
     def submit(self, job: Job, now: float) -> None:
-        """A request arrives."""
+        """Queue a request that arrives at `now`."""
         job.uncached_tokens = job.request.input_tokens - self._cached(job.request)
         self.queued_tokens += job.uncached_tokens
         self._queue.append(job)
@@ -126,7 +126,7 @@ class SimulatedEngine:
         self._prefill_next(now)
 
     def _room(self, request: TraceRequest) -> int:
-        """Tokens the request needs beside those that running ones use already."""
+        """KV cache tokens that the request needs besides those that running requests already use."""
         shared = sum(tokens for block, tokens in _blocks(request) if block in self._users)
         return request.input_tokens + request.output_tokens - shared
 
@@ -143,7 +143,7 @@ class SimulatedEngine:
         self.running_tokens -= self._room(request)
 
     def _cached(self, request: TraceRequest) -> int:
-        """Prompt tokens in the cache; the last token is always computed, as in vLLM."""
+        """Prompt tokens found in the cache; the last token is always computed, as in vLLM."""
         run = 0
         for block in request.blocks:
             if block not in self._cache:
@@ -159,7 +159,7 @@ class SimulatedEngine:
                 self._cache_tokens += tokens
                 change.stored.append(block)
                 change.tokens.append(end)
-        # The deepest blocks count as used first, so that they are evicted before what they build on.
+        # The deepest blocks are touched first, so that they are evicted before the blocks they depend on.
         self._touch(reversed(request.blocks))
         for _ in range(len(self._cache)):
             if self._cache_tokens <= self.model.kv_cache_tokens:
@@ -179,5 +179,5 @@ class SimulatedEngine:
 
 
 def _blocks(request: TraceRequest) -> Iterable[tuple[int, int]]:
-    """Each block with the tokens it covers itself."""
+    """Each block with the number of tokens that it covers itself."""
     return zip(request.blocks, map(sub, request.ends, chain((0,), request.ends)), strict=False)

@@ -1,6 +1,6 @@
-"""The figures of a replay, and how they compare.
+"""Report of a replay: figures per policy, and a table that compares them.
 
-Owns: percentiles, shares, the table. Must not know: how they came about.
+Owns: percentiles, shares, the table. Must not know: how the figures were measured.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ BASELINE = "round-robin"
 
 
 class PolicyResult(Struct, frozen=True, kw_only=True):
-    """One policy on one number of replicas."""
+    """Figures of one policy on one number of replicas."""
 
     policy: str
     replicas: int
     cached_share: float
-    """Of all prompt tokens."""
+    """Share of prompt tokens found in a cache."""
     oracle_share: float
-    """What a boundless cache that all replicas share would have had."""
+    """The same for an unbounded cache shared by all replicas."""
     predicted_share: float
-    """What the router expected, of all prompt tokens."""
+    """Share of prompt tokens that the router expected to be cached."""
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
     ttft_error_mean_s: float
-    """Mean difference, either way, between predicted and simulated time to first token."""
+    """Mean absolute difference between predicted and simulated time to first token."""
     imbalance: float
     """Busiest replica's prefill time over the mean."""
     makespan_s: float
 
 
 def result_of(outcome: Outcome, oracle_tokens: int) -> PolicyResult:
-    """The figures of one replay."""
+    """Compute the figures of one replay."""
     ttft = sorted(outcome.ttft_s)
     errors = [abs(a - b) for a, b in zip(outcome.ttft_s, outcome.predicted_ttft_s, strict=True)]
     mean_busy = sum(outcome.busy_s) / len(outcome.busy_s)
@@ -69,7 +69,7 @@ HEADER = (
 
 
 def rows(results: Sequence[PolicyResult]) -> list[tuple[str, ...]]:
-    """Lines under `HEADER`; the ratios are to round-robin on as many replicas."""
+    """Rows of the table under `HEADER`; the ratios compare to round-robin on the same number of replicas."""
     baselines = {result.replicas: result for result in results if result.policy == BASELINE}
     table: list[tuple[str, ...]] = []
     for result in results:

@@ -1,10 +1,10 @@
-"""The simulation: a trace, some routers, a fleet of simulated engines.
+"""Simulation of a trace with some routers and a fleet of simulated engines.
 
-Owns: simulated time and what flows between routers and engines: requests, telemetry, first tokens, ends.
+Owns: simulated time, and the events between routers and engines: requests, telemetry, first tokens, ends.
 Must not know: how a choice is made (`Service.choose`), how results are shown.
 
-Each router has its own service, index and load accounts, as separate processes would; engines announce what they store
-and evict at once, and their load every `HEARTBEAT_S`.
+Each router has its own service, index and load accounts, as separate processes would have. Engines announce stored and
+evicted blocks at once, and their load every `HEARTBEAT_S`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from argosy_router.replay.engine import CacheChange, EngineModel, Job, Simulated
 from argosy_router.replay.trace import TraceRequest
 
 HEARTBEAT_S = 1.0
-"""The engines' own interval at rest; a busier one reports more often, so this is the harder case."""
+"""The real engines' interval when idle; a busy engine reports more often, so this is the harder case."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a replay measured."""
+    """Measurements of one replay."""
 
     policy: str
     replicas: int
@@ -43,14 +43,14 @@ class Outcome:
     predicted_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
     predicted_ttft_s: list[float] = field(default_factory=list)
-    """In the order of `ttft_s`."""
+    """Predictions, in the order of `ttft_s`."""
     busy_s: list[float] = field(default_factory=list)
     """Seconds of prefill, per replica."""
     makespan_s: float = 0.0
 
 
 def unused_pool(url: str) -> ConnectionPool:
-    """Of a replica to which nothing is ever sent."""
+    """Connection pool of a replica to which nothing is ever sent."""
     loop = asyncio.new_event_loop()
     loop.close()
     return ConnectionPool(url, ClientLimits(), TimerWheel(loop), ClientTls())
@@ -103,7 +103,7 @@ class Simulation:
         self.outcome = Outcome(policy, replicas)
 
     def run(self) -> Outcome:
-        """To the end of the last request."""
+        """Run the simulation to the end of the last request."""
         for request in self._requests:
             self._at(request.arrival_s, lambda now, request=request: self._arrive(request, now))
         self._at(0.0, self._heartbeat)

@@ -1,10 +1,10 @@
-"""Traces: when requests came, how long they were, and which prefixes they shared.
+"""Request traces: arrival times, lengths and shared prefixes.
 
 Owns: the file format and the synthetic trace. Must not know: routing.
 
-The format is Mooncake's (one JSON object a line): `timestamp` in milliseconds, `input_length`, `output_length`, and
-`hash_ids`, where equal ids mean equal blocks with equal beginnings. A block covers `block_tokens` tokens unless the
-line says in `token_ends` where each ends, as the traces that are recorded here do.
+The format is Mooncake's (one JSON object per line): `timestamp` in milliseconds, `input_length`, `output_length`, and
+`hash_ids`, where equal ids mean equal blocks with equal prefixes. A block covers `block_tokens` tokens, unless the line
+gives the end of each in `token_ends`, as the router's own recordings do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 MOONCAKE_BLOCK_TOKENS = 512
 SYNTHETIC_BLOCK_TOKENS = 64
 _WARMUP_THINKS = 12.0
-"""Few conversations of the synthetic trace last longer than as many pauses."""
+"""Length of the warm-up, in mean pauses between turns; few synthetic conversations last longer."""
 MAX_TOKENS = 1 << 24
 
 
@@ -29,13 +29,13 @@ class TraceError(Exception):
 
 
 class TraceRequest(NamedTuple):
-    """One request."""
+    """One request of a trace."""
 
     arrival_s: float
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
-    """Ids of its prompt's blocks; each stands for everything up to its end."""
+    """Ids of the prompt's blocks; each stands for the whole prompt up to its end."""
     ends: tuple[int, ...]
     """Prompt tokens up to the end of each block."""
 
@@ -52,10 +52,10 @@ _decoder = msgspec.json.Decoder(_Line)
 
 
 def read_trace(path: Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> list[TraceRequest]:
-    """A trace file, in order of arrival; time starts at zero.
+    """Read a trace file; the requests are ordered by arrival, the first at time zero.
 
     Raises:
-        TraceError: it cannot be read, or a line is not a request.
+        TraceError: the file cannot be read, or a line is not a request.
     """
     requests = []
     try:
@@ -89,14 +89,14 @@ def _request(line: bytes, block_tokens: int, where: str) -> TraceRequest:
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """The same format, with `token_ends`."""
+    """Write a trace file, with `token_ends`."""
     with path.open("wb") as file:
         for request in requests:
             file.write(encode_request(request))
 
 
 def encode_request(request: TraceRequest) -> bytes:
-    """One line of the format, with its end."""
+    """Encode one request as a line, with its line end."""
     line = _Line(
         request.arrival_s * 1000.0,
         request.input_tokens,
@@ -119,11 +119,11 @@ def synthetic_trace(
     think_s: float = 20.0,
     seed: int = 0,
 ) -> list[TraceRequest]:
-    """Conversations that share system prompts: about half of the prompt tokens can come from a cache.
+    """Generate conversations that share system prompts: about half of the prompt tokens can come from a cache.
 
-    Each conversation begins with one of `groups` prefixes, the k-th as popular as 1/k, and has `turns` turns on average
-    (geometric); each turn's prompt is the last one's, its answer, and `turn_tokens` more on average (exponential).
-    Conversations begin as a Poisson process, so that `rate_per_s` requests come on average.
+    Each conversation begins with one of `groups` prefixes, the k-th with a weight of 1/k, and has `turns` turns on
+    average (geometric). Each turn's prompt is the previous prompt, its answer, and `turn_tokens` more on average
+    (exponential). Conversations begin as a Poisson process, so that `rate_per_s` requests arrive on average.
     """
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     popularity = [1.0 / (rank + 1) for rank in range(groups)]
@@ -158,12 +158,12 @@ def _blocks(tokens: int, fresh: Iterator[int]) -> list[int]:
 
 
 def at_speed(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
-    """The same requests, `factor` times as fast after one another."""
+    """The same requests, arriving `factor` times as fast."""
     return [request._replace(arrival_s=request.arrival_s / factor) for request in requests]
 
 
 def oracle_tokens(requests: Iterable[TraceRequest]) -> int:
-    """Prompt tokens one boundless cache that everyone shares would hold when they are asked for."""
+    """Prompt tokens that an unbounded cache shared by all replicas would provide."""
     seen: set[int] = set()
     total = 0
     for request in requests:
