@@ -1,1 +1,1 @@
-"""Structured outputs: what a request may ask its output to look like, and the grammars that make it so."""
+"""Structured outputs: the request parameters, and the grammars that constrain an output to them."""

@@ -1,8 +1,8 @@
-"""BoundedThread: short native calls on a thread that is given up when one of them takes too long.
+"""BoundedThread: runs short native calls in a thread that is abandoned if one of them takes too long.
 
-A step of a matcher is native code that cannot be interrupted, and there are grammars for which it takes seconds. The
-native code releases the interpreter, so the caller can go on without the thread that is stuck in it. What is measured
-is the thread's own CPU time: a machine that is busy with other things fails nobody.
+A step of a grammar matcher is native code that cannot be interrupted, and for some grammars it takes seconds. The
+native code releases the GIL, so the caller can continue without the thread that is stuck in it. The limit applies to
+the thread's own CPU time, so that a busy machine does not make calls fail.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NICENESS = 19
 
 
 _LEAST_SHARE = 0.1
-"""Of the bound, for calls behind several that were given up in the same run."""
+"""Smallest share of the limit, for calls after several abandoned ones in the same run."""
 
 
 class TookTooLong(Exception):
-    """A call used more CPU time than its bound; it still runs, and nobody waits for it."""
+    """A call has used more CPU time than its limit and was abandoned; it may still be running."""
 
     def __init__(self, cpu_s: float) -> None:
         super().__init__(f"more than {cpu_s:g} s of CPU time")
@@ -31,16 +31,17 @@ class TookTooLong(Exception):
 
 
 class TooManyStuck(Exception):
-    """The call was not made: as many threads as may be are stuck in others."""
+    """A call was not made, because too many threads are stuck in abandoned calls."""
 
 
 class BoundedThread:
-    """One caller at a time.
+    """Thread for calls with a CPU time limit. Only one thread at a time may use it.
 
     Args:
-        max_given_up: threads stuck at once. While there are as many no call is made, because it might not come back.
-        cpu_s: CPU time that one call may use. Behind each call of a run that is given up it is half of that, down to
-            `_LEAST_SHARE`: the caller waits for all of them.
+        cpu_s: CPU time that a call may use. It is halved after each abandoned call of the same run, down to
+            `_LEAST_SHARE`, because the caller waits for all of them.
+        max_given_up: maximum number of stuck threads. While there are so many, no call is made, because it might get
+            stuck too.
     """
 
     def __init__(self, cpu_s: float, max_given_up: int = 64) -> None:
@@ -51,16 +52,19 @@ class BoundedThread:
 
     @property
     def num_given_up(self) -> int:
-        """Threads that are still stuck in a call that took too long."""
+        """Number of threads that are still stuck in abandoned calls."""
         self._given_up = [worker for worker in self._given_up if worker.is_alive]
         return len(self._given_up)
 
     def run(
         self, calls: Sequence[Callable[[], object]], on_given_up: Callable[[int], None] = lambda index: None
     ) -> dict[int, Exception]:
-        """Makes the calls in order; what they raised, by index. `TookTooLong` for one that was given up: whatever it
-        still writes to must not be used again, for which there is `on_given_up(index)`, before the next call.
-        `TooManyStuck` for those that were not made."""
+        """Make the calls in order and return the exceptions that they raised, by index.
+
+        A call that was abandoned has `TookTooLong`, one that was not made `TooManyStuck`. An abandoned call may still
+        write to its data, which must therefore not be used again; `on_given_up(index)` is called before the next call,
+        so that the caller can replace it.
+        """
         errors: dict[int, Exception] = {}
         start, cpu_s = 0, self._cpu_s
         while start < len(calls):
@@ -99,7 +103,7 @@ class BoundedThread:
 
 
 class _Batch:
-    """Calls from `index` on. The lock decides whether a call ended before it was given up."""
+    """Calls from `index` on. The lock decides whether a call ended before it was abandoned."""
 
     def __init__(
         self, calls: Sequence[Callable[[], object]], start: int, errors: dict[int, Exception]
@@ -148,7 +152,7 @@ class _Worker:
         self._inbox.put(batch)
 
     def wait(self, batch: _Batch, cpu_s: float) -> int | None:
-        """None when the batch is done, or the index of the call that has used up its time."""
+        """Wait until the batch is done (None) or a call has used up its CPU time (its index)."""
         wait_s = cpu_s
         while True:
             with contextlib.suppress(queue.Empty):
@@ -165,7 +169,7 @@ class _Worker:
             wait_s = max(left_s, _MIN_WAIT_S)
 
     def give_up(self) -> None:
-        """The thread ends when its call does, at the lowest priority."""
+        """Lower the thread's priority, and let it end when its call returns."""
         self.end()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, _NICENESS)

@@ -1,20 +1,20 @@
-"""GrammarCompiler: specs to compiled grammars, off the hot path, with deadlines, fair shares and a bounded cache.
+"""GrammarCompiler: compiles grammars off the hot path, with deadlines, fair queueing and a bounded cache.
 
-Each compilation has a thread of its own, which waits for a backend that can be killed. What keeps requests with
+Each compilation has its own thread, which waits for a backend that can be killed. These rules keep requests with
 grammars from starving each other:
 
-- A request is answered at its deadline at the latest, counted from its submission: whatever the reason that it still
-  waits, be it the queue, the start of the backend or the compilation itself.
-- A compilation that nobody waits for any more is dropped, or killed if it runs.
-- Keys take turns, and each may queue a part of the whole queue only. The key is the tenant that the router names, which
-  no client can choose (`headers.TENANT`); requests without one share a key.
-- A compilation that requests of several keys wait for belongs to each of them: it is begun at the first turn of any,
-  goes on while one of them waits, and is counted for the key that has the fewest.
-- A compilation that takes longer than `QUANTUM_S` gives its slot to the next and goes on at a lower priority, beside
-  a few others like it (`MIN_LONG`); beyond them the key that has most of them loses its newest one.
-- A failure, of a thread's start too, costs the requests that wait for this grammar, nobody else.
+- A request is answered by its deadline, counted from its submission, whatever it is waiting for: the queue, the start
+  of the backend or the compilation itself.
+- A compilation is dropped, or killed if it runs, when no request waits for it any more.
+- Keys take turns, and each may fill only a part of the queue. The key is the tenant that the router names, which no
+  client can choose (`headers.TENANT`); requests without a tenant share a key.
+- A compilation for requests of several keys belongs to each of these keys: it starts at the first turn of any of them,
+  continues while a request of any of them waits, and counts for the key that has the fewest long compilations.
+- A compilation that takes longer than `QUANTUM_S` yields its slot and continues at a lower priority. Only a few of them
+  may run (`MIN_LONG`); if there are more, the newest one of the key that has most of them is killed.
+- A failure, even to start a thread, affects only the requests that wait for this grammar.
 
-Knows neither XGrammar nor processes. Time comes from `clock` and passes in `tick`, which its owner calls.
+The module knows neither XGrammar nor processes. Time is read from `clock`, and the owner must call `tick` regularly.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("argosy.structured")
 
 DEADLINE_S = 30.0
-"""From submission to the answer. Usual schemas take milliseconds to a second; the most that a schema of a large tool
-catalogue needs with a vocabulary of 150k tokens is about ten."""
+"""Limit from submission to the answer. Usual schemas take milliseconds to a second, the schema of a large tool
+catalogue with a vocabulary of 150k tokens about ten seconds."""
 QUANTUM_S = 1.0
-"""How long a compilation keeps its slot. Nearly all are done within it."""
+"""How long a compilation may keep its slot. Nearly all finish within it."""
 MIN_LONG = 4
-"""Compilations without a slot, where there are fewer slots. Each may take memory (`grammar_process.MAX_MEMORY_BYTES`)
-and a part of a core."""
+"""Maximum number of long compilations beside the slots, or the number of slots if that is larger. Each may take memory
+(`grammar_process.MAX_MEMORY_BYTES`) and a share of a core."""
 TICK_S = 0.1
-"""How exactly deadlines are kept; `tick` does nothing more often than that."""
+"""Precision of deadlines: `tick` does nothing if it is called more often."""
 MAX_QUEUED = 1024
 MAX_QUEUED_PER_KEY = 256
 _MAX_EXPIRED = 256
 EXPIRED_S = 300.0
-"""How long a grammar that did not compile in time is refused without another try. The reason may have been a machine
-that was busy, or a compiler that was still being started."""
+"""How long a grammar that did not compile in time is refused without another attempt. It is not refused for ever,
+because the machine may have been busy, or the compiler may have been starting."""
 
 
 class NoGrammar(NamedTuple):
-    """Why there is no grammar."""
+    """Reason why a grammar is not available."""
 
     reason: str
     is_overload: bool = False
-    """Whether the grammar may well compile later."""
+    """Whether a later attempt may succeed."""
 
 
 _TOO_MANY = NoGrammar("too many grammars are taking too long to compile", is_overload=True)
@@ -65,38 +65,38 @@ _QUEUE_FULL = NoGrammar("too many grammars are waiting to be compiled", is_overl
 _CLOSED = NoGrammar("the engine is shutting down", is_overload=True)
 
 Done = Callable[["CompiledGrammar | NoGrammar"], None]
-"""Called once, from any thread: the grammar, or why there is none."""
+"""Callback with the grammar, or the reason why there is none. Called once, from any thread."""
 
 
 class BackendUnavailable(Exception):
-    """The backend could not work on a grammar, which may be a good one."""
+    """Raised if the backend failed for a reason other than the grammar, which may be valid."""
 
 
 class Compilation(Protocol):
     def run(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Blocks; called once, in a thread of its own.
+        """Compile the grammar. Blocks; called once, in a separate thread.
 
         Raises:
-            RuntimeError, ValueError, TypeError: what is wrong with the grammar.
-            BackendUnavailable: a later try may succeed.
+            RuntimeError, ValueError, TypeError: the grammar is invalid; the message tells why.
+            BackendUnavailable: a later attempt may succeed.
         """
         ...
 
     def kill(self) -> None:
-        """Ends it at once, before or while it runs: `run` raises. Called from any thread; never blocks."""
+        """End the compilation at once, before or during `run`, which then raises. Thread-safe; never blocks."""
         ...
 
     def lower_priority(self) -> None:
-        """Never blocks."""
+        """Lower the compilation's priority. Never blocks."""
         ...
 
 
 class Backend(Protocol):
     def new_compilation(self) -> Compilation:
-        """Never blocks for long.
+        """Prepare a compilation. Never blocks for long.
 
         Raises:
-            OSError, RuntimeError: what it needs cannot be had now.
+            OSError, RuntimeError: a resource that it needs is not available now.
         """
         ...
 
@@ -104,7 +104,7 @@ class Backend(Protocol):
 
 
 def start_thread(target: Callable[[], None]) -> None:
-    """Raises RuntimeError if the system has no more threads."""
+    """Run a function in a daemon thread. Raises RuntimeError if the system has no more threads."""
     threading.Thread(target=target, daemon=True, name="grammar compiler").start()
 
 
@@ -120,25 +120,25 @@ class _Job:
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
         self.waiters: dict[str, _Waiter] = {}
-        """By request id."""
+        """Request id -> waiter."""
         self.keys: Counter[str] = Counter()
-        """The keys it belongs to, with the number of their requests. Until it starts it is in the queue of each."""
+        """Keys that the job belongs to -> waiting requests of each. Until it starts it is queued under each of them."""
         self.compilation: Compilation | None = None
         self.started_at: float | None = None
         self.is_long = False
-        """Whether it has given its slot away."""
+        """Whether it has yielded its slot."""
         self.is_over = False
 
 
 class GrammarCompiler:
-    """Thread-safe. Equal specs that are asked for at the same time are compiled once.
+    """Compiler of grammar specs. Thread-safe. Equal specs that are requested at the same time are compiled once.
 
     Args:
-        num_threads: compilations at once, and `MIN_LONG` or again as many that take long.
+        num_threads: number of slots for compilations; as many long ones, but at least `MIN_LONG`, may run beside them.
         deadline_s: seconds from the submission of a request to its answer.
         cache_bytes: bound on the compiled grammars kept for later requests.
         clock: monotonic seconds.
-        start_thread: runs a function in a thread of its own, or raises RuntimeError.
+        start_thread: runs a function in a new thread, or raises RuntimeError.
     """
 
     def __init__(
@@ -160,14 +160,15 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._queue: FairQueue[_Job] = FairQueue()
         self._jobs: dict[GrammarSpec, _Job] = {}
-        """Waiting or running."""
+        """Queued and running jobs."""
         self._job_of: dict[str, _Job] = {}
-        """By the id of a request that waits for it."""
+        """Request id -> the job that it waits for."""
         self._num_quick = 0
+        """Number of running jobs that hold a slot."""
         self._long: list[_Job] = []
-        """Oldest first."""
+        """Running jobs that have yielded their slot, in the order in which they did."""
         self._expired: OrderedDict[GrammarSpec, float] = OrderedDict()
-        """The last specs that did not compile within the deadline, and until when another try would take as long."""
+        """The last specs that did not compile within the deadline -> until when they are refused."""
         self._next_tick = 0.0
         self._is_closed = False
         self._cache: OrderedDict[GrammarSpec, tuple[CompiledGrammar, int]] = OrderedDict()
@@ -186,10 +187,10 @@ class GrammarCompiler:
         return len(self._jobs) - self.num_running
 
     def submit(self, request_id: str, spec: GrammarSpec, done: Done, key: str = "") -> CompiledGrammar | None:
-        """The grammar if it is in the cache; else None, and `done` is called when it is there or cannot be.
+        """Return the grammar if it is cached; else return None and call `done` when it is compiled or has failed.
 
         Args:
-            key: whose request this is; see the module.
+            key: key for fair queueing; see the module's docstring.
         """
         with self._lock:
             entry = self._cache.get(spec)
@@ -210,7 +211,7 @@ class GrammarCompiler:
         return None
 
     def cancel(self, request_id: str) -> None:
-        """The request no longer waits, and gets no answer; unknown ids are fine."""
+        """Stop waiting on behalf of a request, which gets no answer. Unknown ids are ignored."""
         with self._lock:
             job = self._job_of.pop(request_id, None)
             if job is None:
@@ -222,7 +223,7 @@ class GrammarCompiler:
         _answer(answers)
 
     def tick(self) -> None:
-        """Answers requests that are past their deadline, and takes the slots of compilations that take long."""
+        """Answer requests that are past their deadline, and take the slots of compilations that take long."""
         if not self._jobs or self._clock() < self._next_tick:
             return
         with self._lock:
@@ -241,7 +242,7 @@ class GrammarCompiler:
         _answer(answers)
 
     def close(self) -> None:
-        """Ends all compilations; whoever waits for a grammar is told that there will be none."""
+        """End all compilations and answer the requests that wait for them with a failure."""
         with self._lock:
             self._is_closed = True
             answers = []
@@ -272,7 +273,7 @@ class GrammarCompiler:
         self._job_of[request_id] = job
 
     def _leave(self, job: _Job, request_id: str) -> Done:
-        """Takes a request out of the books; a job that nobody waits for is the caller's to drop."""
+        """Remove a request from its job and return its callback. The caller must drop a job without requests."""
         done, _, key = job.waiters.pop(request_id)
         self._job_of.pop(request_id, None)
         job.keys[key] -= 1
@@ -287,7 +288,7 @@ class GrammarCompiler:
         return NoGrammar(f"the grammar did not compile within {self.deadline_s:g} s; make it simpler")
 
     def _dispatch(self) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
-        """Starts what there are slots for; the answers of what could not be started."""
+        """Start queued jobs while there are free slots; return the answers for those that could not be started."""
         answers = []
         while self._num_quick < self._num_threads and not self._is_closed:
             turn = self._queue.pop()
@@ -308,7 +309,7 @@ class GrammarCompiler:
         return answers
 
     def _run(self, job: _Job) -> None:
-        """The thread of one compilation."""
+        """Run one compilation in its thread and answer the requests that wait for it."""
         assert job.compilation is not None
         result: CompiledGrammar | NoGrammar
         try:
@@ -333,7 +334,7 @@ class GrammarCompiler:
     def _end(
         self, job: _Job, result: CompiledGrammar | NoGrammar
     ) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
-        """Takes a job out of the books, killing what runs; the answers to give."""
+        """Remove a job, killing its compilation; return the answers to give."""
         answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = [
             (self._leave(job, request_id), result) for request_id in list(job.waiters)
         ]
@@ -341,7 +342,7 @@ class GrammarCompiler:
         return answers
 
     def _drop(self, job: _Job) -> None:
-        """Takes a job that nobody waits for out of the books."""
+        """Remove a job that no request waits for, and kill its compilation."""
         del self._jobs[job.spec]
         job.is_over = True
         if job.is_long:
@@ -367,7 +368,7 @@ class GrammarCompiler:
         return answers
 
     def _take_slot(self, job: _Job) -> None:
-        """A running job goes on beside the slots."""
+        """Let a running job continue without a slot, at a lower priority."""
         assert job.compilation is not None
         self._num_quick -= 1
         job.is_long = True
@@ -375,8 +376,11 @@ class GrammarCompiler:
         job.compilation.lower_priority()
 
     def _newest_of_the_greediest(self) -> _Job:
-        """Of those that take long, the newest of the key that has most of them. One of several keys counts for the key
-        that has the fewest: who waits for a grammar of somebody greedy is not greedy."""
+        """Return the newest long job of the key that has most of them.
+
+        A job of several keys counts for the key that has the fewest, so that no key is charged for waiting for the same
+        grammar as a greedy one.
+        """
         counts = Counter(key for job in self._long for key in job.keys)
         payers = [min(job.keys, key=lambda key: (counts[key], key)) for job in self._long]
         counts = Counter(payers)
@@ -388,7 +392,7 @@ class GrammarCompiler:
         )
 
     def _remember(self, spec: GrammarSpec, grammar: CompiledGrammar) -> None:
-        """Least recently used first out. A grammar larger than the whole cache is not kept."""
+        """Put a grammar into the LRU cache. A grammar that is larger than the whole cache is not kept."""
         size = int(grammar.memory_size_bytes) + len(spec.text)
         if spec in self._cache or size > self.cache_bytes:
             return
@@ -405,7 +409,7 @@ def _answer(answers: list[tuple[Done, CompiledGrammar | NoGrammar]]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The message without the place in the native source that precedes it."""
+    """Return the error's message without the leading position in the native source."""
     text = str(error).strip()
     _, separator, rest = text.partition(": ")
     return (rest if separator and text.startswith("[") else text)[:500]

@@ -1,4 +1,4 @@
-"""FairQueue: items in a queue per key, taken in turns. An item may stand in the queues of several keys."""
+"""FairQueue: one queue per key, served round-robin. An item may be in the queues of several keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """First come, first served within a key; keys take turns, however many items each of them has."""
+    """Round-robin over keys, and first come, first served within a key."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[T]] = OrderedDict()
@@ -19,7 +19,7 @@ class FairQueue(Generic[T]):
         return self._size
 
     def count(self, key: str) -> int:
-        """Items of one key."""
+        """Return the number of items of a key."""
         return len(self._queues.get(key, ()))
 
     def push(self, key: str, item: T) -> None:
@@ -27,7 +27,7 @@ class FairQueue(Generic[T]):
         self._size += 1
 
     def pop(self) -> tuple[str, T] | None:
-        """The key whose turn it is, and its first item; None when empty."""
+        """Remove the first item of the key whose turn it is; return (key, item), or None if the queue is empty."""
         if not self._queues:
             return None
         key, items = next(iter(self._queues.items()))
@@ -40,9 +40,10 @@ class FairQueue(Generic[T]):
         return key, item
 
     def remove(self, key: str, item: T) -> None:
-        """
+        """Remove an item from a key's queue.
+
         Raises:
-            ValueError: it is not in the queue.
+            ValueError: the item is not in it.
         """
         items = self._queues.get(key, deque[T]())
         items.remove(item)

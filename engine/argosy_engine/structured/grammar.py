@@ -1,10 +1,10 @@
-"""GrammarState: where one output stands in its grammar, and in its reasoning.
+"""GrammarState: the position of one output in its grammar, and in the reasoning before it.
 
-A model that thinks does so before the grammar begins. The phases of an output, told apart by token ids only:
+A reasoning model thinks before the grammar begins. An output has three phases, distinguished by token ids only:
 
-    start       the first token opens a think block, or is the grammar's first
-    reasoning   anything but the end of the output, up to the tokens of `</think>`
-    content     what the grammar allows; the end of the output only where the grammar may end
+    start       the first tokens open a think block, or the first token is the grammar's first
+    reasoning   any token but EOS, up to the tokens of `</think>`
+    content     tokens that the grammar allows; EOS only where the grammar may end
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 CPU_S_BASE = 0.5
 CPU_S_PER_TOKEN = 0.005
-"""What masks and matching may cost one output. Usual grammars need tens of microseconds a token; an ambiguous one grows
-with the cube of the output's length and would stop every other request's tokens."""
+"""Limit on the CPU time of bitmasks and matching for one output. Usual grammars need tens of microseconds per token;
+the cost of an ambiguous one grows with the cube of the output's length, and it would stall all other requests."""
 
 
 class Phase(IntEnum):
@@ -37,7 +37,9 @@ class Phase(IntEnum):
 class GrammarState:
     """
     Args:
-        eos_token_ids: what ends the output, where the grammar may end.
+        grammar: the compiled grammar.
+        reasoning: the think block that may come before the grammar, if any.
+        eos_token_ids: tokens that end the output where the grammar may end.
     """
 
     def __init__(
@@ -52,9 +54,9 @@ class GrammarState:
         if reasoning is not None:
             self._phase = Phase.REASONING if reasoning.is_open else Phase.START
         self._thoughts: list[int] = []
-        """The last tokens of the think block, as many as its end has."""
+        """Tokens matched so far of the block's opening, or the last tokens of the block, as many as its end has."""
         self._trail: list[tuple[Phase, list[int]]] = []
-        """Phase and thoughts before each token, for `rollback`."""
+        """Phase and `_thoughts` before each accepted token, for `rollback`."""
         self._cpu_s = self._reported_cpu_s = 0.0
 
     @property
@@ -63,26 +65,26 @@ class GrammarState:
 
     @property
     def num_tokens(self) -> int:
-        """Accepted so far."""
+        """Number of accepted tokens."""
         return len(self._trail)
 
     @property
     def is_terminated(self) -> bool:
-        """Whether the end of the output was accepted."""
+        """Whether the end of the output has been accepted."""
         return self._phase is Phase.CONTENT and self._matcher.is_terminated()
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether this output has used up its share of the core's time."""
+        """Whether this output has used more CPU time than its length allows."""
         return self._cpu_s > CPU_S_BASE + CPU_S_PER_TOKEN * len(self._trail)
 
     def take_cpu_s(self) -> float:
-        """CPU time since the last call."""
+        """Return the CPU time in seconds since the last call."""
         taken, self._reported_cpu_s = self._cpu_s - self._reported_cpu_s, self._cpu_s
         return taken
 
     def accept(self, token_id: int) -> bool:
-        """Advances by one token; False (and no change) when it is not allowed here."""
+        """Advance by one token. Returns False, and changes nothing, if the token is not allowed here."""
         started = time.thread_time()
         before = self._phase, self._thoughts
         is_accepted = self._advance(token_id)
@@ -118,7 +120,7 @@ class GrammarState:
         return token_id == self._reasoning.start_ids[len(self._thoughts)]
 
     def rollback(self, count: int) -> None:
-        """Takes the last `count` accepted tokens back."""
+        """Undo the last `count` accepted tokens."""
         for _ in range(count):
             before = self._trail.pop()
             if self._phase is Phase.CONTENT and before[0] is not Phase.REASONING:
@@ -126,8 +128,11 @@ class GrammarState:
             self._phase, self._thoughts = before
 
     def fill(self, bitmask: NDArray[np.int32], row: int) -> None:
-        """Writes what may come next into a row of [rows, ceil(vocab_size / 32)]: token t is allowed if bit t % 32 of
-        word t // 32 is set."""
+        """Write the allowed next tokens into a row of the bitmask.
+
+        Args:
+            bitmask: int32 [rows, ceil(vocab_size / 32)]; token t is allowed if bit t % 32 of word t // 32 is set.
+        """
         started = time.thread_time()
         if self._phase is Phase.REASONING:
             bitmask[row] = -1

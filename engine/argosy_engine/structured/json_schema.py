@@ -1,15 +1,15 @@
-"""The part of JSON Schema that XGrammar enforces, checked before it gets there.
+"""JSON schema check: rejects schemas that XGrammar would not fully enforce.
 
-XGrammar skips keywords it does not know, and some that it knows in combinations it cannot express: the output would
-look constrained and not be valid. Here such a schema is refused with the keyword and its place, so that whatever is
-accepted yields output that validates. The rules follow XGrammar's converter (`cpp/json_schema_converter.cc`): a schema
-is read as the first of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf`, `type` that it has; all else beside that one
-is not looked at. Annotations and unknown keywords mean nothing to a validator and pass.
+XGrammar ignores keywords that it does not know, and known ones in combinations that it cannot express: the output would
+look constrained but not be valid. This module rejects such a schema and names the keyword and its path, so that every
+accepted schema yields output that validates. The rules follow XGrammar's converter (`cpp/json_schema_converter.cc`): a
+schema is read as the first of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf`, `type` that it has; everything else
+in it is ignored. Annotations and unknown keywords have no effect on validation and are accepted.
 
-`pattern` is matched against the whole string, which is stricter than the standard's search. Objects without
-`additionalProperties` have no properties but the declared ones, as in OpenAI's strict mode.
+`pattern` is matched against the whole string, which is stricter than the search that the standard specifies. Objects
+without `additionalProperties` have no properties but the declared ones, as in OpenAI's strict mode.
 
-Pure Python over plain values; `params` bounds the text's size.
+The module is pure Python over plain values; `params` bounds the size of the text.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from argosy_engine.structured.pattern import check_pattern
 
 MAX_DEPTH = 64
 MAX_WORK = 200_000
-"""Bound on the rules that a schema becomes: `_work` of its parts, each a rough count of native objects."""
+"""Limit on the size of the compiled schema: the sum of `_count` over its parts, a rough number of native objects."""
 
 _NEVER = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
     "maxContains", "additionalItems", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
-"""Keywords that are refused wherever they are."""
+"""Keywords that are rejected everywhere."""
 _NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _STRING = ("minLength", "maxLength", "pattern", "format")
 _ARRAY = ("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems")
@@ -53,18 +53,20 @@ _ANNOTATION_FORMATS = frozenset(
         "uint16", "uint32", "uint64",
     }
 )  # fmt: skip
-"""OpenAPI's hints for people and code generators; they say nothing about the text."""
+"""Formats of OpenAPI, hints for people and code generators that do not constrain the text."""
 _MAX_MULTIPLE = 1024
 _MAX_MULTIPLE_RANGE = 9_999
-"""Between the bounds beside a `multipleOf`: from 10,000 on XGrammar ignores `multipleOf`, with a warning only."""
+"""Maximum distance between the bounds beside a `multipleOf`: from 10,000 on XGrammar ignores `multipleOf` with a mere
+warning."""
 _MAX_COUNT = (1 << 31) - 1
 
 
 def normalized_schema(schema: Any) -> str:
-    """The schema as JSON text in the order given, with what XGrammar would read too strictly made explicit.
+    """Check a schema and return it as JSON text in the given order, with defaults that XGrammar reads too strictly.
 
     Raises:
-        InvalidRequest: malformed, too deep, too large, or a keyword that cannot be enforced; the message has its path.
+        InvalidRequest: the schema is malformed, too deep or too large, or has a keyword that cannot be enforced; the
+            message has its path.
     """
     try:
         root = copy.deepcopy(schema)
@@ -75,7 +77,7 @@ def normalized_schema(schema: Any) -> str:
 
 
 class _Checker:
-    """One walk over a schema and what its references reach; brings it into normal form in place."""
+    """Walk over a schema and what its references reach, which normalizes it in place."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -110,7 +112,7 @@ class _Checker:
             self._typed(schema, path, depth)
 
     def _definitions(self, schema: dict[str, Any], path: str) -> None:
-        """Definitions are checked where a reference reaches them; all others have no effect."""
+        """Check the form of definitions; their schemas are checked where a reference reaches them."""
         for keyword in ("$defs", "definitions"):
             if keyword in schema and not isinstance(schema[keyword], dict):
                 raise _error(path, f"{keyword} must be an object")
@@ -175,7 +177,7 @@ class _Checker:
             self.check(option, f"{path}.{keyword}[{index}]", depth + 1)
 
     def _check_exclusive(self, options: list[Any], path: str) -> None:
-        """Refuses a oneOf whose options may overlap: it would be treated as an anyOf."""
+        """Reject a oneOf whose options may overlap, because XGrammar treats it as an anyOf."""
         resolved = [self._follow(option, path) for option in options]
         types = [self._possible_types(option, path) for option in options]
         # An integer is a number too.
@@ -199,7 +201,7 @@ class _Checker:
         return schema
 
     def _possible_types(self, schema: Any, path: str) -> frozenset[str]:
-        """The types that a schema's values can have; empty when it does not say."""
+        """Return the types that a schema's values can have; empty if it does not tell."""
         schema = self._follow(schema, path)
         if not isinstance(schema, dict):
             return frozenset()
@@ -340,7 +342,7 @@ class _Checker:
 
 
 def _only(schema: Mapping[str, Any], path: str, keyword: str, allowed: Iterable[str]) -> None:
-    """Refuses constraints beside a keyword that would make them ineffective."""
+    """Reject constraints beside a keyword that makes XGrammar ignore them."""
     for other in _CONSTRAINTS:
         if other in schema and other != keyword and other not in allowed:
             raise _error(path, f"{other} beside {keyword} cannot be enforced")
@@ -364,7 +366,7 @@ def _wider(types: frozenset[str]) -> frozenset[str]:
 
 
 def _types_of_value(value: Any) -> tuple[str, ...]:
-    """The type names that a value answers to, the narrowest first."""
+    """Return the type names that apply to a value, the narrowest first."""
     match value:
         case bool():
             return ("boolean",)
@@ -383,7 +385,7 @@ def _types_of_value(value: Any) -> tuple[str, ...]:
 
 
 def _tags(schema: Any, name: str) -> list[str]:
-    """The values that a required property of an object schema is limited to, as JSON text; none if it is not."""
+    """Return the values, as JSON text, to which an object schema limits a required property; empty if it does not."""
     if not isinstance(schema, dict):
         return []
     required = schema.get("required")

@@ -1,10 +1,10 @@
-"""StructuredOutputManager: the grammars of the requests that have one, by request id.
+"""StructuredOutputManager: compiles and follows the grammars of requests, and computes their bitmasks.
 
-Lives in the engine core's thread, except for `_finished`, which compile threads call. Knows token ids and request ids,
-nothing of scheduling: the core asks it for masks and tells it what was sampled.
+It runs in the engine core's thread, except for `_finished`, which compile threads call. It knows token ids and request
+ids, but nothing of scheduling: the core asks it for bitmasks and passes it the sampled tokens.
 
-What goes wrong with one request's grammar, an exception of native code or a step that takes too long, is a `Failure` of
-that request alone.
+If something goes wrong with one request's grammar (an exception of native code, or a step that takes too long), only
+that request fails, with a `Failure`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("argosy.structured")
 
 MAX_STEP_CPU_S = 0.1
-"""CPU time of one request's mask, or of matching its tokens of one step. All other requests wait for it. Usual grammars
-need tens of microseconds; more than this is given up, and its request fails."""
+"""Limit on the CPU time of one request's bitmask, or of matching its tokens of one step, because all other requests
+wait for it. Usual grammars need tens of microseconds. Beyond the limit the call is abandoned and its request fails."""
 MAX_TOTAL_CPU_S = 0.1
-"""CPU time of all grammars in one step. Beyond it the most expensive request is failed, one in each step, until the
-rest fits: a dozen grammars that are bearable alone would stall all streams together."""
+"""Limit on the CPU time of all grammars in one step: a dozen grammars that are bearable alone would together stall all
+streams. Beyond the limit the most expensive request fails, one per step, until the rest fits."""
 MIN_BLAMED_CPU_S = 0.01
-"""What a request must have used of it to be failed for that: a large batch of usual grammars costs nobody anything."""
+"""CPU time that a request must have used to fail by `MAX_TOTAL_CPU_S`: no request of a large batch of usual grammars
+should."""
 MAX_STUCK = 4
-"""Threads stuck in such steps; until one of them is free again there are no new grammars: they might cost more. Running
-requests whose grammar is that of a stuck one are failed instead of followed."""
+"""Limit on threads stuck in abandoned calls. When it is reached, new grammars are refused, because they might get stuck
+too, and running requests fail if a call for an equal grammar was abandoned."""
 MAX_STUCK_RUNNING = 16
-"""Threads stuck at most. Beyond it requests with a grammar are failed when their next step is due, whatever the
-grammar; those without go on. Each of these threads may use a core, at the lowest priority."""
+"""Maximum number of stuck threads, each of which may use a core at the lowest priority. From then on a request with any
+grammar fails at its next step; requests without a grammar continue."""
 _MAX_NAMED = 16
-"""Requests named in one line of the log."""
+"""Maximum number of request ids in one log line."""
 REPLAY_SLICE_S = 0.02
-"""Between two steps of the engine, for the tokens of earlier runs that grammars have to follow first."""
+"""Time between two engine steps for replaying the output of earlier runs into new grammars."""
 _REPLAY_CHUNK = 16
 _NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 _TOO_SLOW = "matching the output against this grammar takes too long; make the grammar less ambiguous"
@@ -63,24 +64,24 @@ _STUCK = NoGrammar("too many grammars are taking too long to match", is_overload
 
 
 class GrammarRequest(Struct, frozen=True, array_like=True):
-    """What the core gets of a request's structured outputs."""
+    """Structured output of a request, as sent to the core."""
 
     spec: GrammarSpec
     reasoning: Reasoning | None = None
 
 
 class Failure(Struct, frozen=True):
-    """Why a request with a grammar cannot go on."""
+    """Reason why a request with a grammar cannot continue."""
 
     reason: str
     is_overload: bool = False
-    """Whether it may be gone later."""
+    """Whether the request may succeed later."""
     is_fault: bool = False
-    """Whether it is the engine's fault, not the grammar's."""
+    """Whether the engine is at fault, not the grammar."""
 
 
 class Compiled(Struct, frozen=True):
-    """The end of a wait for a grammar."""
+    """Request that no longer waits for its grammar, because it is ready or has failed."""
 
     request_id: str
     failure: Failure | None
@@ -89,7 +90,9 @@ class Compiled(Struct, frozen=True):
 class StructuredOutputManager:
     """
     Args:
-        vocab_size: of the logits.
+        compiler: compiles the grammars.
+        vocab_size: number of columns of the logits.
+        eos_token_ids: tokens that end an output where its grammar may end.
         wake: called from another thread when `take_compiled` has something new.
         max_step_cpu_s: see `MAX_STEP_CPU_S`.
     """
@@ -109,20 +112,20 @@ class StructuredOutputManager:
         self._waiting: dict[str, tuple[GrammarRequest, Sequence[int]]] = {}
         self._states: dict[str, GrammarState] = {}
         self._done: deque[tuple[str, CompiledGrammar | NoGrammar]] = deque()
-        """From compile threads; append and popleft are atomic."""
+        """Results of compile threads by request id; append and popleft are atomic."""
         self._replays: deque[tuple[str, Sequence[int]]] = deque()
-        """Requests whose grammar is there but has yet to follow these tokens."""
+        """Requests whose grammar is compiled, with the tokens that it has yet to accept."""
         self._compiled = threading.Event()
         self._specs: dict[str, GrammarSpec] = {}
-        """Of the requests that have a grammar."""
+        """Request id -> spec, for the requests in `_states`."""
         self._stuck_specs: set[GrammarSpec] = set()
-        """Grammars of which a step was given up, until no thread is stuck."""
+        """Grammars with an abandoned call; cleared when no thread is stuck any more."""
         self._steps = BoundedThread(max_step_cpu_s, MAX_STUCK_RUNNING)
         self._bitmask = np.empty((0, self._num_words), np.int32)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request waits for its grammar."""
+        """Whether any request waits for its grammar."""
         return bool(self._waiting or self._replays)
 
     @property
@@ -130,21 +133,21 @@ class StructuredOutputManager:
         return bool(self._done or self._replays)
 
     def __bool__(self) -> bool:
-        """Whether a request has a grammar."""
+        """Whether any request has a compiled grammar."""
         return bool(self._states)
 
     @property
     def num_stuck(self) -> int:
-        """Threads stuck in steps that were given up."""
+        """Number of threads stuck in abandoned calls."""
         return self._steps.num_given_up
 
     @property
     def request_ids(self) -> list[str]:
-        """Requests that have a grammar or wait for it."""
+        """Ids of the requests that have a grammar or wait for one."""
         return [*self._states, *self._waiting]
 
     def is_following(self, request_id: str) -> bool:
-        """Whether the request's grammar is there."""
+        """Whether the request's grammar is compiled."""
         return request_id in self._states
 
     def is_waiting_for(self, request_id: str) -> bool:
@@ -154,11 +157,11 @@ class StructuredOutputManager:
     def add(
         self, request_id: str, request: GrammarRequest, output: Sequence[int] = (), key: str = ""
     ) -> None:
-        """Asks for a request's grammar; `take_compiled` will have it, or why there is none.
+        """Start to compile a request's grammar; `take_compiled` will report when it is ready or has failed.
 
         Args:
-            output: tokens of an earlier run, which the grammar is to follow first.
-            key: whose request this is, for the compiler's fair shares.
+            output: tokens of an earlier run, which the grammar must accept first.
+            key: tenant, for fair shares of the compiler.
         """
         self._waiting[request_id] = request, output
         if self.num_stuck >= MAX_STUCK:
@@ -174,17 +177,17 @@ class StructuredOutputManager:
             self._finished(request_id, grammar)
 
     def tick(self) -> None:
-        """Lets time pass for the compiler; to be called while there is nothing to do, too."""
+        """Check the compiler's deadlines. Call it regularly, even while the engine is idle."""
         self.compiler.tick()
 
     def take_compiled(self) -> list[Compiled]:
-        """The requests whose wait has ended since the last call."""
+        """Return the requests whose grammar has become ready or has failed since the last call."""
         self._compiled.clear()
         compiled = []
         while self._done:
             request_id, result = self._done.popleft()
             if request_id not in self._waiting:
-                continue  # aborted meanwhile
+                continue  # the request was aborted
             request, output = self._waiting.pop(request_id)
             if isinstance(result, NoGrammar):
                 compiled.append(Compiled(request_id, Failure(result.reason, result.is_overload)))
@@ -200,13 +203,13 @@ class StructuredOutputManager:
         return compiled + self._replay_some()
 
     def _replay_some(self) -> list[Compiled]:
-        """Goes on with replays for a moment; the requests whose grammar is where their output is."""
+        """Continue replays for up to `REPLAY_SLICE_S`; return the requests whose replay has ended."""
         replayed = []
         ends = time.monotonic() + REPLAY_SLICE_S
         while self._replays and (time.monotonic() < ends or not self._replays[0][1]):
             request_id, output = self._replays.popleft()
             if request_id not in self._states:
-                continue  # aborted meanwhile
+                continue  # the request was aborted
             failure = self.accept({request_id: output[:_REPLAY_CHUNK]}).get(request_id)
             if failure is None and len(output) > _REPLAY_CHUNK:
                 self._replays.appendleft((request_id, output[_REPLAY_CHUNK:]))
@@ -215,11 +218,11 @@ class StructuredOutputManager:
         return replayed
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Blocks until `take_compiled` has something new; only while `is_waiting`."""
+        """Block until `take_compiled` has something new. Call it only while `is_waiting`."""
         self._compiled.wait(timeout_s)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Requests that have ended, or whose client left."""
+        """Drop requests that have ended or were aborted, and cancel their compilations."""
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None:
                 self.compiler.cancel(request_id)
@@ -227,8 +230,10 @@ class StructuredOutputManager:
             self._specs.pop(request_id, None)
 
     def replay(self, request_id: str, output: Sequence[int]) -> Failure | None:
-        """Brings a request's grammar to the end of these tokens, whatever it has followed so far; why it cannot, or
-        None."""
+        """Reset a request's grammar and let it accept these tokens. Returns a failure if it cannot, else None.
+
+        Does nothing if the request has no grammar or still waits for it.
+        """
         state = self._states.get(request_id)
         if state is None or self.is_waiting_for(request_id):
             return None
@@ -242,8 +247,12 @@ class StructuredOutputManager:
     def bitmask(
         self, request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> tuple[bytes, dict[str, Failure]]:
-        """int32 [rows, ceil(vocab_size / 32)] in C order: what each may say next, and behind each of its drafts; and
-        the requests that cannot go on. Behind a draft that is not allowed everything is: nobody will get there."""
+        """Compute which tokens the grammars allow next.
+
+        Returns int32 [rows, ceil(vocab_size / 32)] in C order, and the requests that cannot continue. A request has a
+        row for its next token, and a row for the token after each of its drafts. After a draft that the grammar rejects
+        every token is allowed, because such a draft is never accepted.
+        """
         sizes = [1 + len(drafts.get(request_id, ())) for request_id in request_ids]
         num_rows = sum(sizes)
         if len(self._bitmask) < num_rows:
@@ -269,7 +278,7 @@ class StructuredOutputManager:
         calls: Sequence[Callable[[], object]],
         on_given_up: Callable[[int], None] = lambda index: None,
     ) -> dict[int, Exception]:
-        """Makes a call for each of these requests; see `BoundedThread.run`."""
+        """Run one call per request in the bounded thread; return exceptions by index (`BoundedThread.run`)."""
         if self._stuck_specs and not self.num_stuck:
             self._stuck_specs.clear()
         num_stuck = self.num_stuck
@@ -306,12 +315,12 @@ class StructuredOutputManager:
         state.rollback(num_followed)
 
     def _renew_bitmask(self, start: int, size: int) -> None:
-        """A step that was given up still writes into these rows of the old one."""
+        """Replace the bitmask by a copy, because an abandoned call may still write into these rows of the old one."""
         self._bitmask = self._bitmask.copy()
         self._bitmask[start : start + size] = -1
 
     def accept(self, sampled: Mapping[str, Sequence[int]]) -> dict[str, Failure]:
-        """Books sampled tokens of requests; those that cannot go on."""
+        """Advance grammars by the sampled tokens; return the requests that cannot continue."""
         followed = [request_id for request_id in sampled if request_id in self._states]
         results: dict[str, Failure | None] = {}
 
@@ -320,14 +329,14 @@ class StructuredOutputManager:
 
         errors = self._run(followed, [partial(follow, request_id) for request_id in followed])
         results |= self._most_expensive([i for n, i in enumerate(followed) if n not in errors])
-        # A call that was given up may still write to `results`.
+        # An abandoned call may still write to `results`.
         failures = {
             request_id: failure for request_id, failure in list(results.items()) if failure is not None
         }
         return failures | self._failures({followed[index]: error for index, error in errors.items()})
 
     def _most_expensive(self, request_ids: Sequence[str]) -> dict[str, Failure | None]:
-        """The request to fail because all together take too long; nobody, nearly always."""
+        """Return the request to fail because all grammars together take too long; nearly always none."""
         costs = {request_id: self._states[request_id].take_cpu_s() for request_id in request_ids}
         if sum(costs.values()) <= MAX_TOTAL_CPU_S:
             return {}
@@ -337,7 +346,7 @@ class StructuredOutputManager:
         return {request_id: Failure(_TOO_SLOW_TOGETHER, is_overload=True)}
 
     def _failures(self, errors: Mapping[str, Exception]) -> dict[str, Failure]:
-        """What became of requests whose matcher raised or did not come back; it is not used again."""
+        """Turn exceptions of matchers into failures, and drop these requests' grammar states."""
         failures, unmade = {}, list[str]()
         for request_id, error in errors.items():
             del self._states[request_id], self._specs[request_id]
@@ -372,7 +381,7 @@ class StructuredOutputManager:
 def _follow(state: GrammarState, token_ids: Sequence[int]) -> Failure | None:
     for token_id in token_ids:
         if state.is_terminated:
-            break  # what was drawn behind the end, verifying drafts, is nobody's
+            break  # drop tokens that draft verification has sampled after the end
         if not state.accept(token_id):
             return Failure(_NOTHING_FITS)
     return Failure(_TOO_SLOW) if state.is_too_slow else None

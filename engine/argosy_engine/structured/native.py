@@ -1,8 +1,9 @@
-"""Imports XGrammar without torch and transformers.
+"""Import of XGrammar without torch and transformers.
 
-XGrammar's package imports both, for annotations and for conveniences that are not used here: up to four seconds and 500
-MiB. What is not loaded already is replaced by empty modules while the package is imported: 0.5 s and 60 MiB in a
-process of its own, 0.1 s in one that has torch. Should a later XGrammar need more of them, they are imported after all.
+XGrammar's package imports both, for annotations and for features that are not used here, which takes up to four seconds
+and 500 MiB. While it is imported, those of the two that are not loaded yet are replaced by placeholder modules. The
+import then takes 0.5 s and 60 MiB in a process of its own, and 0.1 s in one that has loaded torch. If it fails, because
+a later XGrammar needs more of them, it is repeated with the real packages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _lock = threading.Lock()
 
 
 class _Placeholder(types.ModuleType):
-    """Every name in it is an empty class."""
+    """Module in which every name is an empty class."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -30,14 +31,14 @@ class _Placeholder(types.ModuleType):
 
 
 def import_xgrammar() -> None:
-    """After this `import xgrammar` costs nothing. Thread-safe."""
+    """Import XGrammar, so that a later `import xgrammar` costs nothing. Thread-safe."""
     with _lock:
         if "xgrammar" in sys.modules:
             return
         unused = [name for name in _UNUSED if name not in sys.modules]
         try:
             for name in unused:
-                sys.modules[name] = None  # type: ignore[assignment]  # tvm_ffi does without
+                sys.modules[name] = None  # type: ignore[assignment]  # tvm_ffi works without them
             import tvm_ffi  # noqa: F401
 
             for name in unused:

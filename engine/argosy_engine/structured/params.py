@@ -1,7 +1,7 @@
-"""StructuredOutputsParams: what a request asks of the shape of its output, and GrammarSpec: what is compiled.
+"""StructuredOutputsParams: the `structured_outputs` object of a request. GrammarSpec: the grammar to compile.
 
-The bounds on the size of such a request are here. A grammar is compiled by native code that cannot be interrupted
-(see `compiler`), so what is too large to be meant honestly is refused before it gets there.
+This module bounds the size of such a request: a grammar that is too large for any legitimate use would occupy a
+compiler until its deadline, so it is rejected before it gets there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from argosy_engine.structured.pattern import check_grammar_size, check_regex_siz
 from argosy_engine.structured.structural_tag import normalized_tag
 
 MAX_TEXT_BYTES = 128 * 1024
-"""Of a JSON schema, grammar or structural tag. The largest schemas of real tool catalogues are a third of this."""
+"""Limit for a JSON schema, grammar or structural tag. The largest schemas of real tool catalogues are a third of it."""
 MAX_REGEX_BYTES = 8 * 1024
 MAX_CHOICES = 1024
 
@@ -26,13 +26,13 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 class GrammarSpec(Struct, frozen=True, array_like=True):
-    """A grammar as text, checked and in normal form. Equal specs compile to equal grammars: it is the cache's key."""
+    """A grammar as text, checked and normalized. Equal specs compile to equal grammars, so it is the cache's key."""
 
     kind: Literal["json", "regex", "grammar", "structural_tag"]
     text: str
     """A JSON schema, regular expression, EBNF or structural tag."""
     any_whitespace: bool = True
-    """Whether JSON may be spread over lines, or is written in one canonical way."""
+    """Whether JSON may contain any white space between its tokens, instead of one canonical format."""
 
 
 class StructuredOutputsParams(
@@ -43,23 +43,23 @@ class StructuredOutputsParams(
     json: str | dict[str, Any] | None = None
     """A JSON schema."""
     json_object: bool | None = None
-    """Any JSON object."""
+    """True allows any JSON object."""
     regex: str | None = None
-    """The whole output matches it."""
+    """Regular expression that the whole output matches."""
     choice: tuple[str, ...] | None = None
-    """The output is one of these."""
+    """Texts of which the output is one."""
     grammar: str | None = None
-    """EBNF in GBNF's dialect, with a rule named `root`."""
+    """EBNF in the GBNF dialect, with a rule named `root`."""
     structural_tag: str | dict[str, Any] | None = None
     """XGrammar's description of free text with structured parts."""
     disable_any_whitespace: bool = False
 
     def spec(self) -> GrammarSpec:
-        """What is to be compiled.
+        """Check the parameters and return the grammar to compile.
 
         Raises:
-            InvalidRequest: not exactly one kind, out of bounds, malformed, or a JSON schema that cannot be enforced;
-                `param` is the field of `structured_outputs`.
+            InvalidRequest: not exactly one kind is set, or it is out of bounds, malformed, or a JSON schema that cannot
+                be enforced; `param` is the field of `structured_outputs`.
         """
         given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
         if len(given) != 1:
@@ -101,9 +101,10 @@ class StructuredOutputsParams(
 
 
 def _bounded(text: str, limit: int) -> str:
-    """
+    """Return the text after checking its length.
+
     Raises:
-        InvalidRequest: empty, longer than `limit` bytes, or no text.
+        InvalidRequest: it is empty, longer than `limit` bytes, or contains lone surrogates.
     """
     try:
         size = len(text.encode())
@@ -115,7 +116,7 @@ def _bounded(text: str, limit: int) -> str:
 
 
 def _parsed(value: str | dict[str, Any] | None) -> Any:
-    """A JSON value given as such or as text, within the bound on its size."""
+    """Parse a JSON value that is given as a value or as text, and check its size."""
     try:
         text = value if isinstance(value, str) else json_codec.dumps(value, ensure_ascii=False)
         text = _bounded(text, MAX_TEXT_BYTES)
@@ -149,7 +150,7 @@ def _choice_grammar(choices: tuple[str, ...]) -> str:
 
 
 def _literal(text: str) -> str:
-    """The text as an EBNF string; everything but plain ASCII letters, digits and spaces as a code point."""
+    """Quote a text as an EBNF string. All but ASCII letters, digits and spaces is escaped as code points."""
     return (
         '"'
         + "".join(c if c.isascii() and (c.isalnum() or c == " ") else f"\\U{ord(c):08X}" for c in text)

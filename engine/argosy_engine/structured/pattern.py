@@ -1,8 +1,8 @@
-"""Size of regular expressions and EBNF grammars once their repetitions are written out, and the bounds on it.
+"""Size limits of regular expressions and EBNF grammars, measured with their repetitions written out.
 
-XGrammar builds automata in time that grows much faster than the text: `.{1,1000}` takes 18 s with a vocabulary of 100k
-tokens, and repetitions without an upper bound that stand side by side (`a*a*a*...`) multiply the states that each step
-follows. Hand-written scanners in linear time; what is malformed beyond counting is left to XGrammar.
+The time in which XGrammar builds automata grows much faster than the text: `.{1,1000}` takes 18 s with a vocabulary of
+100k tokens, and adjacent repetitions without an upper bound (`a*a*a*...`) multiply the states that each step follows.
+The sizes are computed by hand-written scanners in linear time; XGrammar rejects malformed text.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from argosy_engine.errors import InvalidRequest
 
 MAX_PATTERN_CHARS = 4096
 MAX_PATTERN_SIZE = 1000
-"""Characters to match once repetitions are written out; compiles in well under a second for small vocabularies."""
+"""Limit on the characters to match with repetitions written out. Such a pattern compiles in well under a second for
+small vocabularies."""
 MAX_REPETITION = 1000
-"""Items that counted repetitions (`{m,n}`) may add to a regular expression; its literal text is bounded by bytes."""
+"""Limit on the items that counted repetitions (`{m,n}`) add to a regular expression; bytes limit its literal text."""
 MAX_UNBOUNDED = 64
-"""Repetitions without an upper bound (`*`, `+`, `{m,}`) in one pattern, written out. A pattern for a form of some dozen
-fields has one or two for each; 200 side by side make single steps take 0.8 s."""
+"""Limit on repetitions without an upper bound (`*`, `+`, `{m,}`) in a pattern, written out. A pattern for a form of a
+few dozen fields has one or two per field; with 200 side by side a single step takes 0.8 s."""
 MAX_GRAMMAR_REPETITION = 4096
 MAX_GRAMMAR_UNBOUNDED = 256
-"""In all rules of an EBNF grammar: grammars of programming languages have up to a hundred."""
+"""Limit for all rules of an EBNF grammar together; grammars of programming languages have up to a hundred."""
 
 _CAP = 1 << 40
-"""Counts stop here, so that nested repetitions do not grow the numbers themselves without bound."""
+"""Counts saturate here, so that nested repetitions do not let the numbers grow without bound."""
 
 
 class RepetitionSize(NamedTuple):
-    """What an expression has to match."""
+    """Size of an expression."""
 
     num_items: int
-    """As written: characters and classes of a pattern, terminals and rule names of a grammar."""
+    """Items as written: characters and classes of a pattern, terminals and rule names of a grammar."""
     written_out: int
-    """Items after every `{m,n}` is written out; `*` and `+` count once."""
+    """Items with every `{m,n}` written out; items under `*` and `+` count once."""
     unbounded: int
-    """Repetitions without an upper bound after every `{m,n}` is written out."""
+    """Repetitions without an upper bound, with every `{m,n}` written out."""
 
 
 NO_REPETITION = RepetitionSize(0, 0, 0)
@@ -44,7 +45,7 @@ ONE_ITEM = RepetitionSize(1, 1, 0)
 
 
 def sum_sizes(sizes: Iterable[RepetitionSize]) -> RepetitionSize:
-    """The size of a sequence or of alternatives."""
+    """Return the size of a sequence or of alternatives."""
     total = NO_REPETITION
     for size in sizes:
         total = RepetitionSize(*(min(a + b, _CAP) for a, b in zip(total, size, strict=True)))
@@ -52,7 +53,7 @@ def sum_sizes(sizes: Iterable[RepetitionSize]) -> RepetitionSize:
 
 
 def repeated(size: RepetitionSize, times: int, *, is_open: bool) -> RepetitionSize:
-    """The size of something of this size that may come `times` times, or, if open, without an upper bound."""
+    """Return the size of an item repeated up to `times` times, or, if open, without an upper bound."""
     times = max(times, 1)
     return RepetitionSize(
         size.num_items,
@@ -62,10 +63,10 @@ def repeated(size: RepetitionSize, times: int, *, is_open: bool) -> RepetitionSi
 
 
 def check_pattern(pattern: object) -> None:
-    """Checks the `pattern` of a JSON schema.
+    """Check the `pattern` of a JSON schema.
 
     Raises:
-        InvalidRequest: not a string, too long, or too large when written out.
+        InvalidRequest: it is not a string, too long, or too large with repetitions written out.
     """
     if not isinstance(pattern, str):
         raise InvalidRequest("must be a string")
@@ -80,21 +81,21 @@ def check_pattern(pattern: object) -> None:
 
 
 def check_regex_size(size: RepetitionSize) -> None:
-    """Checks the size of a regular expression that shapes an output or a part of it.
+    """Check the size of a regular expression for an output or a part of it.
 
     Raises:
-        InvalidRequest: too many repetitions when written out.
+        InvalidRequest: it has too many repetitions.
     """
     _check(size, MAX_REPETITION, MAX_UNBOUNDED)
 
 
 def check_grammar_size(size: RepetitionSize) -> None:
-    """Checks the size of an EBNF grammar; raises as `check_regex_size`."""
+    """Check the size of an EBNF grammar. Raises as `check_regex_size` does."""
     _check(size, MAX_GRAMMAR_REPETITION, MAX_GRAMMAR_UNBOUNDED)
 
 
 def check_tag_size(size: RepetitionSize) -> None:
-    """Checks the size of all parts of a structural tag together; raises as `check_regex_size`."""
+    """Check the size of all parts of a structural tag together. Raises as `check_regex_size` does."""
     _check(size, MAX_GRAMMAR_REPETITION, MAX_GRAMMAR_UNBOUNDED)
 
 
@@ -111,12 +112,12 @@ def _check(size: RepetitionSize, max_repetition: int, max_unbounded: int) -> Non
 
 
 def expanded_size(pattern: str) -> int:
-    """Single-character matches in the pattern after every `{m,n}` is written out; `*` and `+` count once."""
+    """Return the number of single-character matches with every `{m,n}` written out; `*` and `+` count once."""
     return pattern_size(pattern).written_out
 
 
 def pattern_size(pattern: str) -> RepetitionSize:
-    """The size of a regular expression."""
+    """Compute the size of a regular expression."""
     count = _Count()
     index = 0
     while index < len(pattern):
@@ -138,7 +139,7 @@ def pattern_size(pattern: str) -> RepetitionSize:
 
 
 def grammar_size(text: str) -> RepetitionSize:
-    """The size of all rules of an EBNF grammar in GBNF's dialect."""
+    """Compute the size of all rules of an EBNF grammar in the GBNF dialect."""
     count = _Count()
     index = 0
     while index < len(text):
@@ -172,12 +173,13 @@ def grammar_size(text: str) -> RepetitionSize:
 
 
 class _Count:
-    """Sizes of the open groups, outermost first, and of the item that a repetition at this point would repeat."""
+    """Counter for a scanner: the sizes of the open groups, and of the item that a repetition would now repeat."""
 
     def __init__(self) -> None:
         self._groups = [NO_REPETITION]
-        """Without their last item."""
+        """Sizes of the open groups without their last item, outermost first."""
         self._lasts = [NO_REPETITION]
+        """Sizes of the groups' last items."""
 
     def add_item(self) -> None:
         self._put(ONE_ITEM)
@@ -205,8 +207,10 @@ class _Count:
 
 
 def _counts(text: str, start: int) -> tuple[int, bool, int] | None:
-    """The larger bound of `m}`, `m,}` or `m,n}`, whether it has no upper one, and the index behind it; None when this
-    is no repetition."""
+    """Parse `m}`, `m,}` or `m,n}`; return the larger bound, whether there is no upper bound, and the index after it.
+
+    Returns None if this is not a repetition.
+    """
     end = text.find("}", start, start + 64)
     bounds = [part.strip() for part in text[start:end].split(",")] if end >= 0 else []
     if not 1 <= len(bounds) <= 2 or not all(
@@ -220,7 +224,7 @@ def _counts(text: str, start: int) -> tuple[int, bool, int] | None:
 
 
 def _end_of_item(pattern: str, index: int, char: str) -> int:
-    """Where the escape, class or character that begins with `char` ends; `index` is behind `char`."""
+    """Return the end of the escape, class or character that begins with `char`; `index` is the index after `char`."""
     if char == "\\":
         return index + 1
     if char != "[":

@@ -1,4 +1,4 @@
-"""Reasoning: the tokens around a think block, which a grammar must let pass before it begins."""
+"""Reasoning: the tokens that open and close a think block, which may precede a structured output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class Reasoning(Struct, frozen=True, array_like=True):
-    """Given for prompts after which the model may think."""
+    """Markers of a think block, for a prompt after which the model may think."""
 
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
@@ -17,10 +17,10 @@ class Reasoning(Struct, frozen=True, array_like=True):
 def reasoning_after(
     prompt: str, start: str, end: str, start_ids: list[int], end_ids: list[int]
 ) -> Reasoning | None:
-    """What may come before the answer to a prompt; None where the prompt leaves no room for thought.
+    """Return the markers of the think block that may follow a prompt, or None if the prompt rules it out.
 
-    Templates open the block for models that always think, and close an empty one when thinking is off. Only the very
-    end of the prompt counts: markers in what a user wrote mean nothing.
+    Templates open the block for models that always think, and close an empty block if thinking is off. Only the end of
+    the prompt is examined, so that markers in a user's text have no effect.
     """
     prompt = prompt[-256:].rstrip()
     if prompt.endswith(end):

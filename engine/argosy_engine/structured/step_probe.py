@@ -1,7 +1,7 @@
-"""Finds grammars whose steps take too long, by taking some steps where it does not matter.
+"""Step probe: detects grammars whose steps take too long, by running some steps in the compiling process.
 
-The time of a step depends on the grammar and on where the output stands in it, so a probe proves nothing; it refuses
-what is slow from the start, as most of those grammars are. The rest meet `BoundedThread`.
+The duration of a step depends on the grammar and on the position in it, so a probe proves nothing. It rejects grammars
+that are slow from the start, as most slow ones are; `BoundedThread` handles the rest.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
 MAX_STEP_S = 0.1
-"""CPU time of filling a mask or accepting a token. Usual grammars take microseconds, unusual ones milliseconds."""
+"""Limit on the CPU time of filling a bitmask or accepting a token. Usual grammars take microseconds, unusual ones
+milliseconds."""
 MAX_PROBE_S = 1.0
+"""CPU time after which the probe takes no more steps."""
 NUM_STEPS = 16
-"""Of each walk."""
+"""Maximum number of steps per walk."""
 
 
 class TooSlow(ValueError):
-    """A step of the grammar takes too long."""
+    """Raised if a step of a grammar takes too long."""
 
 
 def check_steps(
@@ -33,10 +35,11 @@ def check_steps(
     token_lengths: NDArray[np.int64],
     cpu_time: Callable[[], float] = time.thread_time,
 ) -> None:
-    """Walks through the grammar, twice by the shortest tokens that it allows and once by random ones.
+    """Walk through the grammar, twice with the shortest tokens that it allows and once with random ones.
 
     Args:
-        token_lengths: bytes of each token of the vocabulary; 0 for those that are no text.
+        token_lengths: int64 [vocab_size], bytes of each token; 0 for tokens that are not text.
+        cpu_time: returns the thread's CPU time in seconds.
 
     Raises:
         TooSlow: a step took more than `MAX_STEP_S`.
@@ -72,7 +75,7 @@ def _check(seconds: float) -> None:
 def _choose(
     bitmask: NDArray[np.int32], lengths: NDArray[np.int64], choice: random.Random, is_short: bool
 ) -> int | None:
-    """A token that the mask allows and that is text."""
+    """Choose a text token that the bitmask allows, or None if there is none."""
     allowed = np.flatnonzero(np.unpackbits(bitmask[0].view(np.uint8), bitorder="little")[: len(lengths)])
     allowed = allowed[lengths[allowed] > 0]
     if not len(allowed):

@@ -1,6 +1,7 @@
-"""Structural tags: free text with structured parts, as XGrammar describes them; and the one for required tool calls.
+"""Structural tags: XGrammar's descriptions of free text with structured parts, and the tag that enforces tool calls.
 
-XGrammar checks the tags' own shape when it compiles them; here their JSON schemas get the same checks as any other.
+XGrammar checks the form of a tag when it compiles it; this module checks its JSON schemas like any other schema, and
+bounds its size.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from argosy_engine.structured.pattern import (
 )
 
 MAX_WHITESPACE = 32
-"""White space in a row between the parts of a JSON value. Enough to indent eight levels; without a bound, a model
-that has lost the thread writes newlines until `max_tokens`."""
+"""Limit on consecutive white space between the parts of a JSON value. It is enough to indent eight levels; without a
+limit, a confused model may write newlines until `max_tokens`."""
 MAX_DEPTH = 64
 MAX_TAG_BYTES = 512 * 1024
-"""A catalogue of several hundred tools."""
+"""Enough for a catalogue of several hundred tools."""
 
 
 def normalized_tag(tag: Any) -> str:
-    """The tag as JSON text, its schemas checked and in normal form.
+    """Return the tag as JSON text, with its schemas checked and normalized.
 
-    Takes the current form (`{"format": ...}`) and the older one that vLLM's clients send
+    Accepts the current form (`{"format": ...}`) and the older one that vLLM's clients send
     (`{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`).
 
     Raises:
-        InvalidRequest: not such an object, nested too deeply, or a schema that cannot be enforced.
+        InvalidRequest: the tag has neither form, is nested too deeply or too large, or has a schema that cannot be
+            enforced.
     """
     if not isinstance(tag, dict):
         raise InvalidRequest("a structural tag is an object")
@@ -53,10 +55,10 @@ def normalized_tag(tag: Any) -> str:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """What every tool needs, whether calls are enforced or not.
+    """Check what every tool needs, whether tool calls are enforced or not.
 
     Raises:
-        InvalidRequest: a tool without a name.
+        InvalidRequest: a tool has no name.
     """
     for index, tool in enumerate(tools):
         function = tool.get("function")
@@ -67,15 +69,16 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 def tool_call_tag(
     tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
 ) -> str:
-    """The structural tag of one or more Hermes tool calls, `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+    """Make the structural tag of Hermes tool calls, `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
 
     Args:
-        tools: OpenAI's tool definitions; `parameters` is a JSON schema.
-        name: the only function that may be called, once.
-        parallel: whether several calls may follow each other.
+        tools: tool definitions of the OpenAI API; `parameters` is a JSON schema.
+        name: if given, only this function may be called, and only once.
+        parallel: whether there may be several calls.
 
     Raises:
-        InvalidRequest: a tool without a name or with a schema that cannot be enforced, or no such tool.
+        InvalidRequest: a tool has no name or a schema that cannot be enforced, `name` is not among the tools, or the
+            tag is too large.
     """
     tags = []
     check_tools(tools)
@@ -147,7 +150,7 @@ def _normalized(value: Any, depth: int) -> Any:
 
 
 def _size(value: Any) -> RepetitionSize:
-    """Of the regular expressions, grammars and repetitions in a tag; JSON schemas have bounds of their own.
+    """Compute the size of the regular expressions, grammars and repetitions in a tag; JSON schemas have other limits.
 
     Raises:
         InvalidRequest: one of them alone is too large.

@@ -1,6 +1,6 @@
-"""The tokenizer's vocabulary as XGrammar wants it: the bytes that each token id stands for.
+"""Vocabulary: the bytes of each token id, in the form that XGrammar needs.
 
-Read from tokenizer.json in the process that compiles grammars; the engine core gets it as a `TokenTable`.
+It is read from tokenizer.json in the process that compiles grammars; the engine core receives it as a `TokenTable`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from xgrammar import TokenizerInfo
 
 _CONTROL_BYTES = frozenset(range(0x20)) - {0x0A, 0x0D}
-"""Bytes that JSON strings may not contain, without those that XGrammar keeps out of strings itself."""
+"""Bytes that JSON strings may not contain, except for those that XGrammar itself keeps out of strings."""
 
 
 class Vocabulary:
     """
     Args:
         path: the model's directory.
-        vocab_size: of the logits, which may have more columns than the tokenizer has tokens.
+        vocab_size: number of columns of the logits, which may exceed the number of tokens.
         eos_token_ids: tokens that end an output.
 
     Raises:
-        ConfigError: tokenizer.json is not there, or its tokens are spelled in an unknown way.
+        ConfigError: tokenizer.json cannot be read, or has an unknown form.
     """
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -47,8 +47,8 @@ class Vocabulary:
         for token, token_id in tokens:
             if token_id < vocab_size:
                 self._tokens[token_id] = token
-        # The empty spelling tells XGrammar that a token is no text: the detokeniser leaves special tokens out, so
-        # that a grammar must not spell its text with them.
+        # An empty spelling tells XGrammar that a token is not text. The detokenizer drops special tokens, so a grammar
+        # must not match its text with them.
         for entry in added:
             if entry["id"] < vocab_size:
                 self._tokens[entry["id"]] = "" if entry.get("special") else entry["content"]
@@ -62,27 +62,28 @@ class Vocabulary:
         return TokenTable(self._tokens, self._kind, self.vocab_size, self._eos_token_ids, control)
 
     def tokenizer_info(self) -> TokenizerInfo:
-        """All tokens."""
+        """Make XGrammar's TokenizerInfo with all tokens."""
         return self.table().tokenizer_info()
 
 
 class TokenTable(Struct, frozen=True, array_like=True):
-    """A vocabulary as it travels between processes."""
+    """Vocabulary in the form that is sent between processes."""
 
     tokens: list[str]
-    """By token id; empty for those that are no text."""
+    """Spelling of each token by id; empty for tokens that are not text."""
     spelling: str
-    """How they spell bytes: the name of XGrammar's VocabType."""
+    """How tokens spell bytes: the name of an XGrammar VocabType."""
     vocab_size: int
     eos_token_ids: list[int]
     control_token_ids: list[int]
-    """Tokens with a raw control character other than a newline: XGrammar lets those into strings of bounded length,
-    where JSON does not allow them."""
+    """Tokens with a raw control character other than a newline. XGrammar allows them in strings of bounded length,
+    although JSON does not."""
 
     def tokenizer_info(self, *, for_json: bool = False) -> TokenizerInfo:
-        """
+        """Make XGrammar's TokenizerInfo.
+
         Args:
-            for_json: without `control_token_ids`.
+            for_json: leave out `control_token_ids`.
         """
         from xgrammar import TokenizerInfo, VocabType
 
@@ -100,7 +101,7 @@ class TokenTable(Struct, frozen=True, array_like=True):
 
 
 def _model_tokens(model: dict[str, Any]) -> list[tuple[str, int]]:
-    """(token, id) of a BPE or WordPiece vocabulary, which is a mapping, or a Unigram one, which is a list."""
+    """Return (token, id) pairs of a BPE or WordPiece vocabulary (a mapping) or a Unigram vocabulary (a list)."""
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         return list(vocab.items())
@@ -108,7 +109,7 @@ def _model_tokens(model: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def _spelling(tokenizer: dict[str, Any]) -> str:
-    """How tokens spell bytes, from the tokenizer's decoder: the name of XGrammar's VocabType."""
+    """Return how tokens spell bytes, derived from the tokenizer's decoder, as the name of an XGrammar VocabType."""
     decoder = tokenizer.get("decoder") or {}
     steps = decoder.get("decoders", [decoder])
     kinds = {step.get("type") for step in steps}

@@ -1,7 +1,7 @@
-"""XGrammarBackend: specs to XGrammar's compiled grammars, for one model's vocabulary.
+"""XGrammarBackend: compiles grammar specs with XGrammar, for one model's vocabulary.
 
-Runs where it may take its time: in the process that compiles grammars. What it makes travels to the engine core as text
-(`Serialized`).
+It runs in the process that compiles grammars, where it may take its time, and its results are sent to the engine core
+as text (`Serialized`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Serialized(Struct, frozen=True, array_like=True):
 
     text: str
     is_for_json: bool
-    """Which of the two tokenizer infos it was compiled for."""
+    """Whether it was compiled with the vocabulary without control characters (`TokenTable.tokenizer_info`)."""
 
 
 class XGrammarBackend:
     """
     Args:
-        make_vocabulary: called once, by `prepare`.
-        num_threads: native threads of one compilation.
+        make_vocabulary: reads the vocabulary; called once, by `prepare`.
+        num_threads: native threads per compilation.
     """
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary], num_threads: int) -> None:
@@ -48,7 +48,7 @@ class XGrammarBackend:
         self._compilers: dict[bool, NativeCompiler] = {}
 
     def prepare(self) -> TokenTable:
-        """Imports the library and reads the vocabulary, once.
+        """Import the library and read the vocabulary, once.
 
         Raises:
             ConfigError: the vocabulary cannot be read.
@@ -60,24 +60,24 @@ class XGrammarBackend:
             return self._table
 
     def warm_up(self) -> None:
-        """Makes all that compilations share, so that forks of this process have it. Raises as `prepare`."""
+        """Make everything that compilations share, so that forks inherit it. Raises as `prepare` does."""
         self.token_lengths()
         for for_json in (False, True):
             self._compiler(for_json=for_json)
 
     def token_lengths(self) -> NDArray[np.int64]:
-        """Bytes of each token, 0 for those that are no text."""
+        """Return int64 [vocab_size], the bytes of each token; 0 for tokens that are not text."""
         if self._token_lengths is None:
             tokens = self.prepare().tokenizer_info().decoded_vocab
             self._token_lengths = np.array([len(token) for token in tokens], np.int64)
         return self._token_lengths
 
     def serialized(self, spec: GrammarSpec, grammar: CompiledGrammar) -> Serialized:
-        """What `compile(spec)` gave, as text."""
+        """Serialize the result of `compile(spec)`."""
         return Serialized(grammar.serialize_json(), _is_for_json(spec))
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Raises RuntimeError or ValueError with what is wrong with the grammar."""
+        """Compile a grammar. Raises RuntimeError or ValueError if it is invalid; the message tells why."""
         compiler = self._compiler(for_json=_is_for_json(spec))
         match spec.kind:
             case "json":
@@ -99,7 +99,7 @@ class XGrammarBackend:
             if for_json not in self._compilers:
                 from xgrammar import GrammarCompiler
 
-                # Its cache would count the grammars that ours holds a second time.
+                # `GrammarCompiler` in `structured.compiler` has the cache.
                 self._compilers[for_json] = GrammarCompiler(
                     table.tokenizer_info(for_json=for_json),
                     max_threads=self._num_threads,
@@ -109,7 +109,7 @@ class XGrammarBackend:
 
 
 class Deserializer:
-    """Serialized grammars to grammars of this process."""
+    """Turns serialized grammars into grammars of this process."""
 
     def __init__(self, table: TokenTable) -> None:
         import_xgrammar()
@@ -118,7 +118,7 @@ class Deserializer:
         self._infos: dict[bool, TokenizerInfo] = {}
 
     def grammar(self, serialized: Serialized) -> CompiledGrammar:
-        """Native code without the interpreter, for nearly all of its time; a tenth of what compiling takes."""
+        """Deserialize a grammar, in a tenth of the time of compiling it and mostly in native code without the GIL."""
         from xgrammar import CompiledGrammar
 
         with self._lock:
@@ -130,6 +130,6 @@ class Deserializer:
 
 
 def _is_for_json(spec: GrammarSpec) -> bool:
-    """Strings of bounded length are the one place where XGrammar lets control characters into JSON."""
+    """Whether to leave out control characters: XGrammar allows them in JSON only in strings of bounded length."""
     is_bounded = '"minLength"' in spec.text or '"maxLength"' in spec.text
     return is_bounded and spec.kind in ("json", "structural_tag")
