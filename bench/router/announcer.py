@@ -1,6 +1,6 @@
-"""An engine's end of the telemetry stream, for engines that only play one.
+"""Announcer: the engine's side of the telemetry stream, for mock engines.
 
-Owns: which chunks are resident, and the routers that listen. Must not know: requests, HTTP.
+Owns the set of resident chunks and the connected routers. Must not know requests or HTTP.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from argosy_protocol.telemetry import (
 )
 
 LOAD_INTERVAL_S = 0.1
-"""A busy engine reports as often."""
+"""A busy engine reports equally often."""
 
 
 class Announcer:
-    """One engine's. `epoch` names this run of it."""
+    """Telemetry of one engine. `epoch` identifies this run of the engine."""
 
     def __init__(
         self, epoch: str, load: Callable[[], Load], *, kv_cache_tokens: int, max_num_seqs: int
@@ -43,11 +43,11 @@ class Announcer:
         )
         self._load = load
         self._resident: dict[int, int] = {}
-        """chunk -> prompt tokens up to its end"""
+        """Maps resident chunks to the number of prompt tokens up to their end."""
         self._readers: set[asyncio.WriteTransport] = set()
 
     def greet(self, reader: asyncio.WriteTransport) -> None:
-        """A router connected: it gets what it missed, and all that follows."""
+        """Add a router: send it a snapshot, and all later frames."""
         for frame in (self._hello, *snapshot_of(self._resident), self._load()):
             reader.write(encode_frame(frame))
         self._readers.add(reader)
@@ -56,7 +56,7 @@ class Announcer:
         self._readers.discard(reader)
 
     def announce(self, stored: Sequence[int], tokens: Sequence[int], removed: Sequence[int] = ()) -> None:
-        """Chunks came into the cache, each with the prompt tokens up to its end, and others had to leave."""
+        """Announce chunks that were stored, with the prompt tokens up to their ends, and chunks that were evicted."""
         fresh = {chunk: end for chunk, end in zip(stored, tokens, strict=True) if chunk not in self._resident}
         if fresh:
             self._resident |= fresh
@@ -67,7 +67,7 @@ class Announcer:
             self._send(Removed(hashes=pack_u64(removed)))
 
     async def report_load(self) -> None:
-        """Until cancelled."""
+        """Report the load periodically until cancelled."""
         while True:
             await asyncio.sleep(LOAD_INTERVAL_S)
             self._send(self._load())

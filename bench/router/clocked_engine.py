@@ -1,11 +1,12 @@
-"""Engines whose speed is set by a clock, so that a fleet of them shares a machine without slowing each other.
+"""Simulated engines that answer by the clock, so that a fleet of them shares a machine without slowing each other down.
 
     python bench/router/clocked_engine.py PORT[,PORT...] [--prefill-tokens-per-s 8000] [--kv-cache-tokens 12288]
 
 Each is the replay's engine (`argosy_router.replay.engine`: speed, batch, prefix cache with LRU eviction) on the event
-loop's clock, behind HTTP and our telemetry. Its events are due at absolute times that follow from one another, so a
-busy machine delays an answer by milliseconds and never the engine. A token is four bytes of the prompt. A stream has an
-event for the first token, when that is due, and one for all others at the end. All ports live in one process.
+loop's clock, behind HTTP and our telemetry. Its events have absolute due times that are computed from one another, so a
+busy machine may delay an answer by milliseconds but does not slow the engine. A token is four bytes of the prompt. A
+stream has one event for the first token, when it is due, and one for all others at the end. One process serves all
+ports.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Body(msgspec.Struct):
 
 
 class ClockedEngine:
-    """One engine."""
+    """One simulated engine and its telemetry."""
 
     def __init__(self, epoch: str, model: EngineModel) -> None:
         self._loop = asyncio.get_running_loop()
@@ -65,7 +66,7 @@ class ClockedEngine:
 
 
 class Connection(EngineConnection):
-    """One connection of an engine. A client that leaves does not stop what it asked for."""
+    """One connection to an engine. A client that disconnects does not cancel its requests."""
 
     def __init__(self, engine: ClockedEngine) -> None:
         super().__init__(engine.announcer)

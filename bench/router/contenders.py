@@ -1,11 +1,11 @@
-"""Routers that are compared, each at its best honest setting, over engines of their own.
+"""The routers compared, each with its best fair settings, over engines of their own.
 
-Owns: command lines, and the processes of one measurement. Must not know: workloads, figures.
+Owns command lines and the processes of one measurement. Must not know workloads or figures.
 
-sglang-router's `cache_aware` takes part twice, and figures are compared with the better of the two: with its defaults,
-under which only a difference of 64 requests makes it leave a prefix's worker, and with thresholds small enough to
-balance fleets of this size. Both get health checks and a circuit breaker that notice a dead worker, and its return,
-within seconds; by default that takes a minute.
+sglang-router's `cache_aware` takes part in two settings, and figures are compared with the better of the two: with its
+defaults, where it leaves a prefix's worker only for a difference of 64 requests, and with thresholds small enough to
+balance fleets of this size. Both have health checks and a circuit breaker that detect a dead worker, and its return,
+within seconds; with the defaults this takes a minute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SGLANG = {
     "sglang-router": (),
     "sglang-router, balancing": ("--balance-abs-threshold", "24", "--balance-rel-threshold", "1.5"),
 }
-"""Name -> what it is started with beyond `cache_aware`."""
+"""Maps sglang-router's settings to their flags beyond the common ones."""
 _SGLANG_COMMON = (
     *("--policy", "cache_aware", "--log-level", "error"),
     *("--health-check-interval-secs", "2", "--health-check-timeout-secs", "1"),
@@ -37,7 +37,7 @@ _SGLANG_COMMON = (
 
 @dataclass
 class RunningFleet:
-    """A router over engines. Engines that are processes of their own can be killed and started again."""
+    """A router over engines. Engines with a process of their own can be killed and restarted."""
 
     port: int
     engine_ports: Sequence[int]
@@ -45,12 +45,12 @@ class RunningFleet:
     engines: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def kill(self, number: int) -> None:
-        """Ends an engine without notice."""
+        """Kill an engine with SIGKILL."""
         self.engines[number].send_signal(signal.SIGKILL)
         self.engines[number].wait()
 
     def restart(self, number: int) -> None:
-        """Starts it anew on the same port; its cache is empty."""
+        """Start an engine again on the same port, with an empty cache."""
         self.engines[number] = subprocess.Popen(
             self.engine_commands[number],
             stdout=subprocess.DEVNULL,
@@ -59,7 +59,7 @@ class RunningFleet:
         )
 
     def stop_restarted(self) -> None:
-        """Ends engines that `restart` started."""
+        """Stop the engines that `restart` started."""
         for engine in self.engines:
             if engine.poll() is None:
                 engine.kill()
@@ -67,12 +67,13 @@ class RunningFleet:
 
 
 def names(sglang: str) -> list[str]:
-    """All contenders; the peer's if there is an interpreter for it."""
+    """Return the names of all contenders, including sglang-router's if there is an interpreter for it."""
     return [OURS, *BASELINES, *(SGLANG if sglang else ())]
 
 
 def router_command(contender: str, sglang: str, port: int, engines: Sequence[int]) -> list[str]:
-    """
+    """Return the command that starts a contender's router.
+
     Args:
         sglang: interpreter of an environment with sglang-router.
     """
@@ -91,7 +92,7 @@ def router_command(contender: str, sglang: str, port: int, engines: Sequence[int
 
 
 def clocked(ports: Sequence[int], kv_cache_tokens: int) -> list[list[str]]:
-    """Commands of clocked engines, a process each."""
+    """Return the commands of clocked engines, one process each."""
     script = str(HERE / "clocked_engine.py")
     return [[sys.executable, script, str(port), "--kv-cache-tokens", str(kv_cache_tokens)] for port in ports]
 
@@ -100,10 +101,10 @@ def clocked(ports: Sequence[int], kv_cache_tokens: int) -> list[list[str]]:
 def running(
     contender: str, sglang: str, ports: Sequence[int], engine_commands: Sequence[Sequence[str]]
 ) -> Iterator[RunningFleet]:
-    """Engines, then the router over them, until the block ends.
+    """Run the engines and the router over them until the block ends.
 
     Args:
-        ports: of the engines, of which a command may serve several.
+        ports: the engines' ports; one command may serve several.
     """
     (port,) = free_ports(1)
     fleet = RunningFleet(port, ports, engine_commands)
@@ -119,5 +120,5 @@ def running(
 
 
 def shown(arguments: Sequence[str], sglang: str) -> list[str]:
-    """A command line without paths of this machine."""
+    """Return a command line without the paths of this machine."""
     return ["SGLANG_VENV/bin/python" if word == sglang else os.path.basename(word) for word in arguments]

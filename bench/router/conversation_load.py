@@ -1,8 +1,8 @@
-"""Conversations: popular and rare system prompts, a few turns each, pauses in between, growing histories.
+"""Load of conversations: popular and rare system prompts, several turns with pauses, growing histories.
 
-Owns: who says what and when. Must not know: servers.
-Invariant: equal arguments make equal conversations, so contenders meet the same ones at the same times. Only when a
-turn after the first is sent depends on the contender: a person reads the answer first.
+Owns the conversations' texts and times. Must not know servers. Invariant: equal arguments make equal conversations, so
+that all contenders get the same ones at the same times. Only the time of a turn after the first depends on the
+contender, because it follows the previous answer.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from shared_prefixes import text
 SYSTEM_PROMPTS = 24
 SYSTEM_TOKENS = 1536
 TURNS = (2, 7)
-"""Fewest and most of a conversation, all equally likely."""
+"""Minimum and maximum per conversation, uniformly distributed."""
 TURN_TOKENS = (64, 384)
 ANSWER_TOKENS = (32, 128)
 THINK_S = 5.0
-"""Mean pause before the next turn, exponential."""
+"""Mean of the exponentially distributed pause before the next turn."""
 MAX_THINK_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a person says, the length of the answer, and the pause after it."""
+    """The user's message, the length of the answer, and the pause after it."""
 
     text: str
     answer_tokens: int
@@ -35,7 +35,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One conversation, which begins `at_s` seconds after the load did."""
+    """One conversation, which begins `at_s` seconds after the load."""
 
     at_s: float
     system: str
@@ -43,9 +43,9 @@ class Conversation:
 
 
 def conversations(seed: str, per_s: float, seconds: float) -> list[Conversation]:
-    """Conversations that begin within `seconds`, as a Poisson process of `per_s`.
+    """Return conversations that begin within `seconds`, as a Poisson process of rate `per_s`.
 
-    The k-th of the system prompts is as popular as 1/k (Zipf's law, as traces of assistants show it).
+    The popularity of the k-th system prompt is proportional to 1/k (Zipf's law, as in traces of assistants).
     """
     rng = random.Random(seed)
     systems = [text(rng, SYSTEM_TOKENS * BYTES_PER_TOKEN) for _ in range(SYSTEM_PROMPTS)]
@@ -69,5 +69,5 @@ def _turn(rng: random.Random) -> Turn:
 
 
 def mean_turns() -> float:
-    """Turns of a conversation on average."""
+    """Return the mean number of turns per conversation."""
     return sum(TURNS) / 2

@@ -1,18 +1,19 @@
-"""Routers over the same four engines, under conversations, while one engine dies and comes back.
+"""Compare routers over four engines under conversations, while one engine dies and returns.
 
     python bench/router/conversations.py [--rounds 3] [--rates 6 8] [--seconds 60] [--sglang PYTHON] [--json FILE]
 
-Conversations (`conversation_load.py`) begin as a Poisson process: one of 24 system prompts of 1536 tokens, the k-th as
-popular as 1/k; two to seven turns, whose prompts grow by what was said; five seconds of thought between an answer and
-the next turn. Half-way through, one engine is killed without notice, and five seconds later it is back with an empty
-cache. Engines are clocked (`clocked_engine.py`): 8000 prompt tokens per second and 49,152 tokens of cache each, which
-is less than what live conversations and popular prompts come to.
+Conversations (`conversation_load.py`) begin as a Poisson process. Each has one of 24 system prompts of 1536 tokens, the
+k-th with a popularity proportional to 1/k, and two to seven turns, whose prompts contain the history, with five seconds
+on average between an answer and the next turn. Half-way through, one engine is killed, and restarted five seconds later
+with an empty cache. Engines are clocked (`clocked_engine.py`): 8000 prompt tokens per second and 49,152 tokens of cache
+each, less than the open conversations and the popular prompts need.
 
-A router that remembers what it sent where does not know what was evicted since, or lost; ours is told.
+A router that only remembers where it sent each prompt does not learn what was evicted or lost since; our engines
+announce it to our router.
 
-The first ten seconds are not counted. Times to the first token count from when a turn was due. `of oracle`: of what
-one boundless cache for all would hold. Contenders take turns; figures are medians of the rounds, errors their sum:
-requests whose stream was cut off when the engine died.
+The first ten seconds are not counted. Times to the first token count from when a turn was due. `of oracle` is the share
+of what a single unbounded cache would hold. Contenders take turns; figures are medians of the rounds, except errors,
+which are summed: requests whose stream was cut off when the engine died.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ENGINES = 4
 KV_CACHE_TOKENS = 49_152
 WARM_UP_S = 10.0
 DOWN_S = 5.0
-"""Between the death of an engine and its return."""
+"""Time between the death of an engine and its restart."""
 VICTIM = 1
 RATES = (6.0, 8.0)
 """Conversations that begin per second; each has 4.5 turns on average."""
@@ -53,14 +54,16 @@ class Asked:
     """One turn as it was sent."""
 
     due: float
-    """Seconds after the load began."""
+    """Due time, in seconds after the load began."""
     prompt: str
     answer: Answer
 
 
 async def converse(client: OpenLoop, conversation: Conversation, start: float) -> list[Asked]:
-    """All turns of one conversation. After a turn that failed it goes on as if it had been answered: a person would
-    ask again, and the prompts of all contenders stay the same."""
+    """Run all turns of one conversation.
+
+    After a failed turn it continues as if the turn had been answered, so that all contenders get the same prompts.
+    """
     asked = []
     history = conversation.system
     due = start + conversation.at_s
@@ -81,7 +84,7 @@ async def fail_half_way(fleet: RunningFleet, start: float, seconds: float) -> No
 
 
 async def talk(fleet: RunningFleet, load: Sequence[Conversation], seconds: float) -> list[Asked]:
-    """All conversations, in the order in which their turns were due."""
+    """Run all conversations; returns their turns in the order in which they were due."""
     client = OpenLoop(fleet.port, 1)
     start = time.perf_counter() + 0.5
     failing = asyncio.create_task(fail_half_way(fleet, start, seconds))
@@ -91,7 +94,7 @@ async def talk(fleet: RunningFleet, load: Sequence[Conversation], seconds: float
 
 
 def measure(contender: str, rate: float, seed: str, options: argparse.Namespace) -> Figures:
-    """One contender, over engines of its own."""
+    """Measure one contender over engines of its own."""
     load = conversations(seed, rate, options.seconds)
     ports = free_ports(ENGINES)
     with (

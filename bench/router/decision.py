@@ -1,11 +1,11 @@
-"""Time of a decision and memory of the index, at scale and without sockets.
+"""Measure the time of a routing decision and the memory of the prefix index, at scale and without sockets.
 
     python bench/router/decision.py [--replicas 4 64 512] [--chunks 1000000]
 
-For each number of replicas: an index with that many chunks, prompts of 8 KB that share half of their text with one of
-1000 beginnings, and the time of hashing, choosing and recording the dispatch; then the longest pause while a replica
-leaves. The index is filled as replicas announce it. Times are the thread's own processor time: what else runs on the
-machine does not show.
+For each number of replicas it builds an index with the given number of chunks and measures the time of hashing,
+choosing and recording the dispatch, for prompts of 8 KB that share half of their text with one of 1000 prefixes; then
+the longest pause while a replica leaves. The index is filled through the replicas' announcements. Times are the
+thread's own CPU time, so that other programs on the machine hardly matter.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PROMPT_BYTES = 8192
 PREFIXES = 1000
 DECISIONS = 3000
 HOLDERS = 4
-"""Replicas that hold each of the prompts' beginnings; every other chunk has one."""
+"""Number of replicas that hold each prefix of the prompts. All other chunks have one holder."""
 
 
 def build(replicas: int, chunks: int, prefixes: list[bytes]) -> tuple[Service, float]:
-    """A service with a full index, and the index's bytes per chunk."""
+    """Build a service with a full index; returns it with the index's bytes per chunk."""
     service = Service(FleetService(namespace="n", name="s", uid="u", model="tiny"), "", chunks)
     for number in range(replicas):
         member = Member(f"r{number:03}", "", "http://unused")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def measure(replicas: int, chunks: int, prefixes: list[bytes], rng: random.Random) -> None:
-    """Prints one line."""
+    """Measure one number of replicas and print one line."""
     service, size = build(replicas, chunks, prefixes)
     hashing: list[float] = []
     choosing: list[float] = []

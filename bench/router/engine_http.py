@@ -1,6 +1,6 @@
-"""The HTTP of engines that only play one: the routes by which routers look at a worker, and completions.
+"""HTTP for mock engines: completions, and the routes that routers use to inspect a worker.
 
-Owns: framing and the shape of answers. Must not know: when a completion is answered.
+Owns framing and the shape of answers. Must not know when a completion is answered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STREAM_HEAD = (
 )
 STREAM_END = b"0\r\n\r\n"
 TELEMETRY_HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {TELEMETRY_CONTENT_TYPE}\r\n\r\n".encode()
-"""Telemetry ends with its connection."""
+"""Head without a length: the telemetry stream lasts until its connection closes."""
 
 
 def answer(body: object, status: str = "200 OK") -> bytes:
@@ -31,7 +31,7 @@ def answer(body: object, status: str = "200 OK") -> bytes:
 
 
 def completion(text: str, finish: str | None, **fields: Any) -> dict[str, Any]:
-    """A completion's body, or an event's: they have the same shape."""
+    """Return the body of a completion, or of a stream's event, which has the same shape."""
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
     return {
         "id": "cmpl-1",
@@ -53,7 +53,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def event(body: object) -> bytes:
-    """One event of a stream, as a chunk of its own."""
+    """Encode one event of a stream as an HTTP chunk."""
     return chunk(b"data: " + json.dumps(body).encode() + b"\n\n")
 
 
@@ -78,15 +78,18 @@ NOT_FOUND = answer({}, "404 Not Found")
 
 
 class EngineConnection(asyncio.Protocol):
-    """One connection; requests are small enough to be searched, not parsed. Without an announcer there is no telemetry,
-    as at an engine that is not ours."""
+    """One connection to a mock engine.
+
+    Heads are searched for what is needed rather than parsed. Without an announcer there is no telemetry, as with
+    engines other than ours.
+    """
 
     def __init__(self, announcer: Announcer | None) -> None:
         self._announcer = announcer
         self._buffer = b""
 
     def complete(self, body: bytes) -> None:
-        """Answers a completion, now or later."""
+        """Answer a completion, now or later."""
         raise NotImplementedError
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

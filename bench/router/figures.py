@@ -1,6 +1,6 @@
-"""What contenders are compared by, and the table.
+"""Figures by which contenders are compared, and their table.
 
-Owns: figures of one contender, medians over rounds, Markdown. Must not know: how requests were sent.
+Owns one contender's figures, medians over rounds, and Markdown. Must not know how requests were sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from open_loop import Answer
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One contender under one load."""
+    """Figures of one contender under one load."""
 
     requests: float
     cached_share: float
@@ -27,19 +27,20 @@ class Figures:
 
 
 Row = dict[str, Figures]
-"""Contender -> figures under one load."""
+"""Maps contenders to their figures under one load."""
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """NaN of nothing."""
+    """Return a quantile; NaN if there are no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
 
 
 def figures(answers: Sequence[Answer], oracle: float) -> Figures:
-    """
+    """Compute the figures of all answers.
+
     Args:
-        oracle: share of the prompt tokens that one boundless cache for all would have held.
+        oracle: share of the prompt tokens that a single unbounded cache would have held.
     """
     complete = [answer for answer in answers if not answer.error]
     cached = sum(answer.cached_tokens for answer in complete)
@@ -57,7 +58,7 @@ def figures(answers: Sequence[Answer], oracle: float) -> Figures:
 
 
 def median(rounds: Sequence[Figures]) -> Figures:
-    """Medians of all but the errors, which are added up."""
+    """Return the medians of all figures except the errors, which are summed."""
     values = {
         field.name: statistics.median(getattr(each, field.name) for each in rounds)
         for field in fields(Figures)
@@ -66,7 +67,7 @@ def median(rounds: Sequence[Figures]) -> Figures:
 
 
 def best_peer(row: Row) -> Figures | None:
-    """Of each figure the best that any setting of the peer reached; None if it took no part."""
+    """Return the best of the peer's settings for each figure; None if the peer was not measured."""
     peers = [row[name] for name in SGLANG if name in row]
     if not peers:
         return None
@@ -81,10 +82,10 @@ def best_peer(row: Row) -> Figures | None:
 
 
 def markdown(table: dict[str, Row], label: str) -> str:
-    """One line per load and contender. `ours is`: TTFT of ours over that contender's.
+    """Return a Markdown table with one line per load and contender. `ours is` is the ratio of our TTFT to theirs.
 
     Args:
-        label: heading of the loads' names.
+        label: heading of the column of loads.
     """
     lines = [
         f"| {label} | router | cached | of oracle | TTFT p50 ms | p90 ms | p99 ms | p50, p90, p99: ours is | errors |",

@@ -1,23 +1,23 @@
-"""Routers over the same four engines, under load that shares prefixes: what comes from caches, and how soon.
+"""Compare routers over four engines under load with shared prefixes: cache hits and times to the first token.
 
     python bench/router/fleet.py [--rounds 3] [--rates 5 20 40 55] [--sglang PYTHON] [--json FILE]
     python bench/router/fleet.py --real [--rates 2 6]
 
-Our router with its `cost` policy against its own `round-robin` and `least-load`, and against sglang-router's
-`cache_aware` where `--sglang` names an interpreter that has it (in two settings, see `contenders.py`). Requests come as
-a Poisson process over ten prefixes of 2048 tokens, each with a question of 512 tokens of its own and 32 tokens of
-answer, at rising rates. Each contender gets fresh engines, is warmed up by a request for every prefix, all at once,
-and once more, and then gets the same requests at the same times as the others. All at once, as clients come: a router
-that sends what it does not know to the least loaded engine spreads prefixes that way, and piles them up on one engine
-if they come one after another. One engine's cache has room for three or four prefixes beside their questions, the four
+Compares our router's `cost` policy with its own `round-robin` and `least-load`, and with sglang-router's `cache_aware`
+if `--sglang` names an interpreter that has it (in two settings, see `contenders.py`). Requests arrive as a Poisson
+process at rising rates, over ten prefixes of 2048 tokens, each with a question of its own of 512 tokens and an answer
+of 32 tokens. Each contender gets fresh engines and is warmed up twice by one request for every prefix, sent
+concurrently; then all contenders get the same requests at the same times. The warm-up is concurrent, as clients are,
+because a router that sends unknown prompts to the least loaded engine would send prefixes that come one after another
+to the same engine. One engine's cache has room for three or four prefixes besides their questions, and the four
 together for all of them.
 
-Engines are clocked (`clocked_engine.py`): 8000 prompt tokens per second each. A fleet that computes nothing but
-questions keeps up with 62 requests per second. `--real` takes four `argosy serve builtin://tiny --threads 1` instead;
-they share the machine's cores with router and client, so their times tell less than what comes from their caches.
+Engines are clocked (`clocked_engine.py`): 8000 prompt tokens per second each. A fleet that computes only the questions
+keeps up with 62 requests per second. `--real` uses four `argosy serve builtin://tiny --threads 1` instead; they share
+the machine's cores with router and client, so their cache hits are more meaningful than their times.
 
-Times to the first token count from when a request was due. `of oracle`: of what one boundless cache for all would hold.
-Figures are medians of the rounds, in which contenders take turns; errors are their sum.
+Times to the first token count from when a request was due. `of oracle` is the share of what a single unbounded cache
+would hold. Contenders take turns; figures are medians of the rounds, except errors, which are summed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def engine_commands(ports: Sequence[int], *, real: bool) -> list[list[str]]:
 
 
 def bytes_per_token(port: int) -> float:
-    """Of this load's text, as the engine counts tokens."""
+    """Measure the bytes per token of this load's text with the engine's tokenizer."""
     sample = text(random.Random(0), 2048)
     body = json.dumps({"model": MODEL, "prompt": sample, "max_tokens": 1}).encode()
     request = urllib.request.Request(
@@ -81,7 +81,7 @@ def bytes_per_token(port: int) -> float:
 
 
 async def rising_load(port: int, size: float, seed: str, options: argparse.Namespace) -> dict[float, Figures]:
-    """All rates, one after another, each until its last answer. `size` is in bytes per token."""
+    """Measure all rates, one after another, each until its last answer. `size` is in bytes per token."""
     load = SharedPrefixes(seed, GROUPS, round(PREFIX_TOKENS * size), round(QUESTION_TOKENS * size))
     client = OpenLoop(port, ANSWER_TOKENS)
     warm = load.warm_up()
@@ -98,7 +98,7 @@ async def rising_load(port: int, size: float, seed: str, options: argparse.Names
 
 
 def measure(contender: str, seed: str, options: argparse.Namespace) -> dict[float, Figures]:
-    """One contender, over engines of its own."""
+    """Measure one contender over engines of its own."""
     ports = free_ports(ENGINES)
     with running(contender, options.sglang, ports, engine_commands(ports, real=options.real)) as fleet:
         size = bytes_per_token(ports[0])

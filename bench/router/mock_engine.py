@@ -1,9 +1,9 @@
-"""Engines that answer at once, so that only the router's own cost is measured.
+"""Mock engines that answer at once, so that only the router's own cost is measured.
 
     python bench/router/mock_engine.py PORT[,PORT...] [--events 32] [--telemetry]
 
-Answers /v1/completions with one JSON object or a stream of EVENTS events. With `--telemetry` they announce every prompt
-they were sent, as our engines do; without, routers see engines of another make. All ports live in one process.
+They answer /v1/completions with one JSON object or a stream of EVENTS events. With `--telemetry` they announce every
+prompt that they get, as our engines do; without, routers see them as other engines. One process serves all ports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prompts import as_trace
 from argosy_protocol.telemetry import Load
 
 KV_CACHE_TOKENS = 1 << 24
-"""More than a run asks for: nothing is evicted."""
+"""More tokens than a run sends, so that nothing is evicted."""
 
 
 class Body(msgspec.Struct):
@@ -28,7 +28,7 @@ class Body(msgspec.Struct):
 
 
 class MockEngine(EngineConnection):
-    """One connection of an engine."""
+    """One connection to a mock engine."""
 
     def __init__(self, events: int, announcer: Announcer | None) -> None:
         super().__init__(announcer)

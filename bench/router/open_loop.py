@@ -1,7 +1,7 @@
-"""Streamed completions sent at their own times, whether or not earlier ones are answered.
+"""Open-loop client: sends streamed completions at given times, whether or not earlier ones are answered.
 
-Owns: connections, and what a client sees of each stream. Must not know: what prompts mean.
-Times count from when a request was due, so that a client that falls behind hides nothing.
+Owns connections and the measurements of each stream. Must not know what prompts mean. Latencies count from the time at
+which a request was due, so that a client that falls behind does not hide delays (coordinated omission).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from prompts import MODEL
 from shared_prefixes import Arrival
 
 PATIENCE_S = 300.0
-"""A request without a complete answer after this long is an error."""
+"""A request that has no complete answer after this time counts as an error."""
 START_S = 0.1
-"""Between the call and the load's time zero."""
+"""Time between the call of `send` and the load's time zero."""
 _DONE = b"data: [DONE]"
 
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one request. Only complete ones, without `error`, have figures."""
+    """Outcome of one request. Only complete answers, without `error`, have figures."""
 
     ttft_s: float = 0.0
     prompt_tokens: int = 0
@@ -36,7 +36,7 @@ class Answer:
 
 
 class Client(asyncio.Protocol):
-    """One keep-alive connection, one request at a time."""
+    """One keep-alive connection with one request at a time."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -51,13 +51,14 @@ class Client(asyncio.Protocol):
         self._end(ConnectionError("connection lost"))
 
     async def ask(self, body: bytes, due: float) -> Answer:
-        """
+        """Send one request and read its stream.
+
         Args:
-            due: on `time.perf_counter`'s clock.
+            due: time from which the latency counts, on `time.perf_counter`'s clock.
 
         Raises:
-            ConnectionError: the connection ended before the answer did.
-            ValueError: what came is not a complete stream of a completion.
+            ConnectionError: the connection was lost before the answer was complete.
+            ValueError: the answer is not a complete stream of a completion.
         """
         self._parser = httptools.HttpResponseParser(self)
         self._body = bytearray()
@@ -90,7 +91,7 @@ class Client(asyncio.Protocol):
         self._body += data
         if (
             not self._first_token and b'"text"' in self._body
-        ):  # comments, sent while a request queues, are no token
+        ):  # skips comments, which routers send while a request is queued
             self._first_token = time.perf_counter()
 
     def on_message_complete(self) -> None:
@@ -105,10 +106,10 @@ class Client(asyncio.Protocol):
 
 
 class OpenLoop:
-    """A client of the server at `port`; its connections outlive a load.
+    """A client of the server at `port`, which keeps its connections for the next load.
 
     Args:
-        max_tokens: of an answer, unless `ask` says otherwise.
+        max_tokens: length of an answer, unless `ask` gives another.
     """
 
     def __init__(self, port: int, max_tokens: int) -> None:
@@ -117,12 +118,12 @@ class OpenLoop:
         self._idle: list[Client] = []
 
     async def send(self, arrivals: Sequence[Arrival]) -> list[Answer]:
-        """Answers in the order of the arrivals, when the last one is there."""
+        """Send all requests at their times; returns the answers in the order of the arrivals."""
         start = time.perf_counter() + START_S
         return await asyncio.gather(*(self.ask(arrival.prompt, start + arrival.at_s) for arrival in arrivals))
 
     async def ask(self, prompt: str, due: float, max_tokens: int = 0) -> Answer:
-        """Sends one prompt when it is due, on `time.perf_counter`'s clock."""
+        """Send one prompt when it is due, on `time.perf_counter`'s clock."""
         body = json.dumps(
             {
                 "model": MODEL,

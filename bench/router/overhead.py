@@ -1,14 +1,14 @@
-"""CPU per request of our router and of sglang-router, over the same engines, in alternation.
+"""Compare the CPU time per request of our router and of sglang-router, in alternating runs over mock engines.
 
     python bench/router/overhead.py [--runs 3] [--requests 3000] [--connections 16] [--telemetry]
         [--compiled FOLDER] [--floor] [--sglang PYTHON] [-o FILE]
 
 `--sglang` is the interpreter of an environment with `sglang-router` installed; without it only ours is measured. With
-`--telemetry` the engines announce what they hold to our router, which otherwise takes them for another make. With
-`--compiled` our router also runs as `python -m argosy_router.compile FOLDER` made it. With `--floor` a proxy takes part
-that only copies bytes (splice.py), and the engines are asked directly, which is what latency adds to. Each run starts a
-router afresh, warms it up, and sends the same bodies; figures are the medians over the runs. Absolute figures depend on
-the machine and drift; the ratios are what counts.
+`--telemetry` the engines announce their caches to our router; without, it treats them as engines other than ours. With
+`--compiled` our router also runs as compiled by `python -m argosy_router.compile FOLDER`. `--floor` adds two baselines:
+a proxy that only copies bytes (splice.py), and requests sent to an engine directly. Each run starts a new router, warms
+it up, and sends the same bodies; figures are medians over the runs. Absolute figures depend on the machine and drift,
+so compare the ratios.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WORKLOADS = {
     "100 KB": (17_000, False),
 }
 KEY = "sk-benchmark"
-"""Every request has it. Ours knows it and checks; sglang-router passes it on."""
+"""API key of every request. Our router checks it; sglang-router passes it on."""
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: b\r\nauthorization: Bearer " + KEY.encode() + b"\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -51,11 +51,11 @@ HEAD = (
 PREFIXES = 50
 STARTUP_S = 60.0
 COMPILED = "compiled"
-"""Ours as machine code."""
+"""Our router, compiled to machine code."""
 DIRECT = "no router"
-"""An engine, asked directly."""
+"""Requests sent to an engine directly."""
 FLOOR = "bytes copied"
-"""The proxy that looks at nothing."""
+"""A proxy that only copies bytes (splice.py)."""
 LOAD_TIMEOUT_S = 120.0
 
 
@@ -65,7 +65,7 @@ class Result:
 
     cpu_us: float
     kernel_us: float
-    """Of it, in the kernel."""
+    """The part of `cpu_us` spent in the kernel."""
     p50_ms: float
     p99_ms: float
     requests_per_s: float
@@ -73,7 +73,7 @@ class Result:
 
 
 def bodies(words: int, stream: bool, count: int) -> list[bytes]:
-    """Prompts that share one of `PREFIXES` beginnings and end differently."""
+    """Return request bodies whose prompts begin with one of `PREFIXES` prefixes and end differently."""
     rng = random.Random(0)
     vocabulary = ["".join(rng.choices("abcdefghij", k=5)) for _ in range(2000)]
     prefixes = [" ".join(rng.choices(vocabulary, k=words)) for _ in range(PREFIXES)]
@@ -91,7 +91,7 @@ def bodies(words: int, stream: bool, count: int) -> list[bytes]:
 
 
 class Client(asyncio.Protocol):
-    """One keep-alive connection that sends bodies one after another."""
+    """One keep-alive connection that sends one body after another."""
 
     def __init__(self, work: Iterator[bytes], latencies: list[float], counts: dict[str, int]) -> None:
         self._work = work
@@ -137,7 +137,7 @@ class Client(asyncio.Protocol):
 
 
 async def load(port: int, requests: list[bytes], connections: int) -> tuple[list[float], int, float]:
-    """Latencies, errors and seconds."""
+    """Send all requests; returns latencies, the number of errors, and the elapsed seconds."""
     loop = asyncio.get_running_loop()
     work = iter(requests)
     latencies: list[float] = []
@@ -153,7 +153,7 @@ async def load(port: int, requests: list[bytes], connections: int) -> tuple[list
 
 
 def cpu_seconds(root: int) -> tuple[float, float]:
-    """User and system time of a process and its descendants so far."""
+    """Return the user and system time of a process and its descendants so far."""
     parents: dict[int, int] = {}
     times: dict[int, tuple[int, int]] = {}
     for entry in os.listdir("/proc"):
@@ -187,7 +187,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def process(*command: str, path: str = "") -> Iterator[subprocess.Popen[bytes]]:
-    """`path`: where Python looks for packages first."""
+    """Run a command until the block ends, with `path` as its PYTHONPATH if given."""
     child = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -207,7 +207,7 @@ def process(*command: str, path: str = "") -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_until_answering(port: int) -> None:
-    """Until one completion goes through."""
+    """Wait until one completion succeeds."""
     body = bodies(5, False, 1)[0]
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",

@@ -1,4 +1,4 @@
-"""What a prompt is to engines that only play one: its blocks are the router's own chunks, a token is four bytes."""
+"""Prompts as mock engines see them: the blocks are the router's chunks, and a token is four bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SEED = chain_seed(MODEL)
 
 
 def as_trace(prompt: str, output_tokens: int) -> TraceRequest:
-    """A completion's prompt as the replay's engines take it; it arrives at time zero."""
+    """Convert a completion's prompt to a trace request for the replay's engines, arriving at time zero."""
     segments = [(SegmentKind.TEXT, prompt.encode())]
     ends = tuple(max(1, offset // BYTES_PER_TOKEN) for offset in chunk_offsets([len(segments[0][1])]))
     return TraceRequest(0.0, ends[-1], output_tokens, tuple(chunk_hashes(segments, _SEED)), ends)

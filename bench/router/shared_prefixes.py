@@ -1,7 +1,7 @@
-"""Load of requests that share their beginnings: each is one of a few prefixes, then a question of its own.
+"""Load of requests with shared prefixes: each prompt is one of a few prefixes, followed by a question of its own.
 
-Owns: prompts, arrivals, and what the best cache could hold of them. Must not know: servers.
-Invariant: equal arguments make equal loads, so contenders meet the same requests at the same times.
+Owns prompts, arrivals, and the share that an ideal cache could hold. Must not know servers. Invariant: equal arguments
+make equal loads, so that all contenders get the same requests at the same times.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Arrival:
 
 
 class SharedPrefixes:
-    """Prompts over `groups` prefixes, all equally popular. Prefixes end where a chunk does, so that their end never
-    depends on the question."""
+    """Makes prompts over `groups` equally popular prefixes. Prefixes end at a chunk boundary, so that no chunk contains
+    both prefix and question."""
 
     def __init__(self, seed: str, groups: int, prefix_bytes: int, question_bytes: int) -> None:
         self._rng = random.Random(seed)
@@ -38,11 +38,11 @@ class SharedPrefixes:
         self._question_bytes = question_bytes
 
     def warm_up(self, times: int = 2) -> list[str]:
-        """Prompts of every group in turn."""
+        """Return `times` prompts for every prefix, the prefixes in turn."""
         return [self._ask(prefix) for _ in range(times) for prefix in self._prefixes]
 
     def poisson(self, rate_per_s: float, seconds: float) -> list[Arrival]:
-        """Arrivals within `seconds`."""
+        """Return the arrivals of a Poisson process within `seconds`."""
         arrivals = []
         at = self._rng.expovariate(rate_per_s)
         while at < seconds:
@@ -55,7 +55,7 @@ class SharedPrefixes:
 
 
 def text(rng: random.Random, length: int) -> str:
-    """Words of nothing, `length` bytes."""
+    """Return random words, `length` bytes in total."""
     words = (
         "".join(rng.choices(_ALPHABET, k=_WORD_LETTERS)) for _ in range(length // (_WORD_LETTERS + 1) + 1)
     )
@@ -63,8 +63,8 @@ def text(rng: random.Random, length: int) -> str:
 
 
 def oracle_share(before: Sequence[str], prompts: Sequence[str]) -> float:
-    """Share of the tokens of `prompts` that one boundless cache for all would hold, in chunks, once `before` was
-    asked."""
+    """Return the share of the tokens of `prompts` that a single unbounded cache of chunks would hold, if `before` was
+    sent first."""
     earlier = [as_trace(prompt, 0) for prompt in before]
     later = [as_trace(prompt, 0) for prompt in prompts]
     held = oracle_tokens([*earlier, *later]) - oracle_tokens(earlier)

@@ -1,9 +1,9 @@
-"""Forwards bytes both ways and looks at nothing: what any proxy of one hop pays the kernel and uvloop.
+"""Forward bytes in both directions without parsing: the cost of the kernel and uvloop in any one-hop proxy.
 
     python bench/router/splice.py PORT ENGINE_PORT [ENGINE_PORT ...]
 
-Each client connection gets a connection to an engine of its own, by turns. A router that reads requests, chooses and
-keeps books cannot cost less; what it costs more is its own doing.
+Each client connection gets its own connection to an engine, in turn. This is a lower bound for any router that parses
+requests, chooses a replica and accounts for them; the difference is the router's own cost.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import uvloop
 
 
 class End(asyncio.Protocol):
-    """One end of a pair: what it receives, its peer sends."""
+    """One end of a pair of connections. It forwards what it receives to its peer."""
 
     def __init__(self) -> None:
         self.peer: asyncio.Transport | None = None
         self.early = b""
-        """Received before there was a peer."""
+        """Data received before the peer was connected."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -38,7 +38,7 @@ class End(asyncio.Protocol):
 
 
 class Accepted(End):
-    """A client's end, which gets an engine's."""
+    """A client's end, which opens a connection to an engine."""
 
     def __init__(self, engines: itertools.cycle[int]) -> None:
         super().__init__()

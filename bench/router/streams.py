@@ -1,11 +1,10 @@
-"""Thousands of streams open at once through one router.
+"""Run thousands of concurrent streams through one router.
 
     python bench/router/streams.py [--streams 5000] [--events 20] [--interval 1.0] [--open-rate 500] [-o FILE]
 
-Two engines in a process of their own send each stream an event per interval; a client here opens the streams at the
-given rate and holds every byte against what was sent: each stream must get all its events, in order and once, and end
-well. Events carry the time they were sent at (one machine, one clock), so their delay through router and client shows.
-Exits with 1 if a single stream failed.
+Two engines in a separate process send each stream one event per interval. The client opens the streams at the given
+rate and checks that each gets all its events, in order and once, and ends properly. Events carry the time at which they
+were sent (one machine, one clock), which gives their delay through router and client. Exits with 1 if a stream failed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MODELS = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model",
 DONE = b"data: [DONE]\n\n"
 STARTUP_S = 60.0
 PATIENCE_S = 60.0
-"""Beyond what the streams should take."""
+"""Added to the streams' timeout, which is four times their nominal duration."""
 
 
 def raise_file_limit() -> None:
@@ -47,7 +46,7 @@ def raise_file_limit() -> None:
 
 
 class Engine(asyncio.Protocol):
-    """One connection of a mock engine. `streams` are those that wait for their next event, with its number."""
+    """One connection to a mock engine. `streams` maps open streams to the number of their next event."""
 
     def __init__(self, streams: dict[Engine, int]) -> None:
         self._streams = streams
@@ -77,7 +76,7 @@ class Engine(asyncio.Protocol):
 
 
 async def send_events(streams: dict[Engine, int], events: int, interval: float) -> None:
-    """A round per interval, spread over it so that the router never gets all at once."""
+    """Send one event per interval to each stream, spread over the interval to avoid bursts."""
     while True:
         started = time.monotonic()
         waiting = list(streams)
@@ -135,7 +134,7 @@ def router_process(pipe: Connection, ports: list[int]) -> None:
 
 
 class Stream(asyncio.Protocol):
-    """One stream, checked as it arrives."""
+    """One client stream, checked as it arrives."""
 
     def __init__(self, number: int, events: int) -> None:
         self.delays: list[float] = []
@@ -181,7 +180,7 @@ class Stream(asyncio.Protocol):
 
 
 async def drive(port: int, router_pid: int, arguments: argparse.Namespace) -> dict[str, object]:
-    """Opens the streams and waits for them. Returns the figures."""
+    """Open the streams, wait for all of them, and return the figures."""
     loop = asyncio.get_running_loop()
     idle_bytes, idle_cpu = resident(router_pid), cpu(router_pid)
     streams: list[Stream] = []
@@ -216,7 +215,7 @@ def resident(pid: int) -> int:
 
 
 def cpu(pid: int) -> float:
-    """Processor seconds so far."""
+    """Return a process's CPU seconds so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,9 +1,9 @@
-"""How long a router that starts needs to know what its engines hold.
+"""Measure how long a starting router takes to fill its prefix index from its engines.
 
     python bench/router/warm.py [--runs 3] [--chunks 250000]
 
-Four engines hold CHUNKS random chunks each (of some sixty tokens) and tell them to a router that starts. The clock runs
-from the start of its process; medians of the runs.
+Four engines hold CHUNKS random chunks each (of 64 tokens) and announce them to a router that starts. Times count from
+the start of its process; the figures are medians of the runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNKS = "argosy_router_index_chunks{"
 
 
 async def announce(ports: list[int], chunks: int, ready: Connection) -> None:
-    """Engines that hold chunks from the beginning."""
+    """Serve engines that hold chunks from the beginning."""
     rng = random.Random(0)
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
@@ -52,7 +52,7 @@ def engines(ports: list[int], chunks: int, ready: Connection) -> None:
 
 
 def read(port: int) -> str:
-    """The metrics at a router's admin port; empty until it answers."""
+    """Return the metrics at a router's admin port; empty until it answers."""
     with contextlib.suppress(urllib.error.URLError, ConnectionError):
         return urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S).read().decode()
     return ""
@@ -64,7 +64,7 @@ def sample(metrics: str, name: str) -> list[tuple[str, float]]:
 
 
 def start(port: int, chunks: int) -> tuple[float, float]:
-    """Seconds from now until the router answers, and until it knows `chunks` chunks and all engines are synced."""
+    """Return the seconds until the router answers, and until it knows `chunks` chunks and all engines are synced."""
     started = time.monotonic()
     answers_after = 0.0
     while (passed := time.monotonic() - started) < DEADLINE_S:
