@@ -1,8 +1,8 @@
-// Paged causal attention with grouped heads: prompts, chunks of prompts and decodes in one pass.
+// Paged causal attention with grouped heads: prompts, prompt chunks and decodes in one pass.
 //
-// The query heads of a group are rows of one tile, so keys and values are read once for all of them. Keys are visited in
-// tiles of kTileKeys counted from position 0 (online softmax, arXiv 2205.14135): the same tiles in the same order for a
-// query whatever its batch and however its prompt was cut.
+// The query heads of a group are rows of one tile, so that keys and values are read once for all of them. Keys are
+// processed in tiles of kTileKeys counted from position 0 (online softmax, arXiv 2205.14135): a query sees the same
+// tiles in the same order in any batch and however its prompt is split into chunks.
 #pragma once
 
 #include <vector>
@@ -19,7 +19,7 @@ static_assert(kTileRows % kMaxRows == 0 && kTileKeys % (2 * kLanes) == 0);
 template <class T>
 class AttentionJob {
  public:
-  // q: [num_tokens] rows of q_stride elements, heads in front; out: [num_tokens][num_heads][head_dim].
+  // q: [num_tokens] rows of q_stride elements that begin with the q heads; out: [num_tokens][num_heads][head_dim].
   AttentionJob(const Layer& layer, const Step& step, const T* q, int64_t q_stride, T* out)
       : layer_(layer),
         step_(step),
@@ -39,7 +39,8 @@ class AttentionJob {
     }
     const int heads = layer_.num_kv_heads;
     const QueryTile* begin = tiles.data();
-    // The pool starts at the end, so the long rows of prompts come before the decodes, which even out the threads.
+    // The pool starts with the last task, so that the long tasks of prompts come first and the short ones of decodes
+    // balance the threads at the end.
     Pool::instance().run(int(tiles.size()) * heads,
                          [&](int task) { Attend(*this, begin[task / heads], task % heads).run(); });
   }
@@ -49,20 +50,20 @@ class AttentionJob {
     int request, first_token, tokens;
   };
 
-  // One tile of queries (tokens x heads of a group) against its keys.
+  // Attention of one tile of queries (tokens x heads of a group) over its keys.
   struct Attend {
     const AttentionJob& job;
     const Layer& layer;
     const int kv_head, group, dim, rows;
-    const int first_row;       // of the step's flattened batch
-    const int first_position;  // of the tile's first token in its sequence
+    const int first_row;       // the tile's first token in the step's flattened batch
+    const int first_position;  // the tile's first token in its sequence
     const int64_t* table;
     alignas(64) T query[kTileRows * kMaxHeadDim];
     alignas(64) float score[kTileRows * kTileKeys];
     alignas(64) T prob[kTileRows * kTileKeys];
     alignas(64) float result[kTileRows * kMaxHeadDim];
     float best[kTileRows], mass[kTileRows];
-    // The tile's values, a run per block: where they are, and their units in a row of prob.
+    // The values of a tile of keys, one run per block: their address, and their units in a row of prob.
     struct ValueRun {
       const Unit* values;
       int first, units;
@@ -83,7 +84,7 @@ class AttentionJob {
       ARGOSY_CHECK(ceil_div(end_of(rows - 1), layer.block_size) <= job.step_.table_stride);
     }
 
-    // Keys [begin, end) that a row may see.
+    // Keys [begin, end) that a row attends to.
     int end_of(int row) const { return first_position + row / group + 1; }
     int begin_of(int row) const { return layer.window ? std::max(end_of(row) - layer.window, 0) : 0; }
 
@@ -151,7 +152,7 @@ class AttentionJob {
       });
     }
 
-    // Scores of a row to unnormalised probabilities; what the row held so far is rescaled to the new maximum.
+    // Turns a row's scores into unnormalised probabilities, and rescales the row's result and mass to the new maximum.
     void soften(int r, int first, int vectors) {
       float* scores = score + r * kTileKeys;
       if (layer.softcap > 0.0f) {
@@ -184,8 +185,8 @@ class AttentionJob {
       mass[r] += reduce_sum(total);
     }
 
-    // From the first key that a row sees: what lies before it is behind the window of all, in blocks that may belong to
-    // other requests by now, and a probability of zero times NaN is NaN.
+    // Collects the runs of values, from the first key that any row attends to. Earlier keys are outside of all rows'
+    // windows, in blocks that may belong to other requests by now, and a probability of zero times NaN is NaN.
     void find_values(int first, int keys) {
       num_runs = 0;
       const int end = first + keys, begin = begin_of(0) / kPerUnit<T> * kPerUnit<T>;
@@ -217,8 +218,8 @@ class AttentionJob {
       });
     }
 
-    // Fewer kernels than row counts: a group may take in rows beyond the last one, whose results nobody reads. Four
-    // vectors at once are for one or two rows, which alone would wait for each sum before the next.
+    // Uses fewer kernels than there are row counts: a group may include rows beyond the last one, whose results are not
+    // read. Four vectors at a time are for one or two rows, which otherwise have too few independent sums in flight.
     template <int Vectors, class F>
     ARGOSY_INLINE void each_row_group(F&& f) {
       int r0 = 0;

@@ -1,7 +1,7 @@
-// The layers of a decoder of Llama's shape, one after another in one call: what models/decoder.py does layer by layer.
+// All layers of a Llama-style decoder in one call: what models/decoder.py does layer by layer.
 //
-// Between the attention of one layer and that of the next, rows are independent: kChunkRows of them pass through the
-// projections, norms and MLP together, so what lies between two operations stays in the cache.
+// Between the attention of one layer and that of the next, rows are independent. kChunkRows of them pass through the
+// projections, norms and MLP together, so that intermediate results stay in the CPU cache.
 #pragma once
 
 #include "attention.h"
@@ -13,7 +13,7 @@ namespace argosy {
 
 inline constexpr int kChunkRows = 1024;
 
-// Mirrored in library.py, as are the structures it contains.
+// Mirrored in library.py, as are the structures that it contains.
 struct DecoderLayer {
   const void* input_norm;  // [hidden]
   const void* post_norm;
@@ -24,8 +24,8 @@ struct DecoderLayer {
 template <class T>
 class DecoderJob {
  public:
-  // x: [rows][hidden], the embeddings; in the end the sum of the residual stream.
-  // steps: of each layer. scratch: scratch_elements() elements.
+  // x: [rows][hidden], the embeddings; run() replaces them by the sum of the residual stream.
+  // steps: one per layer. scratch: scratch_elements() elements.
   DecoderJob(const DecoderLayer* layers, int num_layers, const Step* const* steps, T* x, T* scratch, int hidden, float eps)
       : layers_(layers),
         num_layers_(num_layers),
@@ -40,7 +40,7 @@ class DecoderJob {
         branch_(normed_ + int64_t(chunk_rows(rows_)) * hidden),
         activated_(branch_ + int64_t(chunk_rows(rows_)) * hidden) {}
 
-  // Layers of one decoder have the same widths.
+  // Number of elements of scratch space. Any layer will do, because all have the same widths.
   static int64_t scratch_elements(const DecoderLayer& layer, int rows, int hidden) {
     return int64_t(rows) * (layer.qkv.out + q_width(layer)) +
            int64_t(chunk_rows(rows)) * (2 * hidden + layer.gate_up.out / 2);
@@ -76,12 +76,12 @@ class DecoderJob {
     for (int first = 0; first < rows_; first += kChunkRows) body(first, std::min(kChunkRows, rows_ - first));
   }
 
-  // normed_ -> these rows of qkv_
+  // Computes these rows of qkv_ from normed_.
   void project(const DecoderLayer& layer, int first, int rows) const {
     LinearJob<T, T>(layer.qkv, normed_, qkv_ + int64_t(first) * layer.qkv.out, rows).run();
   }
 
-  // These rows of attended_ -> the MLP's output in branch_; the attention's is added to the residual.
+  // Computes the MLP's output in branch_ from these rows of attended_, and adds the attention's output to the residual.
   void finish(const DecoderLayer& layer, int first, int rows) const {
     LinearJob<T, T>(layer.output, attended_ + int64_t(first) * q_width(layer), branch_, rows).run();
     rms_norm<T>(branch_, x_ + offset(first), norm(layer.post_norm), normed_, rows, hidden_, eps_);
@@ -95,8 +95,8 @@ class DecoderJob {
   T* x_;
   int rows_, hidden_;
   float eps_;
-  T *qkv_, *attended_;                 // of every row
-  T *normed_, *branch_, *activated_;  // of a chunk
+  T *qkv_, *attended_;                 // for all rows
+  T *normed_, *branch_, *activated_;  // for one chunk
 };
 
 }  // namespace argosy

@@ -1,4 +1,4 @@
-// y = x W^T + b with W packed into panels of kPanel outputs: [panel][k][output], k in units.
+// y = x W^T + b, with W packed into panels of kPanel outputs: [panel][k][output], where k counts units.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ inline constexpr int kPanel = 2 * kLanes;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Calls f with a compile-time number of rows; every number up to kMaxRows has a kernel of its own.
+// Calls f with the number of rows as a compile-time constant, so that every number up to kMaxRows has its own kernel.
 template <int Rows = kMaxRows, class F>
 ARGOSY_INLINE void with_rows(int rows, F&& f) {
   if constexpr (Rows > 1) {
@@ -22,8 +22,9 @@ ARGOSY_INLINE void with_rows(int rows, F&& f) {
   f(std::integral_constant<int, Rows>{});
 }
 
-// weight: row-major [out, units]; packed: ceil(out / kPanel) panels, the last filled up with zeros. Gated: the first half of
-// the outputs are gates, the second half ups, and a panel is a vector of gates and the vector of their ups.
+// Packs a weight, row-major [out, units], into ceil(out / kPanel) panels, the last of them padded with zeros. If gated,
+// the first half of the outputs are gates and the second half ups, and a panel is a vector of gates and the vector of
+// their ups.
 inline void pack_linear(const Unit* weight, Unit* packed, int out, int units, bool is_gated) {
   Pool::instance().run(int(ceil_div(out, kPanel)), [&](int panel) {
     Unit* to = packed + int64_t(panel) * units * kPanel;
@@ -41,14 +42,14 @@ inline void pack_linear(const Unit* weight, Unit* packed, int out, int units, bo
   });
 }
 
-// A weight as Python hands it over. Mirrored in library.py.
+// A packed weight that Python passes in. Mirrored in library.py.
 struct Linear {
   const Unit* packed;
   const void* bias;  // [out], may be null
   int32_t out, units;
 };
 
-// What becomes of a panel's sums: y itself, or silu(gate) * up.
+// How a panel's sums are written: as they are, or as silu(gate) * up.
 enum class Result { kPlain, kGated };
 
 template <class T, class Out, Result kResult = Result::kPlain>
@@ -69,7 +70,7 @@ struct LinearJob {
         units(linear.units) {}
 
   void run() const {
-    // Rows of a block stay in the second-level cache while the panels pass by.
+    // The rows of a block stay in the second-level cache while the panels are read.
     constexpr int64_t kBlockBytes = 256 << 10;
     const int64_t fit = std::max<int64_t>(kBlockBytes / (int64_t(units) * 4) / kMaxRows, 4) * kMaxRows;
     const int block_rows = int(std::min<int64_t>(fit, rows));
@@ -89,8 +90,8 @@ struct LinearJob {
     });
   }
 
-  // One block of rows times one panel. The next panel is fetched while this one is in use: otherwise memory idles
-  // during every pass but the first. Never inlined: inside a large function the accumulators lose their registers.
+  // Multiplies one block of rows by one panel, and prefetches the next panel meanwhile: otherwise memory is idle during
+  // every pass but the first. Never inlined, because in a larger function the accumulators are not kept in registers.
   __attribute__((noinline)) void multiply(int first_row, int block, int panel, bool has_next) const {
     const Unit* weights = packed + int64_t(panel) * units * kPanel;
     const Unit* columns[2] = {weights, weights + kLanes};

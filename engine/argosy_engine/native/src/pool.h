@@ -1,9 +1,9 @@
-// A thread pool for jobs of microseconds that keeps its speed when other programs want the cores.
+// A thread pool for jobs that take microseconds. It stays fast when other programs compete for the cores.
 //
-// A job is `count` independent tasks. The caller takes tasks itself and never waits for a helper to show up: a helper that
-// the operating system has not scheduled simply takes none. The caller waits only for tasks a helper has begun. (OpenMP's
-// static shares make every region wait for the slowest thread.) Whoever waits, spins for the length of a job or two and
-// then sleeps; a spinning thread offers its core to others all the while.
+// A job is `count` independent tasks. The calling thread takes tasks itself and never waits for a helper thread to
+// start: a helper that the operating system has not scheduled takes no tasks. The caller waits only for tasks that a
+// helper has begun. (With OpenMP's static schedule, every region waits for the slowest thread.) A waiting thread spins
+// for the length of a job or two and then sleeps; while it spins, it yields its core regularly.
 #pragma once
 
 #include <linux/futex.h>
@@ -20,12 +20,12 @@
 
 namespace argosy {
 
-// A wait that is worth its core: for some 30 to 60 us, which outlasts the pauses inside a forward pass and not those
-// between two, and with a yield every microsecond. On an idle machine a yield returns at once; on a crowded one it lets
-// the thread run that has the work.
+// A bounded spin wait of about 30 to 60 us, which is longer than the gaps inside a forward pass and shorter than those
+// between two. It yields about every microsecond: on an idle machine a yield returns at once; on a busy one it lets the
+// thread run that has the work.
 class Spin {
  public:
-  // Whether to look again, after a moment.
+  // Pauses briefly; returns whether to check the condition again rather than sleep.
   bool again() {
     if (++looks_ % kLooksPerYield) {
       _mm_pause();
@@ -36,7 +36,7 @@ class Spin {
   }
 
  private:
-  static constexpr uint64_t kTicks = 130000;  // of the time stamp counter: 2 to 4 GHz
+  static constexpr uint64_t kTicks = 130000;  // of the time stamp counter, which runs at 2 to 4 GHz
   static constexpr unsigned kLooksPerYield = 16;
 
   uint64_t begin_ = __rdtsc();
@@ -52,15 +52,15 @@ class Pool {
 
   int threads() const { return helpers_.load(std::memory_order_relaxed) + 1; }
 
-  // Helpers beyond `threads` - 1 stay asleep; they are never ended, so that resizing is free.
+  // Sets the number of threads. Helpers beyond `threads` - 1 sleep and are never ended, which makes resizing cheap.
   void resize(int threads) {
     std::lock_guard<std::mutex> lock(busy_);
     for (; started_ < threads - 1; ++started_) std::thread(&Pool::help, this, started_).detach();
     helpers_.store(threads - 1, std::memory_order_relaxed);
   }
 
-  // Calls task(i) for every i below `count`, the highest first, and returns when all are done. A caller that finds the
-  // pool in use (two engines in one process) does its tasks alone.
+  // Calls task(i) for every i below `count`, the highest first, and returns when all are done. If the pool is in use
+  // (two engines in one process), the caller runs all its tasks itself.
   template <class F>
   void run(int count, F&& task) {
     if (count <= 0) return;
@@ -75,8 +75,8 @@ class Pool {
  private:
   using Call = void (*)(void*, int);
 
-  // The ticket is a job's number (high half) and its tasks not yet taken (low half). Taking a task is one compare-exchange
-  // on both, so a late helper can never take a task of a job whose function it has not read.
+  // The ticket holds a job's number (high half) and its number of tasks not yet taken (low half). Taking a task is one
+  // compare-exchange on both, so that a late helper can never take a task of a job whose function it has not read.
   static constexpr uint64_t kOneJob = uint64_t{1} << 32;
 
   void run_shared(int count, Call call, void* context) {
@@ -155,7 +155,7 @@ class Pool {
   std::mutex busy_;
 };
 
-// Rows (or other items) of `cost` elements each, in tasks large enough to be worth handing out.
+// Calls body(row) for all rows, of `cost` elements each, in tasks large enough to be worth distributing.
 template <class F>
 inline void parallel_rows(int rows, int64_t cost, F&& body) {
   constexpr int64_t kElementsPerTask = 8192;

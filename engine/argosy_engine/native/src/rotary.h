@@ -1,4 +1,4 @@
-// Between the q, k, v projection and attention: norm of the heads, rotary embedding, and the keys and values to the cache.
+// The operations between the q, k, v projection and attention: norm of the heads, rotary embedding, KV cache write.
 #pragma once
 
 #include "pool.h"
@@ -19,7 +19,7 @@ ARGOSY_INLINE void normalise(const T* x, const T* weight, int dim, float eps, fl
   for (int d = 0; d < dim; d += kLanes) store(wide + d, load(wide + d) * scale * load(weight + d));
 }
 
-// Pairs (i, i + half), as in Llama's checkpoints.
+// Rotates the pairs (i, i + half), the layout of Llama checkpoints.
 ARGOSY_INLINE void rotate(float* x, const float* cosine, const float* sine, int half) {
   int d = 0;
   for (; d + kLanes <= half; d += kLanes) {
@@ -34,7 +34,7 @@ ARGOSY_INLINE void rotate(float* x, const float* cosine, const float* sine, int 
   }
 }
 
-// Normalises and rotates the q and k heads of the fused projection and stores k and v at their slots. q stays in place.
+// Normalises and rotates the q and k heads of the fused projection in place, and writes k and v to their slots.
 template <class T>
 void rotate_and_write(const Layer& layer, const Step& step, T* qkv) {
   const int dim = layer.head_dim, half = layer.rotary_dim / 2, heads = layer.num_heads, kv_heads = layer.num_kv_heads;
@@ -65,8 +65,8 @@ void rotate_and_write(const Layer& layer, const Step& step, T* qkv) {
         keys[k * kLanes] = unit;
       }
     }
-    // A value shares its unit with the next key's. What an earlier owner of the block left there would meet a
-    // probability of zero, and zero times infinity is not zero: clear it, unless this step writes it too.
+    // In bfloat16, a value shares its unit with the value of the next key. A stale value there is multiplied by a
+    // probability of zero, and zero times infinity is NaN: clear it, unless this step writes it too.
     constexpr int per = kPerUnit<T>;
     const bool clears_next = per == 2 && inside % 2 == 0 &&
                              (token + 1 == step.num_tokens || step.slots[token + 1] != slot + 1);

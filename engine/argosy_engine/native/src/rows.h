@@ -1,11 +1,11 @@
-// Row-wise operations between the products: RMSNorm with the residual sum, argmax.
+// Row-wise operations: RMSNorm with the residual sum, addition, argmax.
 #pragma once
 
 #include "pool.h"
 
 namespace argosy {
 
-// out = rms_norm(x) * weight; with a residual, first residual += x (rounded to T), and that sum is normalised.
+// out = rms_norm(x) * weight. With a residual, first adds x to it (rounding to T) and normalises the sum instead of x.
 template <class T>
 void rms_norm(const T* x, T* residual, const T* weight, T* out, int rows, int width, float eps) {
   parallel_rows(rows, width, [&](int row) {
@@ -40,7 +40,7 @@ void add(const T* x, T* sum, int rows, int width) {
   });
 }
 
-// Index of a row's highest value, the lowest of equals.
+// Returns the index of a row's highest value; ties go to the lowest index.
 template <class T>
 int64_t argmax_of(const T* from, int width) {
   vfloat best = broadcast(-__builtin_inff());

@@ -1,9 +1,9 @@
-// Drawing a token from each row of logits: temperature, min-p, top-k, top-p and an inverse CDF, without sorting a
-// vocabulary. sample/draw.py has the same in torch, and says what each step means.
+// Draws a token from each row of logits: temperature, min-p, top-k, top-p and an inverse CDF, without sorting the
+// vocabulary. sample/draw.py is the reference in torch and documents each step.
 //
-// Tokens come in the order of their logits, equal ones by id. Top-k and top-p keep the first of them, so it is enough to
-// look at all tokens above a threshold, once it is known that what they keep lies above it; else the threshold falls.
-// Sums are float64, their order depends on the row alone.
+// With top-k or top-p, tokens are ordered by descending logit, ties by id. Both keep the first tokens of this order, so
+// it is enough to consider the tokens above a threshold, if all that are kept lie above it; otherwise the threshold is
+// lowered. Sums are float64, and their order depends on the row alone.
 #pragma once
 
 #include <algorithm>
@@ -55,8 +55,8 @@ struct Candidate {
   }
 };
 
-// The first candidate, in order, at which the sum of the weights so far, itself included, is enough; else the last. All
-// that come before it are moved before it. `sum` becomes that sum.
+// Returns the first candidate, in order, at which the sum of the weights up to and including it is enough, or else the
+// last one. Moves all candidates that precede it in order before it, and sets `sum` to that sum.
 template <class F>
 Candidate* find(Candidate* first, Candidate* last, double* sum, F&& is_enough) {
   double before = 0;
@@ -86,12 +86,12 @@ class RowSampler {
     best_ = broadcast(reduce_max(best)) / temperature_;
   }
 
-  // Whether some token has a finite logit, and none an infinite one.
+  // Whether the best logit, over the temperature, is finite.
   bool has_choice() const { return __builtin_isfinite(best_[0]); }
 
-  // The first token, by id, at which the sum of the weights exceeds `uniform` of all.
+  // Returns the first token, by id, at which the sum of the weights exceeds `uniform` times the total.
   int64_t draw(double uniform) const {
-    static thread_local std::vector<double> sums;  // up to each block's end
+    static thread_local std::vector<double> sums;  // cumulative, at each block's end
     sums.clear();
     double total = 0;
     for (int start = 0; start < width_; start += kBlock) sums.push_back(total += block_sum(start));
@@ -113,7 +113,7 @@ class RowSampler {
     return token;
   }
 
-  // The same in the order of the logits, among the `top_k` first and, of their weight, the first `top_p`.
+  // The same in the order of the logits, over the first `top_k` tokens and the first `top_p` of their weight.
   int64_t draw_cut(int64_t top_k, float top_p, double uniform) const {
     static thread_local std::vector<Candidate> candidates;
     const bool has_top_k = top_k > 0 && top_k < width_;
@@ -159,10 +159,10 @@ class RowSampler {
     body(i, load(rest));
   }
 
-  // To the best, 0 or below, in units of the temperature.
+  // Difference to the best logit, 0 or below, in units of the temperature.
   ARGOSY_INLINE vfloat distance(vfloat logit) const { return logit / temperature_ - best_; }
 
-  // In proportion to the probability; the best token's is 1, that of NaN is 0.
+  // Weight proportional to the probability: 1 for the best token, 0 for NaN and for tokens that min-p drops.
   ARGOSY_INLINE vfloat weight(vfloat distance) const {
     const vfloat value = exp(distance);
     return value >= min_p_ ? value : vfloat{};
@@ -174,7 +174,7 @@ class RowSampler {
     return sum.total();
   }
 
-  // All tokens of some weight within `reach` of the best; the sum of their weights.
+  // Collects all tokens with a positive weight within `reach` of the best, and returns the sum of their weights.
   double collect(float reach, std::vector<Candidate>* candidates) const {
     candidates->clear();
     double sum = 0;
@@ -200,7 +200,7 @@ class RowSampler {
   vfloat best_;
 };
 
-// One token per row. A row without a finite best logit gives the token of that logit.
+// Draws one token per row. Greedy rows, and rows whose best logit is not finite, take the token with the highest logit.
 template <class T>
 void sample(const T* logits, const SamplingRows& of, int64_t* out, int rows, int width) {
   parallel_rows(rows, width, [&](int row) {

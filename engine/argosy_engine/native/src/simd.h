@@ -1,7 +1,7 @@
-// Vectors of kLanes floats, bfloat16 conversion and the few elementary functions the kernels need.
+// Vectors of kLanes floats, bfloat16 conversion and the few elementary functions that the kernels need.
 //
-// Written with GCC's vector extensions, so one source serves every instruction set; intrinsics appear only where the
-// compiler has no expression for the instruction.
+// Written with GCC's vector extensions, so that one source serves every instruction set. Intrinsics are used only where
+// the compiler has no expression for the instruction.
 #pragma once
 
 #include <immintrin.h>
@@ -31,7 +31,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// A unit is the 32 bits that meet in one multiply: one float, or two neighbouring bfloat16.
+// A unit is the 32 bits per lane of one multiply-add: one float, or two adjacent bfloat16.
 using Unit = uint32_t;
 template <class T>
 inline constexpr int kPerUnit = sizeof(Unit) / sizeof(T);
@@ -68,7 +68,7 @@ ARGOSY_INLINE vfloat load(const bf16* p) {
 
 ARGOSY_INLINE void store(float* p, vfloat v) { memcpy(p, &v, sizeof v); }
 
-// Rounds to nearest even; a NaN stays one.
+// Rounds to nearest even and preserves NaN.
 ARGOSY_INLINE void store(bf16* p, vfloat v) {
 #if defined(__AVX512BF16__)
   __m256bh half = _mm512_cvtneps_pbh((__m512)v);
@@ -82,7 +82,7 @@ ARGOSY_INLINE void store(bf16* p, vfloat v) {
 #endif
 }
 
-// The first `count` < kLanes elements; the others are zero.
+// Loads the first `count` < kLanes elements; the other lanes are zero.
 template <class T>
 ARGOSY_INLINE vfloat load_first(const T* p, int count) {
   T buffer[kLanes] = {};
@@ -105,7 +105,7 @@ ARGOSY_INLINE float to_float(bf16 x) {
   return value;
 }
 
-// One bit per lane of a comparison's result.
+// Returns one bit per lane of a comparison's result.
 ARGOSY_INLINE unsigned bits(vint condition) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)condition);
@@ -116,7 +116,7 @@ ARGOSY_INLINE unsigned bits(vint condition) {
 
 ARGOSY_INLINE vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
 
-// Halves folded onto each other: a fixed order, and few steps.
+// Reduces the lanes by combining halves: in a fixed order, which makes results reproducible, and in few steps.
 template <class F>
 ARGOSY_INLINE float fold(vfloat v, F&& combine) {
   float lanes[kLanes];
@@ -142,7 +142,7 @@ ARGOSY_INLINE vint lane_index() {
   return lanes;
 }
 
-// e^x to about 1 ulp (Cephes' expf); exactly 0 below -87, so that a masked score takes no part.
+// e^x to about 1 ulp (Cephes' expf); exactly 0 below -87, so that masked scores have no weight.
 ARGOSY_INLINE vfloat exp(vfloat x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const vfloat low = broadcast(-87.0f), high = broadcast(88.0f);
@@ -168,7 +168,7 @@ ARGOSY_INLINE vfloat tanh(vfloat x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f
 
 ARGOSY_INLINE vfloat silu(vfloat x) { return x / (1.0f + exp(vfloat{} - x)); }
 
-// sum += a * b, units of T; products of bfloat16 are exact, sums are float.
+// Returns sum + a * b for units of T. Products of bfloat16 are exact; sums are float.
 template <class T>
 ARGOSY_INLINE vfloat multiply_add(vfloat sum, vuint a, vuint b) {
   if constexpr (sizeof(T) == 4) {

@@ -1,4 +1,4 @@
-// What Python hands over: once per layer (Layer) and once per step (Step). Mirrored in library.py, field by field.
+// Structures that Python passes in: one Layer per layer and one Step per step. Mirrored field by field in library.py.
 #pragma once
 
 #include <cstdio>
@@ -8,7 +8,7 @@
 
 namespace argosy {
 
-// A debug build checks every index that comes from outside; a violation ends the process with its place.
+// Debug builds check every index that comes from outside. A failed check prints its location and aborts the process.
 #if defined(ARGOSY_DEBUG)
 #define ARGOSY_CHECK(condition)                                                              \
   do {                                                                                       \
@@ -35,7 +35,7 @@ struct Layer {
   const float* sines;
   int32_t num_blocks, block_size;
   int32_t num_heads, num_kv_heads, head_dim, rotary_dim;
-  int32_t window;  // 0: every key; else the last `window` keys, the query's own included
+  int32_t window;  // 0: attend to every key; else to the last `window` keys, the query's own included
   float scale, softcap, eps;
 };
 

@@ -1,16 +1,16 @@
-// The one inner loop of all matrix products: linears, query x key and probability x value.
+// The inner loop shared by all matrix products: linears, query x key and probability x value.
 //
-// C[row][lane] += sum over k of A[row][k] * B[k][lane], where k counts units. A is row-major; B comes as up to kMaxVectors
-// columns of kLanes lanes, each with its own base address. Weights and the KV cache are stored in B's layout, so nothing
-// is rearranged when they are read. Every element is one chain over ascending k, whatever the number of rows: a row's
-// result does not depend on the rows beside it.
+// C[row][lane] += sum over k of A[row][k] * B[k][lane], where k counts units. A is row-major. B consists of `Vectors`
+// columns of kLanes lanes, each with its own base address. Weights and the KV cache are stored in B's layout, so that
+// reading them needs no rearranging. Every element is summed in ascending order of k for any number of rows, so a row's
+// result does not depend on the other rows (batch invariance).
 #pragma once
 
 #include "simd.h"
 
 namespace argosy {
 
-// Accumulators plus operands fill the register file: 12 x 2 of 32 registers, or 6 x 2 of 16.
+// Accumulators and operands together fill the register file: 12 x 2 of 32 registers, or 6 x 2 of 16.
 inline constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
 
 template <class T, int Rows, int Vectors>
@@ -24,7 +24,7 @@ struct Tile {
       for (int v = 0; v < Vectors; ++v) sum[r][v] = vfloat{};
   }
 
-  // Strides are in units. `ahead`, if not null, is prefetched along the way, `ahead_step` bytes per k.
+  // Strides are in units. If `ahead` is not null, `ahead_step` bytes of it are prefetched per k.
   ARGOSY_INLINE void accumulate(const Unit* a, ptrdiff_t a_stride, const Unit* const* b, ptrdiff_t b_stride, int depth,
                                 const char* ahead = nullptr, int ahead_step = 0) {
     const Unit* column[Vectors];
