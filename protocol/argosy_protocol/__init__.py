@@ -1,11 +1,11 @@
-"""What engine, router, operator and command line agree on, and nothing else.
+"""Protocols shared by engine, router, operator and command line.
 
-Owns: the OpenAI wire types, `prompt_view` and its chunk hashes, telemetry frames, the fleet document, the
-routable report, header names, error shapes, internal keys.
-Must not know: torch, tokenizers, HTTP servers, Kubernetes; it sets no environment variable. All programs import it,
-so it stays importable in milliseconds.
-Invariant: both ends of every wire import the same definition from here; a change that an older peer cannot read
-bumps the version beside the type.
+Owns: the OpenAI wire types, `prompt_view` and its chunk hashes, telemetry frames, the fleet document, the routable
+report, header names, error formats, internal keys, and generation of command-line flags.
+Must not know: torch, tokenizers, HTTP servers, Kubernetes. It sets no environment variable, and imports in
+milliseconds, because every program imports it.
+Invariant: both ends of a connection import the same definition from here; a change that an older peer cannot read bumps
+the version beside the type.
 """
 
 __version__ = "0.1.0"

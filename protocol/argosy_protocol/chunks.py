@@ -1,15 +1,15 @@
-"""Chunk hashes: the unit in which engine and router talk about what is cached.
+"""Chunk hashes, by which engine and router identify cached prefixes.
 
-A prompt's segments are cut into chunks of `CHUNK_BYTES`, closed early at each segment's end. Deep inside a long segment
-chunks grow with what lies before them: from `COARSE_BYTES` on their size doubles whenever the offset does, so a chunk
-is never more than a 32nd of the prefix it completes, and 100 KB are 147 hashes instead of 400. Each chunk's hash covers
-everything before it, so one 64-bit number names a whole prefix:
+A prompt's segments are split into chunks of `CHUNK_BYTES`; a segment's end always ends its last chunk. Deep inside a
+long segment chunks grow with the offset: from `COARSE_BYTES` on their size doubles whenever the offset does, so that a
+chunk is never more than a 32nd of the prefix that it completes, and 100 KB have 147 hashes instead of 400. Each hash
+covers everything before its chunk, so that one 64-bit number identifies a whole prefix:
 
     seed = xxh3_64(len|model, len|adapter, len|adapter version, len|cache_salt)
     h_i  = xxh3_64(chunk_i, seed = h_{i-1} ^ KIND_MIX * (kind + 1))
 
-with the model's canonical name, so that salts and adapters never share a prefix by construction. 64 bits suffice
-for a hint: a collision sends a request to a replica that must compute its prompt after all.
+where model is the canonical name. By construction, prompts of different salts or adapters share no prefix. 64 bits
+suffice for a hint: a collision sends a request to a replica that must compute its prompt after all.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import xxhash
 from argosy_protocol.prompt_view import Segment
 
 CHUNK_BYTES = 256
-"""About 64-90 tokens of English: small enough to see a shared system prompt, large enough that an 8 KB prompt costs
-32 hashes."""
+"""About 64 to 90 tokens of English: small enough to detect a shared system prompt, large enough that an 8 KB prompt has
+only 32 hashes."""
 COARSE_BYTES = 64 * CHUNK_BYTES
-"""Offset in a segment from which on chunks are twice `CHUNK_BYTES`; from twice this offset on four times, and so on."""
+"""Offset in a segment from which chunks have twice `CHUNK_BYTES`; from twice this offset four times, and so on."""
 
 _KIND_MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -34,13 +34,13 @@ _xxh3 = xxhash.xxh3_64_intdigest
 
 
 def chain_seed(model: str, adapter: str = "", adapter_version: str = "", cache_salt: str = "") -> int:
-    """Start of every chain of one model, adapter and salt. `model` is the service's canonical served name."""
+    """Seed of the chains of one model, adapter and salt. `model` is the service's canonical served name."""
     parts = [part.encode("utf-8", "surrogatepass") for part in (model, adapter, adapter_version, cache_salt)]
     return _xxh3(b"".join(struct.pack("<I", len(part)) + part for part in parts))
 
 
 def chunk_hashes(segments: Sequence[Segment], seed: int) -> array[int]:
-    """The chain of one prompt: one hash per chunk, in prompt order, as `array("Q")`."""
+    """Hash the chunks of one prompt, in prompt order, as `array("Q")`."""
     hashes: list[int] = []
     add = hashes.append
     previous = seed
@@ -61,7 +61,7 @@ def chunk_hashes(segments: Sequence[Segment], seed: int) -> array[int]:
 
 
 def chunk_offsets(sizes: Iterable[int]) -> list[int]:
-    """For each chunk of `chunk_hashes`, the bytes of the prompt up to and including it. `sizes` are the segments'."""
+    """For each chunk of `chunk_hashes`, the prompt bytes up to and including it. `sizes` are those of the segments."""
     offsets: list[int] = []
     base = 0
     for size in sizes:
@@ -83,7 +83,7 @@ def chunk_ends(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 
 def _inner_ends(size: int) -> Iterator[int]:
-    """Ends of a segment's chunks but the last."""
+    """Ends of a segment's chunks except the last."""
     start, step, until = 0, CHUNK_BYTES, COARSE_BYTES
     while start < size:
         yield from range(start + step, min(size, until + 1), step)

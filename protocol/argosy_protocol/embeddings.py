@@ -31,7 +31,7 @@ class EmbeddingRequest(InternalFields, kw_only=True, omit_defaults=True):
     """A text, a list of texts, one list of token ids, or a list of such lists."""
     model: ModelField = ""
     encoding_format: Literal["float", "base64"] = "float"
-    """base64: of the float32 values, little-endian"""
+    """`base64` encodes the float32 values, little-endian."""
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
     pooling_type: Literal["last", "mean"] = "last"
@@ -40,7 +40,7 @@ class EmbeddingRequest(InternalFields, kw_only=True, omit_defaults=True):
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
 
     def as_completion(self) -> CompletionRequest:
-        """A completion of nothing, with the inputs for prompts: the same forms, tokens and cache keys.
+        """Express the inputs as the prompts of a completion without output, with the same tokens and cache keys.
 
         Raises:
             BadRequest: texts and token ids are mixed, or there are too many inputs.
@@ -80,7 +80,8 @@ _decoder = msgspec.json.Decoder(EmbeddingRequest)
 
 
 def decode_embedding_request(body: bytes) -> EmbeddingRequest:
-    """
+    """Decode a request body.
+
     Raises:
         BadRequest: not JSON, wrong types or out of bounds; `param` names the field.
         PayloadTooLarge: it has too many values.

@@ -1,10 +1,10 @@
-"""Errors a client can see, in OpenAI's shape.
+"""Errors returned to clients, in OpenAI's format.
 
 ApiError
 ├── BadRequest            400  invalid_request_error   the client must change the request
 │   └── ContextLengthExceeded  400, code context_length_exceeded
 ├── Unauthorized          401  authentication_error    the client must present a key
-├── Forbidden             403  permission_error        closed, whoever asks
+├── Forbidden             403  permission_error        not allowed with any key
 ├── NotFound              404  not_found_error         unknown model or route
 ├── MethodNotAllowed      405  invalid_request_error
 ├── PayloadTooLarge       413  invalid_request_error
@@ -16,7 +16,7 @@ ApiError
 ├── Unavailable           503  service_unavailable     retry after the hint
 └── GatewayTimeout        504  timeout_error
 
-Messages are written for the client: no addresses, paths or tracebacks.
+Messages are written for the client: they contain no addresses, paths or tracebacks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ErrorResponse(Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """Base of the tree: `http_status` and `error_type` are per class, the rest per instance."""
+    """Base class; `http_status` and `error_type` are set per class, the rest per instance."""
 
     http_status: ClassVar[int] = 500
     error_type: ClassVar[str] = "internal_error"
@@ -69,7 +69,7 @@ class ApiError(Exception):
         )
 
     def headers(self) -> dict[str, str]:
-        """Extra response headers; OpenAI SDKs read `retry-after-ms` before `retry-after`. Neither is early."""
+        """Extra response headers. OpenAI SDKs prefer `retry-after-ms` to `retry-after`; both are rounded up."""
         if self.retry_after_s is None:
             return {}
         return {

@@ -34,7 +34,7 @@ class InvalidValue(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """What a field's flag needs beyond type, default and description. Add it to the field's `Annotated`."""
+    """Properties of a flag beyond type, default and description. Add it to the field's `Annotated`."""
 
     name: str = ""
     """Spelling without `--`; by default the field's name without its unit (`_s`)."""
@@ -44,16 +44,16 @@ class Flag:
     short: str = ""
     """Short form, such as `-tp`."""
     is_repeatable: bool = False
-    """A tuple whose values are given one flag each, instead of all behind one flag."""
+    """Whether a tuple's values are given by repeating the flag, instead of all behind one flag."""
     is_size: bool = False
-    """Takes `4k`, `2.5M`, `16G` as well as numbers."""
+    """Whether it accepts `4k`, `2.5M`, `16G` as well as numbers."""
     is_json: bool = False
     environment: str = ""
-    """Variable that gives the value where the command line does not."""
+    """Environment variable with the value, used if the command line does not give one."""
     is_hidden: bool = False
-    """No flag: the field is set by the environment or by other means."""
+    """Whether the field has no flag, because it is set by the environment or by other means."""
     default: str = ""
-    """Describes the default where the field's own says nothing."""
+    """Description of the default, if the field's default value does not explain itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class Field:
     """One field of a configuration class, as a flag."""
 
     path: tuple[str, ...]
-    """Names of the fields that lead to it."""
+    """Names of the fields that lead to it, its own included."""
     kind: Any
-    """Its type without annotations and `None`."""
+    """Its type, without annotations and `None`."""
     default: Any
     meta: tuple[msgspec.Meta, ...]
     flag: Flag
@@ -79,7 +79,7 @@ class Field:
 
     @property
     def dest(self) -> str:
-        """Name of the value on argparse's namespace."""
+        """Name of the value in argparse's namespace."""
         return ".".join(self.path)
 
     def bound(self, name: str) -> Any:
@@ -87,7 +87,7 @@ class Field:
         return next((found for meta in self.meta if (found := getattr(meta, name)) is not None), None)
 
     def requirement(self) -> str:
-        """What a value must be, in words; empty where the type says nothing simple."""
+        """The type and bounds of a value in words; empty if there is no simple description."""
         if choices := _choices(self.kind):
             return "one of " + ", ".join(choices)
         noun = {int: "a whole number", float: "a number"}.get(self.kind)
@@ -106,8 +106,8 @@ class Field:
 
 
 def fields_of(config: Any, path: tuple[str, ...] = ()) -> Iterator[Field]:
-    """The fields of a configuration class (or of an instance, whose values are then the defaults), nested ones
-    included."""
+    """Iterate over the fields of a configuration class, including nested ones. Of an instance, the values are taken as
+    defaults."""
     cls = config if isinstance(config, type) else type(config)
     defaults = _defaults(config)
     for name, annotation in get_type_hints(cls, include_extras=True).items():
@@ -133,10 +133,10 @@ class FlagParser(argparse.ArgumentParser):
         self._configs: dict[type, list[Field]] = {}
 
     def add_config(self, cls: type, group: str = "options") -> None:
-        """Adds one flag per field of a configuration class; booleans also get vLLM's `--no-` form.
+        """Add one flag per field of a configuration class; booleans also get a `--no-` form, as in vLLM.
 
         Args:
-            group: title of the fields that name no group of their own.
+            group: title of the group of fields that name none.
         """
         groups: dict[str, argparse._ArgumentGroup] = {}
         self._configs[cls] = list(fields_of(cls))
@@ -151,9 +151,9 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Reads the command line and the file it names. A field's value is None where neither gives one.
+        """Parse the command line and the file that it names. A field's value is None if neither gives one.
 
-        Leaves the process with exit code 2 and one line when something is wrong.
+        An error ends the process with exit code 2 and one line.
         """
         blank = {action.dest: None for action in self._actions}  # keeps argparse from filling in defaults
         options, unknown = self.parse_known_args(args, argparse.Namespace(**blank))
@@ -180,11 +180,13 @@ class FlagParser(argparse.ArgumentParser):
         dec_hook: Callable[[type, Any], Any] | None = None,
         **others: Any,
     ) -> T:
-        """Builds a configuration from what `parse_args` read, the environment, and `others`: values of further fields.
+        """Build a configuration from parsed options and the environment.
 
         Args:
-            environment: None for none.
-            dec_hook: as msgspec's, for types that msgspec does not know.
+            options: the result of `parse_args`.
+            environment: environment variables; None for none.
+            dec_hook: msgspec's hook for types that msgspec does not know.
+            others: values of further fields.
 
         Raises:
             InvalidValue: a value is of the wrong type or out of bounds; the message names its flag.
@@ -211,14 +213,14 @@ class FlagParser(argparse.ArgumentParser):
         return convert(values, cls, dec_hook)
 
     def error(self, message: str) -> NoReturn:
-        """Prints one line instead of argparse's page of usage."""
+        """Print one line instead of argparse's usage, and exit."""
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists the flags\n")
 
     def _file_arguments(self, path: Path) -> list[str]:
-        """The file's values as a command line.
+        """Convert the file's values to command-line arguments.
 
         Raises:
-            InvalidValue: not a YAML mapping, an unknown key, or a value its flag does not take.
+            InvalidValue: not a YAML mapping, an unknown key, or a value that its flag does not take.
         """
         flags = self._flags()
         arguments: list[str] = []
@@ -252,7 +254,7 @@ class FlagParser(argparse.ArgumentParser):
         return arguments
 
     def _flags(self) -> dict[str, argparse.Action]:
-        """Each flag's long name, and each positional argument's, without dashes."""
+        """Name of each flag (long form without leading dashes) and positional argument -> its action."""
         flags = {}
         for action in self._actions:
             if action.dest not in ("help", "config"):
@@ -262,7 +264,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def convert(values: Mapping[str, Any], cls: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
-    """Builds a configuration from values by field name, nested as the classes are; numbers may be text.
+    """Build a configuration from values by field name, nested like the classes; numbers may be text.
 
     Raises:
         InvalidValue: a value is of the wrong type or out of bounds.
@@ -274,7 +276,7 @@ def convert(values: Mapping[str, Any], cls: type[T], dec_hook: Callable[[type, A
 
 
 def _explained(message: str, cls: type) -> str:
-    """msgspec's message with the flag's name for the path, and the bounds in words."""
+    """Rephrase msgspec's message with the flag's name instead of the path, and the bounds in words."""
     reason, _, path = message.partition(" - at `$.")
     names = tuple(re.split(r"[.\[]", path.rstrip("`")))
     for field in fields_of(cls):
@@ -311,7 +313,7 @@ def _default(field: Any) -> Any:
 
 
 def _unwrap(annotation: Any) -> tuple[Any, list[Any]]:
-    """The type below Annotated and Optional, and what the annotations on the way say."""
+    """Strip Annotated and Optional from a type; return it with the metadata of all annotations."""
     metadata: list[Any] = []
     while True:
         if get_origin(annotation) is Annotated:
@@ -351,7 +353,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
 
 
 def _shown_default(value: Any) -> str:
-    """Empty for what goes without saying."""
+    """The default as shown in the help; empty if there is nothing to say."""
     if isinstance(value, bool):
         return "on" if value else ""
     return "" if value in (None, (), "", b"") else _plain(value)
@@ -378,7 +380,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def _size(value: str, name: str) -> str | int:
-    """`4k`, `2.5M`, `16G` as numbers; anything else as it is, for the field's type to judge."""
+    """Convert `4k`, `2.5M`, `16G` to numbers; leave anything else to be checked by the field's type."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)([kmgKMG])", value)
     if found is None:
         return value

@@ -1,9 +1,9 @@
-"""The fleet document: which services exist, how they are called, and where their replicas are found.
+"""The fleet document: services, their model names, and where to find their replicas.
 
-In a cluster the operator writes it into a ConfigMap beside the router; on a laptop the local fleet writes it to a
-file (`--fleet-file`). The router never reads custom resources: this document is all it knows of them.
-Invariant: names are resolved here, by one pure function, so that operator (which reports conflicts) and router
-(which routes) cannot disagree.
+In a cluster the operator writes it to a ConfigMap in the router's namespace; on a laptop the local fleet writes it to a
+file (`--fleet-file`). The router never reads custom resources: it knows them only through this document.
+Invariant: names are resolved here, by one pure function, so that the operator, which reports conflicts, and the router,
+which routes, cannot disagree.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 FLEET_VERSION = 1
-"""Version of the document. Readers accept any version and ignore fields they do not know; a writer bumps it only
-when an old reader would route wrongly."""
+"""Version of the document. Readers accept any version and ignore fields that they do not know; a writer bumps it only
+if an old reader would route wrongly."""
 
 RoutingPolicy = Literal[
     "cost", "least-load", "prefix-hash", "session", "round-robin", "random", "power-of-two"
@@ -36,24 +36,24 @@ class Endpoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ServiceLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Bounds the router keeps for one service. Zero means: the router's own default."""
+    """Limits that the router enforces for one service. Zero stands for the router's own default."""
 
     max_inflight_per_replica: Annotated[int, Meta(ge=0, le=65536)] = 0
     request_timeout_s: Annotated[int, Meta(ge=0, le=86400)] = 0
     max_queued_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Requests that may wait for a saturated service."""
     queue_timeout_s: Annotated[int, Meta(ge=0, le=3600)] = 0
-    """How long one may wait."""
+    """How long a request may wait in the queue."""
     hold_timeout_s: Annotated[int, Meta(ge=0, le=3600)] = 0
     """How long a request waits for the first replica of a service that has none."""
 
 
 class Canary(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Another service of the same namespace that answers a share of a service's requests."""
+    """Another service in the same namespace that answers a share of a service's requests."""
 
     service: Name
     weight: Annotated[int, Meta(ge=0, le=100)] = 0
-    """In per cent."""
+    """The share in per cent."""
 
 
 class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -63,28 +63,28 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: Name
     uid: Name
     created: str = ""
-    """RFC 3339 creation time of the resource: the older service wins a contested name."""
+    """RFC 3339 creation time of the resource; the older service wins a contested name."""
     model: ModelName
-    """Canonical name of clients: what `/v1/models` of a router lists first."""
+    """Canonical name for clients, which a router's `/v1/models` lists first."""
     aliases: tuple[ModelName, ...] = ()
     engine_model: Annotated[str, Meta(max_length=256)] = ""
-    """What the engines call the model, whatever clients do, and what the chunk hashes are seeded with. It stays when
-    names change. Empty: `model`."""
+    """The engines' own name for the model, with which chunk hashes are seeded. It stays the same when the names for
+    clients change. Empty stands for `model`."""
     adapters: tuple[ModelName, ...] = ()
-    """LoRA adapters of the model, by the names its engines know: clients ask for `MODEL:ADAPTER`."""
+    """LoRA adapters of the model, by the names that its engines use; clients request `MODEL:ADAPTER`."""
     selector: dict[str, str] = {}
-    """Labels of the service's pods (Kubernetes discovery); empty when `endpoints` lists the replicas."""
+    """Labels of the service's pods (Kubernetes discovery); empty if `endpoints` lists the replicas."""
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     endpoints: tuple[Endpoint, ...] = ()
     policy: RoutingPolicy = "cost"
     limits: ServiceLimits = ServiceLimits()
     hedge_after: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """Times the predicted time to first token, after which a stream is asked for at a second replica. Zero means never,
-    None the router's own default."""
+    """Multiple of the predicted time to first token after which a stream is hedged at a second replica. Zero means
+    never, None the router's own default."""
     canary: Canary | None = None
     internal_key: str = ""
-    """Bearer key of the engines where the document itself is private (local fleet). In a cluster it is empty and
-    the router derives it from the fleet key and `uid`."""
+    """Bearer key of the engines if the document itself is private (local fleet). In a cluster it is empty, and the
+    router derives the key from the fleet key and `uid`."""
 
     @property
     def engine_name(self) -> str:
@@ -93,12 +93,12 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> str:
-        """`namespace/name`: always a valid model name for this service."""
+        """`namespace/name`, which is always a valid model name for this service."""
         return f"{self.namespace}/{self.name}"
 
 
 class FleetDocument(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything a router must know about the fleet."""
+    """Everything that a router knows about the fleet from its configuration source."""
 
     version: int = FLEET_VERSION
     services: tuple[FleetService, ...] = ()
@@ -116,19 +116,19 @@ class NameTable(Struct, frozen=True):
     """Result of `resolve_names`."""
 
     names: dict[str, FleetService]
-    """Every name a client may put into `model`: canonical names, aliases, `namespace/name`, and adapters' names."""
+    """Every value that clients may use for `model`: canonical names, aliases, `namespace/name`, and adapters' names."""
     conflicts: tuple[NameConflict, ...]
     adapters: dict[str, str] = {}
-    """Of the names, those that mean an adapter of their service -> the adapter."""
+    """Name that stands for an adapter of its service -> the adapter."""
 
 
 def resolve_names(document: FleetDocument) -> NameTable:
-    """Decides which service owns each model name.
+    """Decide which service owns each model name.
 
-    The older service (creation time, then key) wins a contested name; a canonical name does not beat an older
-    alias. A service and its canary do not contend: names that both claim are the service's, whichever is older.
-    `namespace/name` always reaches its own service. An adapter is called `NAME:ADAPTER`, by any name of its service,
-    and by its own name if no other service lists one of that name; a service's name beats an adapter's.
+    The older service (by creation time, then key) wins a contested name; a canonical name does not win over an older
+    alias. A service and its canary do not conflict: names that both claim belong to the service, whichever is older.
+    `namespace/name` always names its own service. An adapter is named `NAME:ADAPTER` with any name of its service, and
+    also by its own name if no other service has an adapter of that name; a service's name wins over an adapter's.
     """
     ordered = sorted(document.services, key=lambda service: (service.created, service.key))
     names: dict[str, FleetService] = {service.key: service for service in ordered}
@@ -148,7 +148,8 @@ def resolve_names(document: FleetDocument) -> NameTable:
 
 
 def _owner(claimants: Sequence[FleetService]) -> FleetService:
-    """The first one, unless it is the canary of another, and so on; of services that are each other's the first."""
+    """The first claimant, unless it is the canary of another one: then that one, and so on. Of claimants that are each
+    other's canaries, the first."""
     owner = claimants[0]
     seen: list[str] = []
     while owner.key not in seen:
@@ -163,7 +164,7 @@ def _is_canary(service: FleetService, of: FleetService) -> bool:
 
 
 def _add_adapters(names: dict[str, FleetService], services: Sequence[FleetService]) -> dict[str, str]:
-    """Adds the adapters' names to `names`. Returns what adapter each of them means."""
+    """Add the adapters' names to `names`; return the adapter that each of them stands for."""
     own_names: dict[str, list[str]] = {}
     for name, owner in names.items():
         own_names.setdefault(owner.key, []).append(name)
@@ -182,12 +183,12 @@ def _add_adapters(names: dict[str, FleetService], services: Sequence[FleetServic
 
 
 def encode_fleet(document: FleetDocument) -> bytes:
-    """The document as canonical JSON: equal documents give equal bytes."""
+    """Encode as canonical JSON: equal documents give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(document, order="sorted"), indent=1)
 
 
 def decode_fleet(data: bytes | str) -> FleetDocument:
-    """Reads a document of this or a neighbouring version (unknown fields are ignored).
+    """Decode a document of any version; unknown fields are ignored.
 
     Raises:
         msgspec.ValidationError: a field has the wrong type or is out of bounds.

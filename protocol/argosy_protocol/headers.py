@@ -1,11 +1,11 @@
-"""HTTP header names and content types shared by router and engine (lower case, as they are compared)."""
+"""HTTP header names and content types shared by router and engine (in lower case, as they are compared)."""
 
 from __future__ import annotations
 
 from typing import Final
 
 REQUEST_ID: Final = "x-request-id"
-"""Opaque id of one client request; `[A-Za-z0-9._-]{1,128}`, anything else is replaced at the edge."""
+"""Opaque id of one client request: `[A-Za-z0-9._-]{1,128}`; any other value is replaced by a generated one."""
 
 REPLICA: Final = "x-argosy-replica"
 """Response: name of the replica that served the request."""
@@ -14,32 +14,32 @@ SERVICE: Final = "x-argosy-service"
 """Response: `namespace/name` of the replica's service, which need not be the one whose model name the client used."""
 
 ROUTE: Final = "x-argosy-route"
-"""Response: why that replica: `cached`, `predicted`, `load`, `session` or `only`."""
+"""Response: why that replica was chosen: `cached`, `predicted`, `load`, `session`, `only` or `busy`."""
 
 MODE: Final = "x-argosy-mode"
-"""Response: what the router knew of that replica: `synced` (its announcements), `stale` (its last ones, and what it was
-sent since) or `foreign` (what it was sent)."""
+"""Response: the router's source of knowledge about that replica: `synced` (its telemetry), `stale` (its telemetry until
+that was lost, and what it was sent since) or `foreign` (what it was sent)."""
 
 PREDICTED_TOKENS: Final = "x-argosy-predicted-tokens"
 """Response: prompt tokens the router expected to find in the replica's prefix cache."""
 
 INTERNAL_PREFIX: Final = "x-argosy-internal-"
-"""Headers with this prefix travel from router to engine only; the router strips them from clients' requests."""
+"""Prefix of headers that only a router may send to an engine; the router strips them from clients' requests."""
 
 RESUME: Final = INTERNAL_PREFIX + "resume"
-"""Request: the sender can resume a stream: chunks carry `token_ids`, and the body's `resume` is the sender's own."""
+"""Request: the sender can resume a stream, so chunks carry `token_ids`, and the body's `resume` field is trusted."""
 
 RESPONSE_ID: Final = INTERNAL_PREFIX + "response-id"
-"""Request: what response ids and tool call ids derive from. All attempts at one client request have the same, so that a
-stream another engine goes on with keeps its ids; `x-request-id` differs in each."""
+"""Request: the id from which response ids and tool call ids are derived. All attempts at one client request share it,
+so that a stream keeps its ids when another engine continues it; `x-request-id` differs in each attempt."""
 
 MODEL_NAME: Final = INTERNAL_PREFIX + "model-name"
-"""Request: the model name that the client used, percent-encoded UTF-8. The engine serves the request whatever its own
-names are, and answers by this one: which names mean which engines is for the fleet document to say."""
+"""Request: the model name that the client used, as percent-encoded UTF-8. The engine serves the request whatever its
+own names are, and uses this one in its answers, because the fleet document defines which names mean which engines."""
 
 TENANT: Final = INTERNAL_PREFIX + "tenant"
-"""Request: whose it is, as an opaque word: tenants have equal shares of what the engine divides among them."""
+"""Request: its tenant, as an opaque word. Tenants get equal shares of what the engine divides among them."""
 
 TELEMETRY_PATH: Final = "/internal/telemetry"
 TELEMETRY_CONTENT_TYPE: Final = "application/vnd.argosy.telemetry"
-"""Content type of the telemetry stream. A replica that answers anything else is not one of ours."""
+"""Content type of the telemetry stream. A replica that answers with any other is foreign."""

@@ -1,8 +1,8 @@
-"""Bearer keys between router and engine, and how keys are compared.
+"""Bearer keys between router and engine, and their comparison.
 
-The operator and the routers hold one fleet key; each service's engines accept only
-`internal_key(fleet key, service UID)`. The operator can thus put a service's key into a Secret of the service's own
-namespace without handing out the key of any other service, and nothing has to be stored or synchronised.
+The operator and the routers hold one fleet key; the engines of a service accept only
+`internal_key(fleet key, service UID)`. The operator can thus put a service's key into a Secret in the service's own
+namespace without disclosing the key of any other service, and no key has to be stored or synchronised.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 
 def internal_key(fleet_key: bytes, service_uid: str) -> str:
-    """The bearer key engines of one service accept: HMAC-SHA256, URL-safe base64 without padding (43 characters).
+    """Derive the bearer key of one service's engines: HMAC-SHA256, URL-safe base64 without padding (43 characters).
 
     Raises:
         ValueError: the fleet key is shorter than 16 bytes or the UID is empty.

@@ -1,7 +1,8 @@
-"""Listening sockets: opened before anything slow is started, with errors that name the port and the remedy.
+"""Listening sockets: opened before anything slow starts, with errors that name the port and the remedy.
 
-Owns: how the programs bind, and what they say when they cannot. Must not know: which server the sockets are for.
-Invariant: sockets that are returned listen; two sockets that are merely bound with SO_REUSEADDR can share a port.
+Owns: how the programs bind, and the errors if they cannot. Must not know: which server the sockets are for.
+Invariant: returned sockets listen, and are not merely bound, because with SO_REUSEADDR two bound sockets can share a
+port.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 BACKLOG = 2048
-"""Connections that wait to be accepted, as uvicorn's default; the kernel caps it (net.core.somaxconn)."""
+"""Connections waiting to be accepted; uvicorn's default. The kernel caps it (net.core.somaxconn)."""
 
 
 class CannotListen(OSError):
-    """An address is taken, not permitted or not of this machine; the message names the remedy."""
+    """An address is in use, not permitted, or not of this machine; the message names the remedy."""
 
 
 def listen(
     host: str, port: int, backlog: int = BACKLOG, *, host_flag: str = "--host", port_flag: str = "--port"
 ) -> list[socket.socket]:
-    """Non-blocking, listening sockets of all addresses that `host` means, as an event loop's servers have them.
+    """Open non-blocking, listening sockets on all addresses of `host`, as asyncio's `create_server` does.
 
     Args:
         host: a name or address; empty for all interfaces.
-        host_flag, port_flag: the flags that the error advises to change.
+        host_flag, port_flag: the flags that the error suggests to change.
 
     Raises:
         CannotListen: one of the addresses is not available.
@@ -56,7 +57,7 @@ def listen(
 def explain_listen_errors(
     host: str, port: int, *, host_flag: str = "--host", port_flag: str = "--port"
 ) -> Iterator[None]:
-    """Turns the OSErrors of binding `host` and `port` into CannotListen."""
+    """Convert OSErrors from binding `host` and `port` into CannotListen."""
     try:
         yield
     except CannotListen:
@@ -68,7 +69,7 @@ def explain_listen_errors(
 
 
 def _explanation(error: OSError, port: int, host_flag: str, port_flag: str) -> tuple[str, str]:
-    """What is wrong, and what to do about it."""
+    """The reason for the error, and the remedy."""
     if isinstance(error, socket.gaierror):
         return "the host name does not resolve", f"correct {host_flag}"
     match error.errno:

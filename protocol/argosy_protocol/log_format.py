@@ -1,7 +1,7 @@
-"""The programs' log format: one line per record, tracebacks bounded in frames and bytes.
+"""Log format of all programs: one line per record, with tracebacks bounded in frames and bytes.
 
-An error that a client can provoke, a thousand frames deep, must not fill a disk.
-Must not know: what is logged, and where to.
+The bounds keep an error that a client can provoke, a thousand frames deep, from filling a disk.
+Must not know: what is logged, or where to.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import TypeAlias
 
 MAX_FRAMES = 24
-"""Innermost frames shown of each exception: of the outer ones, most belong to the server's own machinery."""
+"""Innermost frames shown per exception; most of the outer ones belong to the server's own machinery."""
 MAX_TRACEBACK_BYTES = 8 * 1024
-"""Of a whole traceback, the exceptions that led to it included."""
+"""Of a whole traceback, including the exceptions that caused it."""
 MAX_RECORD_BYTES = 32 * 1024
-"""Of a record with everything in it."""
+"""Of a whole record."""
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _ExcInfo: TypeAlias = (
@@ -25,7 +25,7 @@ _ExcInfo: TypeAlias = (
 
 
 class BoundedFormatter(logging.Formatter):
-    """Formats records for people; what exceeds the bounds is left out in the middle."""
+    """Formats records; text beyond the bounds is left out in the middle."""
 
     def __init__(self) -> None:
         super().__init__(_FORMAT)
@@ -42,19 +42,19 @@ class BoundedFormatter(logging.Formatter):
 
 
 def format_frames(frames: TracebackType | None) -> str:
-    """The frames of a traceback without the exception's message, which may quote a prompt; bounded like all others."""
+    """Format a traceback without the exception's message, which may quote a prompt, within the same bounds."""
     return _shortened("".join(traceback.format_tb(frames, limit=-MAX_FRAMES)), MAX_TRACEBACK_BYTES)
 
 
 def configure_logging(level: str, handler: logging.Handler | None = None) -> None:
-    """Sends every logger's records to `handler` (standard error by default) in this format."""
+    """Send every logger's records to `handler` (standard error by default) in this format."""
     handler = handler or logging.StreamHandler()
     handler.setFormatter(BoundedFormatter())
     logging.basicConfig(level=level, handlers=[handler])
 
 
 def _shortened(text: str, limit: int) -> str:
-    """The text without its middle where it has more characters than `limit`."""
+    """Leave out the middle of a text that has more characters than `limit`."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n... {len(text) - limit} characters left out ...\n{text[-limit // 2 :]}"

@@ -22,7 +22,7 @@ MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_TOKENS = 1 << 24
 MAX_LOGPROBS = 1 << 20
-"""Of any engine; each has its own `--max-logprobs`."""
+"""Upper bound for any engine; each has its own `--max-logprobs`."""
 MAX_CHOICES = 1024
 """Choices of one call: prompts times n."""
 MAX_REQUEST_ID = 128
@@ -33,7 +33,7 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 LogprobCount = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
-"""-1: the whole vocabulary, as in vLLM."""
+"""-1 stands for the whole vocabulary, as in vLLM."""
 ExtraArg = str | int | float | bool | list[str | int | float | bool]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
@@ -45,7 +45,7 @@ class StreamOptions(Struct, kw_only=True, omit_defaults=True):
 
 
 class RepetitionDetection(Struct, kw_only=True, omit_defaults=True):
-    """vLLM's: the generation ends when one pattern of tokens makes up its end, `min_count` times in a row."""
+    """End the generation once it ends in one pattern of tokens, `min_count` times in a row (vLLM's field)."""
 
     max_pattern_size: Annotated[int, Meta(ge=0, le=1024)] = 0
     min_pattern_size: Annotated[int, Meta(ge=0, le=1024)] = 0
@@ -53,7 +53,7 @@ class RepetitionDetection(Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatMessage(Struct, kw_only=True, omit_defaults=True):
-    """One message. Content parts and tool calls stay plain JSON values: their kinds grow faster than a schema."""
+    """One message. Content parts and tool calls stay plain JSON values, as new kinds appear faster than schemas."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
@@ -65,24 +65,24 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True):
 
 
 class ResumedChoice(Struct, kw_only=True, omit_defaults=True):
-    """What one choice has said so far."""
+    """The part of one choice that was delivered before."""
 
     token_ids: TokenIds = []
     finished: bool = False
-    """Its last chunk was delivered: it only counts in the usage."""
+    """Whether its last chunk was delivered, so that it only counts in the usage."""
 
 
 class Resume(Struct, kw_only=True, omit_defaults=True):
-    """The part of a stream that an earlier run of the request has delivered; the answer is what comes after it."""
+    """The part of a stream that an earlier attempt has delivered; the answer continues after it."""
 
     created: Annotated[int, Meta(ge=0, le=1 << 40)]
-    """Unix time that the earlier run's chunks carry."""
+    """Unix time in the chunks of the earlier attempt."""
     choices: Annotated[list[ResumedChoice], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class InternalFields(Struct, kw_only=True, omit_defaults=True):
-    """Fields by which engines, and routers in front of them, direct each other: transfers of KV caches, ranks, adapters
-    by path, sessions, code. Any value but null is refused, so that no client has an engine do it."""
+    """Fields by which other engines and routers direct each other: transfers of KV caches, ranks, adapters by path,
+    sessions, code. Any value but null is refused, so that no client can use them."""
 
     kv_transfer_params: None = None
     ec_transfer_params: None = None
@@ -98,7 +98,7 @@ class InternalFields(Struct, kw_only=True, omit_defaults=True):
 
 
 class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
-    """Fields that chat completions and completions share. `None` means: the model's generation config decides."""
+    """Fields shared by chat completions and completions. `None` stands for the model's generation config."""
 
     model: ModelField = ""
     stream: bool = False
@@ -115,15 +115,15 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
-    """vLLM's: every chunk carries `token_ids` for its choice, and the first response `prompt_token_ids`."""
+    """vLLM's field: every chunk carries `token_ids` for its choice, and the first response `prompt_token_ids`."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
-    """vLLM's: lower goes first, where the engine schedules by priority."""
+    """vLLM's field: lower values go first, if the engine schedules by priority."""
     user: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
-    """OpenAI's: requests with the same key should meet the same cache. The router's session policy obeys it."""
+    """OpenAI's field: requests with the same key should meet the same cache. The router's session policy uses it."""
     session_id: Annotated[str, Meta(max_length=512)] | None = None
-    """The same, by the name agents' frameworks use."""
+    """The same, by the name that agent frameworks use."""
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -140,15 +140,15 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     repetition_detection: RepetitionDetection | None = None
     prompt_logprobs: LogprobCount | None = None
     vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=64)] | None = None
-    """vLLM's: for the engine's own logits processors."""
+    """vLLM's field: arguments for custom logits processors."""
     return_tokens_as_token_ids: bool = False
-    """vLLM's: in `logprobs`, tokens are written `token_id:ID`, so that those without text can be told apart."""
+    """vLLM's field: `logprobs` show tokens as `token_id:ID`, so that tokens without text can be distinguished."""
     resume: Resume | None = None
-    """Of the router only: refused without its internal header."""
+    """Sent by the router only; refused without its internal header."""
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
-    """vLLM's; its fields are the engine's to check."""
-    # Decoded only to be refused where their value would change the answer (see `unsupported`).
+    """vLLM's field; the engine checks its content."""
+    # Decoded only to be refused if their value would change the answer (see `unsupported`).
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -160,9 +160,9 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     include_reasoning: Any = None
     spaces_between_special_tokens: Any = None
     use_beam_search: bool = False
-    """vLLM's: the `n` most probable answers, instead of sampled ones. Not streamed."""
+    """vLLM's field: return the `n` most probable answers instead of sampled ones. Not streamed."""
     length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] = 1.0
-    """vLLM's: beams are ranked by their log probability over their length to this power."""
+    """vLLM's field: beams are ranked by their log probability divided by their length to this power."""
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
@@ -197,14 +197,14 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     echo: bool = False
     suffix: str | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
-    """The beam width, where it is to be more than `n`."""
+    """The beam width, if it should exceed `n`."""
     logprobs: LogprobCount | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    """0 only with `echo`: the prompt is scored and nothing follows it."""
+    """Zero only with `echo`: the prompt is scored, and nothing is generated."""
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the prompt is to be given back without a continuation."""
+        """Whether the prompt is returned without a continuation."""
         return self.echo and self.max_tokens == 0
 
     def prompts(self) -> list[str | list[int]]:
@@ -241,13 +241,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "web_search_options": (),
 }
-"""Fields this engine does not implement, and the values that ask for nothing."""
+"""Fields that our engine does not implement -> the values that have no effect."""
 _OF_BEAM_SEARCH = ("best_of", "length_penalty")
-"""Those that it implements in a beam search only."""
+"""Fields of them that it implements in a beam search only."""
 
 
 def unsupported(request: GenerationRequest) -> str | None:
-    """Name of the first field that asks for something this engine cannot do, or None."""
+    """Name of the first field that asks for something that our engine cannot do, or None."""
     for field, neutral in _NEUTRAL.items():
         value = getattr(request, field, None)
         is_done = request.use_beam_search and field in _OF_BEAM_SEARCH
@@ -263,7 +263,7 @@ _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 
 
 def decode_request(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
-    """Decodes a request body.
+    """Decode a request body.
 
     Raises:
         BadRequest: not JSON, nested too deeply, wrong types or out of bounds; `param` names the field.
@@ -284,7 +284,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class ResponseMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Assistant message of a response. `omit_defaults` drops what is absent; `role` and `content` always travel."""
+    """Assistant message of a response. `omit_defaults` drops absent fields; `role` and `content` are always sent."""
 
     role: str
     content: str | None
@@ -298,7 +298,7 @@ class FunctionCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool call, whole or (with `index`) one delta of it."""
+    """A tool call, complete or (with `index`) a delta of one."""
 
     function: FunctionCall
     id: str | None = None
@@ -314,7 +314,7 @@ class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TopLogprob(Struct, frozen=True, kw_only=True):
-    """One token a position could have had. `bytes` are the token's own, also where it is a part of a character."""
+    """A candidate token for a position. `bytes` are the token's own, even if it is only part of a character."""
 
     token: str
     logprob: float

@@ -1,12 +1,12 @@
-"""`prompt_view`: the typed fields of a request that shape its prompt, in prompt order, as byte segments.
+"""`prompt_view`: the fields of a request that determine its prompt, in prompt order, as byte segments.
 
-Router and engine call this one pure function on the decoded request, so it depends on the values, not on how a
-client serialised its JSON. It knows no tokenizer and no chat template.
+Router and engine call this pure function on the decoded request, so the result depends on the values, not on how a
+client serialised its JSON. It needs neither tokenizer nor chat template.
 
-Order: tools, documents, template arguments, then each message: role, name, text parts (or a digest for each part
-that is not text), tool calls, tool call id. Two requests whose segments agree up to some byte render to prompts that
-agree up to the tokens of that byte, for every template that renders in this order; for one that does not, the
-engine's mapping (`frontend.chunk_map`) rounds down. A chain is a hint for routing: a wrong hint costs speed only.
+Order: tools, documents, template arguments, then for each message: role, name, reasoning, text parts (or a digest of
+each part that is not text), tool calls, tool call id. For every template that renders in this order, two requests whose
+segments agree up to some byte have prompts that agree up to the tokens of that byte; for other templates, the engine's
+mapping (`frontend.chunk_map`) rounds down. A chain is a hint for routing: a wrong one only costs speed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest
 
 
 class SegmentKind(IntEnum):
-    """Mixed into every chunk hash of the segment, so equal bytes in different places do not collide."""
+    """Kind of a segment, mixed into its chunk hashes, so that equal bytes of different kinds do not collide."""
 
     TEXT = 0
     TOKENS = 1
@@ -41,14 +41,14 @@ class SegmentKind(IntEnum):
 
 
 Segment = tuple[SegmentKind, bytes]
-"""Plain, because a chat has two or more per message, and routers make them for every request: a named tuple takes eight
-times as long to make."""
+"""A plain tuple: routers create two or more per message for every request, and a named tuple takes eight times as long
+to create."""
 
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
 def prompt_view(request: ChatCompletionRequest | CompletionRequest) -> list[list[Segment]]:
-    """One segment list per prompt of the request (completions may carry a batch; a chat is one prompt).
+    """Return one list of segments per prompt of the request (a completion may have several; a chat is one prompt).
 
     Raises:
         BadRequest: a completion's `prompt` mixes texts and token ids.

@@ -1,7 +1,7 @@
-"""What a router tells the operator: which replicas it is connected to and synced with.
+"""A router's report to the operator: which replicas it is connected to and synced with.
 
-Served on the router's admin port at `GET /internal/replicas`. The operator is the sole writer of the pods'
-`routable` gate and derives it from these reports.
+The router's admin port serves it at `GET /internal/replicas`. The operator derives the pods' `routable` gate, of which
+it is the only writer, from these reports.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ADMIN_KEY_UID = "argosy:router-admin"
 ReplicaState = Literal[
     "connecting", "synced", "stale", "foreign", "suspect", "ejected", "half-open", "draining"
 ]
-"""`synced`: telemetry snapshot complete. `foreign`: not one of our engines, healthy. Both are routable. `suspect`: used
-when nothing better is there. `half-open`: ejected, and about to be tried with one request."""
+"""`synced`: the telemetry snapshot is complete. `foreign`: a healthy engine that is not ours. Both are routable.
+`suspect`: used only if no better replica is left. `half-open`: ejected, and to be probed with one request."""
 
 
 class ReplicaReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,13 +40,13 @@ class ReplicaReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RoutableReport(Struct, frozen=True, kw_only=True):
-    """The whole answer of one router."""
+    """The whole report of one router."""
 
     router: str
     version: int = 1
     revision: int = 0
-    """Grows with every change. `GET REPORT_PATH?after=N&wait=SECONDS` answers as soon as the revision differs from N,
-    or after SECONDS (at most 60) with the same report: a long poll, so that the gate opens without a polling delay."""
+    """Incremented with every change. `GET REPORT_PATH?after=N&wait=SECONDS` is a long poll, so that the gate opens
+    without a polling delay: it answers once the revision differs from N, or after SECONDS (at most 60)."""
     fleet_revision: str = ""
-    """xxh3 hex digest of the fleet document in use, so that the operator knows which one the router follows."""
+    """xxh3 hex digest of the fleet document that the router follows."""
     replicas: tuple[ReplicaReport, ...] = ()

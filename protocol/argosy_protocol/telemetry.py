@@ -1,12 +1,12 @@
-"""Telemetry frames: what an engine tells the routers about its prefix cache and load.
+"""Telemetry frames: an engine's reports of its prefix cache and load to routers.
 
-One long-lived HTTP response (`headers.TELEMETRY_PATH`) carries frames, each a little-endian u32 length and a
-msgpack map tagged by `type`. The first frame is `Hello`, then `Snapshot` slices until one has `last`, then deltas
-and at least one `Load` per `HEARTBEAT_INTERVAL_S`. TCP keeps the stream ordered and gap-free; a reader that cannot
-keep up is cut off and starts over with a new snapshot.
+One long-lived HTTP response (`headers.TELEMETRY_PATH`) carries frames, each a little-endian u32 length and a msgpack
+map tagged by `type`. The first frame is `Hello`, followed by `Snapshot` slices until one has `last`, then deltas and at
+least one `Load` per `HEARTBEAT_INTERVAL_S`. TCP keeps the stream ordered and free of gaps; a reader that cannot keep up
+is disconnected and starts over with a new snapshot.
 
-Versions: fields are only ever added, with defaults; a reader skips frame types it does not know. A change that a
-reader of version N cannot follow raises `min_reader_version`, and such a reader then treats the replica as foreign.
+Versions: fields are only ever added, with defaults, and a reader skips frame types that it does not know. A change that
+a reader of version N cannot follow raises `min_reader_version`, and such a reader treats the replica as foreign.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ from msgspec import Struct
 PROTOCOL_VERSION = 1
 HEARTBEAT_INTERVAL_S = 1.0
 STALE_AFTER_S = 5.0
-"""A reader that saw no frame for this long calls the stream stale (five missed heartbeats)."""
+"""A reader that receives no frame for this long considers the stream stale (five missed heartbeats)."""
 MAX_FRAME_BYTES = 1 << 20
 SNAPSHOT_SLICE_CHUNKS = 8192
-"""Chunks per snapshot frame: about 100 kB, so that building one never stalls the engine."""
+"""Chunks per snapshot frame: about 100 kB, so that building one does not stall the engine."""
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello", tag_field="type", omit_defaults=True):
-    """Who is speaking. `epoch` is new with every start of the engine core: other epochs' knowledge is void."""
+    """Identity of the engine. `epoch` is new with every start of the engine core; what other epochs announced is
+    void."""
 
     version: int = PROTOCOL_VERSION
     min_reader_version: int = 1
     epoch: str
     rank: int = 0
     model: str
-    """The engine's first name for its model, the one chunk hashes are seeded with."""
+    """The engine's first name for its model, with which chunk hashes are seeded."""
     model_fingerprint: str
-    """Digest of what decides about tokens and text (samples of all weights, config, dtype, tokenizer, chat template,
-    default parameters): streams may migrate only between equal fingerprints."""
+    """Digest of everything that determines tokens and text (samples of all weights, config, dtype, tokenizer, chat
+    template, default parameters). Streams may migrate only between equal fingerprints."""
     block_size: int
     max_model_len: int
     max_num_seqs: int
     kv_cache_tokens: int
     schedules_by_priority: bool = False
-    """Whether requests may have a `priority`: others are refused with one."""
+    """Whether requests may have a `priority`; an engine without priority scheduling refuses it."""
     takes_model_name: bool = False
-    """Whether it answers by the name in `headers.MODEL_NAME`, which need be none of its own."""
+    """Whether answers use the model name in `headers.MODEL_NAME`, which need not be one of the engine's own."""
     engine_version: str = ""
 
 
 class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot", tag_field="type", omit_defaults=True):
-    """A slice of the resident chunks. The reader clears its knowledge when `first`, trusts it after `last`."""
+    """A slice of the resident chunks. A reader clears its state at `first`, and is synced after `last`."""
 
     hashes: bytes = b""
     """u64 little-endian array"""
@@ -81,10 +82,10 @@ class Cleared(Struct, frozen=True, kw_only=True, tag="cleared", tag_field="type"
 
 
 class Load(Struct, frozen=True, kw_only=True, tag="load", tag_field="type", omit_defaults=True):
-    """Heartbeat and load in one."""
+    """Load report, which is also the heartbeat."""
 
     core_step_age_s: float
-    """Seconds since the core's loop last turned: the heartbeat of the core, not of the HTTP server."""
+    """Seconds since the core's loop last turned: a heartbeat of the core rather than of the HTTP server."""
     num_running: int = 0
     num_waiting: int = 0
     queued_uncached_tokens: int = 0
@@ -92,16 +93,16 @@ class Load(Struct, frozen=True, kw_only=True, tag="load", tag_field="type", omit
     kv_usage: float = 0.0
     """Share of KV blocks in use by running requests, 0..1."""
     prefill_tokens_per_s: float = 0.0
-    """Measured rate while prefilling; 0 when not measured yet."""
+    """Measured prefill rate; 0 if not measured yet."""
     decode_step_s: float = 0.0
-    """Measured seconds per decode step; 0 when not measured yet."""
+    """Measured seconds per decode step; 0 if not measured yet."""
     longest_step_s: float = 0.0
-    """Of the last minutes of computing: a core that has been silent for several times as long is stuck. 0 when not
-    measured yet, or not told."""
+    """Longest step in the last minutes of computing; a core without a step for several times as long is stuck. 0 if not
+    measured yet or not reported."""
 
 
 class Draining(Struct, frozen=True, kw_only=True, tag="draining", tag_field="type"):
-    """No new requests, please: running ones are finished, then the stream ends."""
+    """The engine drains: it wants no new requests, finishes the running ones, and then ends the stream."""
 
 
 Frame = Hello | Snapshot | Stored | Removed | Cleared | Load | Draining
@@ -120,20 +121,20 @@ _KNOWN = {"hello", "snapshot", "stored", "removed", "cleared", "load", "draining
 
 
 class TelemetryError(Exception):
-    """The stream broke the protocol: drop the connection and start over."""
+    """The stream violated the protocol; the reader must drop the connection and start over."""
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """Length prefix and payload of one frame."""
+    """Encode a frame: length prefix and payload."""
     payload = _encoder.encode(frame)
     return _LENGTH.pack(len(payload)) + payload
 
 
 class FrameReader:
-    """Cuts a byte stream into frames.
+    """Splits a byte stream into frames.
 
     Raises (from `feed`):
-        TelemetryError: a frame is longer than `MAX_FRAME_BYTES` or not what its type promises.
+        TelemetryError: a frame is longer than `MAX_FRAME_BYTES`, or malformed.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ class FrameReader:
         """Frames of a type this version does not know."""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yields the frames that `data` completes."""
+        """Yield the frames that `data` completes."""
         self._buffer += data
         position = 0
         try:
@@ -177,7 +178,7 @@ class FrameReader:
 
 
 def snapshot_of(resident: Mapping[int, int]) -> list[Snapshot]:
-    """Chunks, each with the prompt tokens up to its end, in slices; at least one, so that a snapshot always ends."""
+    """Slice resident chunks (hash -> prompt tokens up to its end) into frames; at least one, as a snapshot must end."""
     hashes, tokens = list(resident), list(resident.values())
     starts = range(0, max(len(hashes), 1), SNAPSHOT_SLICE_CHUNKS)
     return [
@@ -192,7 +193,7 @@ def snapshot_of(resident: Mapping[int, int]) -> list[Snapshot]:
 
 
 def pack_u64(values: Sequence[int]) -> bytes:
-    """Hashes as a little-endian u64 array."""
+    """Pack hashes as a little-endian u64 array."""
     return _to_little_endian(array("Q", values))
 
 
@@ -201,7 +202,7 @@ def unpack_u64(data: bytes) -> array[int]:
 
 
 def pack_u32(values: Sequence[int]) -> bytes:
-    """Token counts as a little-endian u32 array."""
+    """Pack token counts as a little-endian u32 array."""
     return _to_little_endian(array("I", values))
 
 

@@ -1,4 +1,4 @@
-"""Wire types of /tokenize and /detokenize: vLLM's."""
+"""Wire types of /tokenize and /detokenize, the same as vLLM's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TextTokenizeRequest(InternalFields, kw_only=True):
 
 
 class ChatTokenizeRequest(ChatCompletionRequest, kw_only=True, omit_defaults=True):
-    """A chat, of which only what shapes the prompt counts."""
+    """A chat, of which only the fields that determine the prompt are used."""
 
     return_token_strs: bool = False
 
@@ -40,7 +40,7 @@ class TokenizeResponse(Struct, frozen=True, kw_only=True):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
-    """As the vocabulary spells them."""
+    """The tokens as they are spelled in the vocabulary."""
 
 
 class DetokenizeResponse(Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class DetokenizeResponse(Struct, frozen=True, kw_only=True):
 
 
 class _Form(InternalFields):
-    """Which of the two requests it is, and whose."""
+    """Fields that tell which of the two requests it is, and its model."""
 
     model: ModelField = ""
     messages: msgspec.Raw = msgspec.Raw()
@@ -61,7 +61,8 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def decode_tokenize_request(body: bytes) -> TextTokenizeRequest | ChatTokenizeRequest:
-    """
+    """Decode a body of /tokenize.
+
     Raises:
         BadRequest: not JSON, wrong types or out of bounds; `param` names the field.
         PayloadTooLarge: it has too many values.
@@ -72,12 +73,16 @@ def decode_tokenize_request(body: bytes) -> TextTokenizeRequest | ChatTokenizeRe
 
 
 def decode_detokenize_request(body: bytes) -> DetokenizeRequest:
-    """Raises: as `decode_tokenize_request`."""
+    """Decode a body of /detokenize.
+
+    Raises:
+        BadRequest, PayloadTooLarge: as `decode_tokenize_request`.
+    """
     return decode_body(_DETOKENIZE, body)
 
 
 def only_model(body: bytes) -> ChatCompletionRequest:
-    """What a router needs to know of either: a chat of nothing with this model, since nothing is computed or cached.
+    """Reduce either request to what routing needs: an empty chat with its model, as nothing is computed or cached.
 
     Raises:
         BadRequest, PayloadTooLarge: as `decode_tokenize_request`.
