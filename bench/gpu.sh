@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The engine on one NVIDIA GPU: does it start, are its tokens transformers' in float32, how fast is it? One table.
+# Compares the engine with transformers on one NVIDIA GPU: greedy tokens in float32, and speed. Prints one table.
 #
 #   bash bench/gpu.sh [--wheels FOLDER] [flags of bench/engine/gpu.py]
 #
-# PYTHON (default python3) is an interpreter with torch (CUDA), transformers and what they bring. No network is used:
-# what else the engine needs (msgspec, pyzmq, fastapi, uvicorn, ...) is installed into a folder of its own from the
-# wheels, where it is not there already. Without a GPU: one line, exit status 3.
+# PYTHON (default python3) is an interpreter with torch (CUDA), transformers and their dependencies. No network is used:
+# the engine's other dependencies (msgspec, pyzmq, fastapi, uvicorn, ...), if missing, are installed from the wheels into
+# a temporary folder. Without a GPU it prints one line and exits with status 3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

