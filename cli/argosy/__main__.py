@@ -1,4 +1,4 @@
-"""`python -m argosy`: what the local fleet starts its engines and its router with."""
+"""`python -m argosy`, with which the local fleet starts its engines and its router."""
 
 import sys
 

@@ -1,9 +1,10 @@
-"""What a command can fail with.
+"""Errors of commands, with their exit codes.
 
 CommandError        1   the operation failed; the message says what to do
 └── UsageError      2   the command line or the manifest must change
 
-Invariant: `str(error)` is one line for a person, remedy included; details, such as a log's tail, go to `details`.
+Invariant: `str(error)` is one line for people, including the remedy; details, such as the tail of a log, are in
+`details`.
 """
 
 from __future__ import annotations

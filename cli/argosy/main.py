@@ -1,8 +1,7 @@
-"""The entry of `argosy`: a table of commands, each loaded when it is called.
+"""Entry point of `argosy`: a table of commands, each imported when it is called.
 
-Owns the table, the help, the exit codes. Must not know what a command does, nor import anything a command
-needs: `argosy --help` has to answer at once. Commands are named by strings, so that this package imports of
-the engine only its protocol.
+Owns: the table, the help, the exit codes. Must not know: what a command does. It must not import what a command needs,
+because `argosy --help` has to answer at once; so commands are named by strings.
 
 Exit codes: 0 ok, 1 the operation failed, 2 wrong usage or a bad manifest, 130 interrupted.
 """
@@ -26,7 +25,7 @@ class Command(NamedTuple):
     """`module:function`; the function takes the arguments after the command and returns an exit code or None."""
     help: str
     extra: str = ""
-    """The distribution's extra that the command needs."""
+    """The optional dependency group (extra) that the command needs."""
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -62,7 +61,7 @@ _USAGE = "usage: argosy COMMAND [ARGUMENTS]\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the process's exit code."""
+    """Run one command; return the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         sys.stderr.write(_help())
@@ -100,7 +99,7 @@ def _run(command: Command, arguments: list[str]) -> int:
         return FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of our output is gone, for example `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
 

@@ -1,6 +1,6 @@
-"""One JSON call to an admin port.
+"""JSON calls to an admin port, with the standard library's HTTP client.
 
-Owns the request and its errors as a person reads them, over the standard library. Must not know what is asked.
+Owns: the request, and errors written for people. Must not know: what is asked.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ def call(
     timeout_s: float,
     verifies: bool = True,
 ) -> Any:
-    """The answer's JSON value. `verifies` holds the certificate of an https:// URL against the system's authorities.
+    """Send a request; return the response's JSON value.
+
+    Args:
+        verifies: whether to verify the certificate of an https:// URL by the system's authorities.
 
     Raises:
         UsageError: not an http:// or https:// URL.
-        CommandError: nobody answers, or the answer is a refusal.
+        CommandError: there is no answer, or the answer is an error.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

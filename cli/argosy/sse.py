@@ -1,7 +1,7 @@
-"""A chat request to an OpenAI endpoint, and its stream.
+"""Client for streamed chats with an OpenAI endpoint, with the standard library's HTTP client.
 
-Owns the request's bytes on the wire and the reading of server-sent events, over the standard library. Must not
-know terminals. Invariant: text is yielded as it arrives; a stream that breaks off raises, it never ends quietly.
+Owns: sending the request, and reading the server-sent events. Must not know: terminals.
+Invariant: text is yielded as it arrives; a stream that breaks off raises and never ends silently.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Endpoint:
         self._connection.close()
 
     def models(self) -> list[str]:
-        """Names under `/v1/models`."""
+        """Names of the models at `/v1/models`."""
         listing = json.loads(self._call("GET", "/models", None).read())
         return [str(model["id"]) for model in listing["data"]]
 
     def chat(self, body: dict[str, Any]) -> Iterator[Delta]:
-        """Streams one choice.
+        """Stream the answer to a chat.
 
         Raises:
-            CommandError: the endpoint refused, or the stream broke off.
+            CommandError: the endpoint refused the request, or the stream broke off.
         """
         response = self._call("POST", "/chat/completions", {**body, "stream": True})
         try:

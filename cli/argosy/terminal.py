@@ -1,7 +1,7 @@
-"""How a fleet looks on a terminal, and in a log.
+"""Display of a fleet on a terminal, or in a log.
 
-Owns the text of replicas and services. Must not know sockets or processes. Invariant: where standard output is
-no terminal, every line is final and stands for itself.
+Owns: the text of replicas and services. Must not know: sockets, processes.
+Invariant: if standard output is not a terminal, every line is final and complete in itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STYLES = {
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as kubectl prints them: no lines, two or more spaces between, `cut` and `awk` can read it."""
+    """Format columns as kubectl does: no rules, two or more spaces in between, readable by `cut` and `awk`."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
@@ -36,7 +36,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 class Progress(Protocol):
-    """Shows one status after the other."""
+    """Shows successive statuses of a fleet."""
 
     def show(self, status: FleetStatus) -> None: ...
 
@@ -44,12 +44,12 @@ class Progress(Protocol):
 
 
 def progress() -> Progress:
-    """Live lines on a terminal, plain ones elsewhere."""
+    """Choose the display: live on a terminal, plain lines elsewhere."""
     return LiveProgress() if sys.stdout.isatty() else PlainProgress()
 
 
 class PlainProgress:
-    """One line for each change of a replica."""
+    """Prints one line for each change of a replica."""
 
     def __init__(self, known: FleetStatus | None = None) -> None:
         self._shown = _lines(known) if known else {}

@@ -1,1 +1,1 @@
-"""The local fleet: one machine's processes made equal to manifests, with a supervisor in the operator's place."""
+"""The local fleet: a supervisor that takes the operator's place, and runs what manifests declare as processes."""

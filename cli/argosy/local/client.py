@@ -1,7 +1,7 @@
-"""A command's side of the control socket, and how a supervisor is started.
+"""Client side of the control socket, and start of a supervisor.
 
-Owns the connection. Must not know how a status is shown. Invariant: a supervisor that was started here outlives
-the command unless it is told otherwise.
+Owns: the connection. Must not know: how a status is shown.
+Invariant: a supervisor that was started here outlives the command, unless the command's request says otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from argosy.local.process import tail
 from argosy.local.state import StateDir
 
 SUPERVISOR = (sys.executable, "-P", "-m", "argosy.local.server")
-"""The program of a supervisor; tests put one with other engines in its place."""
+"""Command of a supervisor; tests replace it by one with other engines."""
 SUPERVISOR_LOG: Final = "supervisor"
 
 
@@ -38,10 +38,10 @@ class Client:
         self._connection.close()
 
     def next_status(self, timeout_s: float | None = None) -> FleetStatus | None:
-        """The next reply; None once the supervisor has closed, which it does as it exits.
+        """Wait for the next reply; None once the supervisor has closed the connection, as it does when it exits.
 
         Raises:
-            TimeoutError: nothing came.
+            TimeoutError: no reply arrived in time.
             CommandError: the supervisor refused the request.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -62,7 +62,7 @@ class Client:
 
 
 def connect(state: StateDir) -> socket.socket:
-    """A connection to the running supervisor.
+    """Connect to the running supervisor.
 
     Raises:
         CommandError: none is running.
@@ -76,10 +76,10 @@ def connect(state: StateDir) -> socket.socket:
 
 
 def start_supervisor(state: StateDir, arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    """Starts a supervisor in a session of its own and waits until it answers commands.
+    """Start a supervisor in a session of its own, and wait until it answers commands.
 
     Raises:
-        CommandError: it did not start; the details are its own words.
+        CommandError: it did not start; the details are the tail of its log.
     """
     read_end, write_end = os.pipe()
     os.set_inheritable(write_end, True)
@@ -87,7 +87,7 @@ def start_supervisor(state: StateDir, arguments: Sequence[str], env: Mapping[str
     to_log = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     command = (*SUPERVISOR, "--state-dir", str(state.root), "--notify-fd", str(write_end), *arguments)
     with open(read_end, "rb") as notified:
-        pid = os.posix_spawn(  # not subprocess: that wants every child waited for
+        pid = os.posix_spawn(  # not subprocess, which expects every child to be waited for
             command[0],
             command,
             {**os.environ, **env},
@@ -99,7 +99,7 @@ def start_supervisor(state: StateDir, arguments: Sequence[str], env: Mapping[str
             setsid=True,
         )
         os.close(write_end)
-        notified.read()  # ends when the supervisor listens, or is dead
+        notified.read()  # ends when the supervisor listens or has exited
     connection = state.connect()
     if connection is None:
         os.waitpid(pid, 0)

@@ -1,7 +1,7 @@
-"""What is said over the control socket: requests of a command, replies of the supervisor.
+"""Messages on the control socket: a command's requests and the supervisor's replies.
 
-Owns the messages, one JSON document per line. Must not know how a fleet is run or shown. Invariant: every reply
-to one request is a complete picture, so a reader may skip all but the last.
+Owns: the messages, one JSON document per line. Must not know: how a fleet is run or shown.
+Invariant: every reply to a request describes the complete state, so a reader may skip all but the last.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from msgspec import Struct
 from argosy_operator.resource.types import InferenceService
 
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
-"""A thousand services with long pod templates stay below."""
+"""A thousand services with long pod templates take less."""
 
 Phase = Literal["Pending", "Starting", "Ready", "Routable", "Draining", "Stopping", "BackOff"]
-"""`Starting`: the process runs, the model loads. `Ready`: the engine says so. `Routable`: and the router too.
-`Draining`: the router sends nothing new; requests finish. `BackOff`: it died and waits for its restart."""
+"""`Starting`: the process runs, and the model loads. `Ready`: the engine reports that it is ready. `Routable`: the
+router may send it requests. `Draining`: the router sends no new requests, and those under way finish. `BackOff`: the
+process died and waits for its restart."""
 
 
 class Apply(Struct, frozen=True, kw_only=True, tag=True):
-    """Make the fleet equal to `services`; answered with a `FleetStatus` now and after every change."""
+    """Make the fleet equal to `services`. Answered with a `FleetStatus` at once and after every change."""
 
     services: tuple[InferenceService, ...]
     stop_on_disconnect: bool = False
-    """Ends the fleet when this connection closes: `argosy up` in the foreground."""
+    """Whether to stop the fleet when this connection closes, for `argosy up` in the foreground."""
 
 
 class Watch(Struct, frozen=True, kw_only=True, tag=True):
-    """Answered with a `FleetStatus` now and after every change."""
+    """Watch the fleet. Answered with a `FleetStatus` at once and after every change."""
 
 
 class Stop(Struct, frozen=True, kw_only=True, tag=True):
-    """End the fleet; the connection closes when the supervisor has exited."""
+    """Stop the fleet; the connection closes when the supervisor exits."""
 
     grace_s: float = 10.0
     """How long requests under way may take to finish."""
@@ -50,7 +51,7 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True, tag=True):
     service: str
     revision: str
     is_current: bool
-    """Whether the revision is the wanted one."""
+    """Whether the revision is the desired one."""
     phase: Phase
     reason: str = ""
     """Why it is not routable, or why it last stopped."""
@@ -72,7 +73,7 @@ class ServiceStatus(Struct, frozen=True, kw_only=True, tag=True):
     revision: str
     replicas: tuple[ReplicaStatus, ...] = ()
     reason: str = ""
-    """Why the service is not as wanted; empty when it is."""
+    """Why the service is not in its desired state; empty if it is."""
 
     @property
     def routable(self) -> int:
@@ -80,26 +81,26 @@ class ServiceStatus(Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def is_settled(self) -> bool:
-        """Whether exactly the wanted replicas run, all of them routable and of the wanted revision."""
+        """Whether exactly the desired number of replicas run, all of them routable and of the desired revision."""
         return len(self.replicas) == self.desired and all(
             replica.phase == "Routable" and replica.is_current for replica in self.replicas
         )
 
 
 class RouterStatus(Struct, frozen=True, kw_only=True, tag=True):
-    """The router's process."""
+    """The router's process, as `argosy ps` shows it."""
 
     url: str
     is_ready: bool
     admin_url: str = ""
-    """Empty while it does not run."""
+    """Empty while the process is not running."""
     reason: str = ""
     restarts: int = 0
     pid: int | None = None
 
 
 class FleetStatus(Struct, frozen=True, kw_only=True, tag=True):
-    """Everything that runs."""
+    """The whole fleet."""
 
     pid: int
     router: RouterStatus
@@ -112,7 +113,7 @@ class FleetStatus(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag=True):
-    """The request cannot be carried out; nothing was changed."""
+    """The request was refused; nothing was changed."""
 
     message: str
 

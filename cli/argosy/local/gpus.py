@@ -1,7 +1,8 @@
-"""Which GPUs this machine has, and which of them a new replica gets.
+"""GPUs of this machine, and their assignment to replicas.
 
-Owns finding NVIDIA devices without loading CUDA, and `CUDA_VISIBLE_DEVICES`. Must not know processes. Invariant:
-no GPU belongs to two replicas. As in a cluster, a replica sees the GPUs of `spec.resources.gpu` and no others.
+Owns: finding NVIDIA devices without loading CUDA, and `CUDA_VISIBLE_DEVICES`. Must not know: processes.
+Invariant: no GPU belongs to two replicas. As in a cluster, a replica sees only as many GPUs as `spec.resources.gpu`
+requests.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 def local_gpus(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[int, ...]:
-    """Indices of the GPUs, within `CUDA_VISIBLE_DEVICES` if that lists indices."""
+    """Indices of the GPUs; those listed in `CUDA_VISIBLE_DEVICES` if that is set."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(int(part) for part in visible.split(",") if part.strip().isdigit())
@@ -22,11 +23,11 @@ def local_gpus(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
 
 
 def choose_gpus(gpus: Collection[int], taken: Collection[int], count: int) -> tuple[int, ...] | None:
-    """`count` free GPUs, or None if there are too few."""
+    """Choose `count` free GPUs; None if there are too few."""
     free = sorted(set(gpus) - set(taken))
     return tuple(free[:count]) if len(free) >= count else None
 
 
 def gpu_env(gpus: Collection[int]) -> dict[str, str]:
-    """The environment that shows a process exactly these GPUs."""
+    """Environment variables that make exactly these GPUs visible to a process."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus)}

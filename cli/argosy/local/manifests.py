@@ -1,8 +1,9 @@
-"""Manifests for a fleet on this machine.
+"""Reading manifests for a local fleet.
 
-Owns reading the files, and the few things a valid manifest may ask that this machine cannot do. Must not know
-processes. Invariant: what is valid in a cluster is valid here, by the same code; what cannot be done here is
-refused before anything starts.
+Owns: reading the files, and checks for what a valid manifest may request but this machine cannot do. Must not know:
+processes.
+Invariant: a manifest is validated by the same code as in a cluster; what cannot be done here is refused before anything
+starts.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from argosy_protocol.fleet import resolve_names
 
 
 def read_services(names: Sequence[str], *, gpus: int) -> tuple[InferenceService, ...]:
-    """Every resource of the files (`-` is standard input), in their order.
+    """Read and check all resources in the files (`-` is standard input), in their order.
 
     Raises:
-        UsageError: a file cannot be read, a manifest is not valid or cannot run here.
+        UsageError: a file cannot be read, or a manifest is not valid or cannot run here.
     """
     services: list[InferenceService] = []
     for name in names:

@@ -1,7 +1,7 @@
-"""One HTTP GET to a process on this machine.
+"""HTTP GET requests to processes on this machine.
 
-Owns just enough of HTTP/1.1 for it. Must not know what is asked. Invariant: it ends by its deadline, and never
-raises for anything the other side does: no answer is an answer too.
+Owns: just enough of HTTP/1.1 for that. Must not know: what is asked.
+Invariant: a request ends by its deadline, and never raises because of the other side; a failure is `NO_ANSWER`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_ANSWER: Final = Answer(0, b"")
 
 
 async def get(url: str, *, timeout_s: float, bearer: str = "") -> Answer:
-    """GETs `http://HOST:PORT/PATH`."""
+    """GET `http://HOST:PORT/PATH`."""
     parts = urlsplit(url)
     target = parts.path + (f"?{parts.query}" if parts.query else "")
     authorization = f"Authorization: Bearer {bearer}\r\n" if bearer else ""

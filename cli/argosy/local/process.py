@@ -1,8 +1,8 @@
-"""One child process with its log.
+"""A child process and its log.
 
-Owns starting a command that dies with us, its log file and that file's bound, its end. Must not know whether the
-child is an engine or a router. Invariants: a log takes at most twice `LOG_LIMIT_BYTES`; when `ended` is set, no
-process of the child's group is left.
+Owns: starting a command that ends with this process, its log file and the file's bound, stopping it. Must not know:
+whether the child is an engine or a router.
+Invariants: a log takes at most twice `LOG_LIMIT_BYTES`; when `ended` is set, no process of the child's group is left.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import BinaryIO, Final
 from argosy.local import with_parent
 
 LOG_LIMIT_BYTES: Final = 10 * 1024 * 1024
-"""At this size a log is renamed to `NAME.log.1`, in place of the one before."""
+"""Size at which a log is renamed to `NAME.log.1`, replacing the previous one."""
 _READ_BYTES: Final = 1 << 16
 
 
 class LogFile:
-    """A file that is appended to and rotated once it is full."""
+    """An append-only file that is rotated once it is full."""
 
     def __init__(self, path: Path, limit: int = LOG_LIMIT_BYTES) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class Process:
 
     @classmethod
     async def start(cls, command: Sequence[str], env: Mapping[str, str], log_path: Path) -> Process:
-        """Starts `command` in a group of its own; its output goes to the end of `log_path`.
+        """Start `command` in a process group of its own; its output is appended to `log_path`.
 
         Raises:
             OSError: the system cannot start a process or open the log.
@@ -84,7 +84,7 @@ class Process:
 
     @property
     def outcome(self) -> str:
-        """How it ended, for a person."""
+        """How the process ended, for people."""
         code = self._process.returncode
         if code is None:
             return "running"
@@ -93,15 +93,15 @@ class Process:
         return f"exited with code {code}"
 
     def note(self, text: str) -> None:
-        """Adds a line of our own to the log."""
+        """Add a line of the supervisor's to the log."""
         self._log.write(f"-- {text}\n".encode())
 
     def terminate(self) -> None:
-        """SIGTERM to the child alone: it ends its own children in order."""
+        """Send SIGTERM to the child only, which stops its own children in order."""
         self._signal(signal.SIGTERM)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL to the whole group if it has not ended after `grace_s`."""
+        """Send SIGTERM, and SIGKILL to the whole group if the child has not ended after `grace_s`."""
         self.terminate()
         try:
             async with asyncio.timeout(grace_s):
@@ -111,7 +111,7 @@ class Process:
             await self.ended.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the whole group."""
+        """Send SIGKILL to the whole group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -125,7 +125,7 @@ class Process:
         copying = asyncio.create_task(self._copy(output), name=f"log {self.pid}")
         try:
             await self._process.wait()
-            self.kill()  # what the child left behind, which may hold its output open
+            self.kill()  # processes that the child left behind may keep its output open
             await copying
             self.note(self.outcome)
         finally:

@@ -1,7 +1,7 @@
-"""The router's process, and what it reports.
+"""The local fleet's router process and its report.
 
-Owns the process, restarted with back-off, and the long poll of its report. Must not know how replicas are run.
-Invariant: `report` is what the living router process last said; None while there is none.
+Owns: the process, restarted with back-off, and the long poll of its report. Must not know: how replicas are run.
+Invariant: `report` is the last one of the running router process; None while there is none.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, ReplicaReport, Ro
 
 LOG_NAME: Final = "router"
 _POLL_S: Final = 2.0
-"""The report comes at once when a replica's state changes; this bounds the age of in-flight counts."""
+"""Duration of a long poll. Changes of a replica's state are reported at once; this bounds the age of in-flight
+counts."""
 _DRAIN_POLL_S: Final = 0.1
-"""The same while a replica drains, whose in-flight count is waited for."""
+"""The same while a replica drains and its in-flight count is waited for."""
 _ANSWER_S: Final = 5.0
 _RETRY_S: Final = 0.05
 _EXIT_ADDRESS: Final = "exited with code 3"
@@ -38,13 +39,13 @@ class RouterProcess:
     def __init__(self, settings: Settings, state: StateDir, changed: Callable[[], None]) -> None:
         self.url = f"http://{HOST}:{settings.port}"
         self.admin_url = ""
-        """Empty while it does not run."""
+        """Empty while the process is not running."""
         self.report: RoutableReport | None = None
         self.reason = "starting"
         self.restarts = 0
         self.pid: int | None = None
         self.is_drain_awaited = False
-        """Whether someone waits for an in-flight count to reach 0."""
+        """Whether the supervisor waits for a replica's in-flight count to reach 0."""
         self._settings = settings
         self._state = state
         self._changed = changed
@@ -58,14 +59,14 @@ class RouterProcess:
         return self.report is not None
 
     def replica(self, service: str, name: str, url: str) -> ReplicaReport | None:
-        """What it says of one replica's present process."""
+        """The report's entry for one replica's current process, identified by its URL; None if there is none."""
         for entry in self.report.replicas if self.report else ():
             if (entry.service, entry.name, entry.url) == (service, name, url):
                 return entry
         return None
 
     async def run(self) -> None:
-        """Until `stop`."""
+        """Run the process, restarting it with back-off, until `stop`."""
         failures = 0
         while not self._stopped.is_set():
             admin_port = free_port()
@@ -101,7 +102,7 @@ class RouterProcess:
             self.restarts += 1
 
     def stop(self, grace_s: float) -> None:
-        """Ends it; requests under way have `grace_s` to finish."""
+        """Stop the process; requests under way have `grace_s` to finish."""
         self._grace_s = grace_s
         self._stopped.set()
 

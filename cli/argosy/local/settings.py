@@ -1,6 +1,7 @@
-"""How one local fleet runs: its programs, addresses and times.
+"""Settings of a local fleet: its programs, addresses and times.
 
-Owns the defaults and their reasons. Must not know manifests. Invariant: it never changes while the supervisor runs.
+Owns: the defaults and their reasons. Must not know: manifests.
+Invariant: settings never change while the supervisor runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 HOST: Final = "127.0.0.1"
-"""Engines and router listen on loopback only: the local fleet is for this machine."""
+"""Engines and router listen on loopback only, as the local fleet serves this machine."""
 DEFAULT_PORT: Final = 8080
 
 _ARGOSY: Final = (
@@ -24,38 +25,38 @@ _ARGOSY: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What `argosy up` decides when it starts a supervisor."""
+    """Settings with which `argosy up` starts a supervisor."""
 
     port: int = DEFAULT_PORT
-    """Where the router listens."""
+    """The router's port."""
     api_key: str = ""
-    """Key the router asks of clients; none by default, as it listens on loopback."""
+    """Key that the router requires of clients; none by default, as it listens on loopback."""
     engine: tuple[str, ...] = _ARGOSY
-    """The engine's program; `serve MODEL ...` follows."""
+    """Command of an engine, to which `serve MODEL ...` is appended."""
     router: tuple[str, ...] = (*_ARGOSY, "router")
-    """The router's program; flags follow."""
+    """Command of the router, to which flags are appended."""
     first_backoff_s: float = 0.5
-    """Delay before the first restart; it doubles with each one. Short, as most deaths are one-offs."""
+    """Delay before the first restart; it doubles with each further one. Short, as most crashes happen once."""
     most_backoff_s: float = 30.0
-    """Cap of the delay: a crash loop costs little, and a fixed cause is noticed soon."""
+    """Cap of the delay: a crash loop costs little, and a removed cause is noticed soon."""
     steady_s: float = 60.0
-    """A replica that was ready this long starts over with the first delay."""
+    """A replica that was ready for this long starts again with the first delay."""
     min_ready_s: float = 10.0
-    """How long a new replica must have been ready before a rolling update counts on it; as the pods' minReadySeconds. A
-    replica that dies of its first requests must not have taken the place of one that works."""
+    """How long a new replica must have been ready before a rolling update counts it as available, like the pods'
+    minReadySeconds: a replica that crashes on its first requests must not replace one that works."""
     health_period_s: float = 5.0
     health_failures: int = 6
-    """Half a minute without an answer to /health: the process hangs and is restarted. Less would restart one that
-    only shares its cores with a build."""
+    """Failed checks of /health in a row, half a minute's worth, after which a process is restarted because it hangs.
+    Fewer would restart one that merely shares its cores with a build."""
 
 
 def backoff_s(settings: Settings, failures: int) -> float:
-    """Delay before the next start, after so many failures in a row (at least 1)."""
+    """Delay before the next start, after this number of failures in a row (at least 1)."""
     return min(settings.most_backoff_s, settings.first_backoff_s * 2.0 ** min(failures - 1, 32))
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
+    """Find a port on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]

@@ -1,10 +1,11 @@
 """The state directory of a local fleet.
 
-Owns the paths inside it, its permissions, the fleet key, the lock that keeps a second supervisor out, and the
-socket's address. Must not know what is said over the socket. Invariants: everything in it is readable by its
-owner only; whoever holds the lock is the one supervisor.
+Owns: the paths inside it, its permissions, the fleet key, the lock that excludes a second supervisor, and the control
+socket's address. Must not know: the messages on the socket.
+Invariants: everything in the directory is readable by its owner only; the process that holds the lock is the only
+supervisor.
 
-The rule for where it is: `--state-dir`, else `$ARGOSY_STATE_DIR`, else `.argosy` in the current directory.
+The directory is `--state-dir`, else `$ARGOSY_STATE_DIR`, else `.argosy` in the current directory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FLEET_KEY_BYTES: Final = 32
 
 
 def choose_state_dir(option: str | None) -> StateDir:
-    """The directory by the rule above; it need not exist."""
+    """Find the state directory as described above; it need not exist."""
     return StateDir(Path(option or os.environ.get(STATE_DIR_ENV) or ".argosy").absolute())
 
 
@@ -39,10 +40,10 @@ class StateDir:
         self._lock_file = root / "lock"
 
     def create(self) -> None:
-        """Makes the directory, mode 0700.
+        """Create the directory with mode 0700.
 
         Raises:
-            CommandError: it cannot be made, or belongs to someone else.
+            CommandError: it cannot be created, or belongs to another user.
         """
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ class StateDir:
             ) from error
 
     def fleet_key(self) -> bytes:
-        """The key every service's internal key is derived from; made on first use, mode 0600."""
+        """The key from which every service's internal key is derived; created on first use, with mode 0600."""
         try:
             return self._key_file.read_bytes()
         except FileNotFoundError:
@@ -65,7 +66,7 @@ class StateDir:
             return key
 
     def write(self, path: Path, data: bytes) -> None:
-        """Replaces a file atomically, mode 0600: a reader sees the old content or the new."""
+        """Replace a file atomically, with mode 0600: a reader sees the old content or the new."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "wb") as file:
@@ -73,11 +74,11 @@ class StateDir:
         temporary.replace(path)
 
     def log_file(self, name: str) -> Path:
-        """Log of one process: a replica's name, `router` or `supervisor`."""
+        """Path of a process's log. `name` is a replica's name, `router` or `supervisor`."""
         return self.logs / f"{name}.log"
 
     def lock(self) -> int | None:
-        """Takes the supervisor's lock, for as long as the returned descriptor is open; None if it is taken."""
+        """Take the supervisor's lock, held while the returned descriptor is open; None if another process holds it."""
         descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +88,7 @@ class StateDir:
         return descriptor
 
     def listen(self) -> socket.socket:
-        """Binds the control socket in place of a dead supervisor's. Call it with the lock held."""
+        """Bind the control socket, replacing a dead supervisor's. Call it with the lock held."""
         self.control_socket.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._by_short_path(listener.bind)
@@ -96,7 +97,7 @@ class StateDir:
         return listener
 
     def connect(self) -> socket.socket | None:
-        """A connection to the supervisor; None if none is running."""
+        """Connect to the supervisor; None if none is running."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._by_short_path(connection.connect)
@@ -106,7 +107,8 @@ class StateDir:
         return connection
 
     def _by_short_path(self, call: object) -> None:
-        """Socket addresses end at 108 bytes; the directory's descriptor gives a short one for any path."""
+        """Call with a short address of the control socket, through the directory's descriptor, because the address of a
+        Unix socket is limited to 108 bytes."""
         assert callable(call)
         directory = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
         try:

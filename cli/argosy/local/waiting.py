@@ -6,7 +6,7 @@ import asyncio
 
 
 async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> bool:
-    """Returns once one of the events is set (True) or the time is over (False)."""
+    """Wait until one of the events is set (True) or the timeout has passed (False)."""
     if any(event.is_set() for event in events):
         return True
     waiters = [asyncio.ensure_future(event.wait()) for event in events]

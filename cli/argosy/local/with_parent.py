@@ -1,8 +1,8 @@
-"""Runs a command that dies with the process that started it: `python with_parent.py PARENT_PID COMMAND...`
+"""Run a command that ends with the process that started it: `python with_parent.py PARENT_PID COMMAND...`
 
-Owns one system call between fork and exec: prctl(PR_SET_PDEATHSIG, SIGKILL). Even `kill -9` of the supervisor
-thus leaves no engine behind. Must import nothing of ours: it is a script of its own, so that no code runs between
-fork and exec in a process that may hold locks. Outside Linux it only runs the command.
+Owns: one system call before exec, prctl(PR_SET_PDEATHSIG, SIGKILL), so that even `kill -9` of the supervisor leaves no
+engine behind. It is a separate script, so that no Python code runs between fork and exec in a process that may hold
+locks; it must not import any of our packages. Outside Linux it only runs the command.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call
+        if os.getppid() != parent:  # the parent died before the call
             sys.exit(1)
     os.execvp(command[0], command)  # noqa: S606
 
