@@ -48,7 +48,7 @@ COMPILED = (
     "records/access_log",
     "records/usage_ledger",
 )
-"""Modules of requests, choices and what is known for them; of the others time does not matter."""
+"""Modules on the path of a request or a routing decision; the speed of all others does not matter."""
 INTERPRETED = {
     "__init__": "nothing to compile",
     "admission/terms": "msgspec reads the annotations, which extension modules do not keep",
@@ -58,9 +58,9 @@ INTERPRETED = {
     "proxy/queued_call": "its base class is not compiled",
     "proxy/stream_event": "as `terms`",
 }
-"""Modules of those rooms that stay as they are, and why."""
+"""Modules in these packages that stay interpreted, and why."""
 IN_C = ("native/_hashing", "native/_table")
-"""Modules whose source is C. The package `native` has what stands in for them."""
+"""Modules written in C. The package `native` has their substitutes in Python."""
 MYPY = """\
 [mypy]
 ignore_missing_imports = true
@@ -68,7 +68,7 @@ disable_error_code = misc, no-any-return
 [mypy-kubernetes.*,fastapi.*,uvicorn.*,prometheus_client.*,opentelemetry.*,yaml.*]
 follow_imports = skip
 """
-"""Its settings: what takes long to read and is on no request's path counts as untyped."""
+"""mypy's settings: libraries that take long to read and are on no request's path count as untyped."""
 
 
 def modules(package: Path) -> list[Path]:
@@ -82,10 +82,10 @@ def modules(package: Path) -> list[Path]:
 
 
 def compile_into(output: Path) -> None:
-    """Fills `output`, an existing empty folder, with the compiled package.
+    """Fill `output`, an existing empty folder, with the compiled package.
 
     Raises:
-        SystemExit: mypy, setuptools or a compiler is missing, or the compiler failed; the message says what.
+        SystemExit: mypy, setuptools or a compiler is missing, or the compiler failed; the message says which.
     """
     try:
         from mypyc.build import mypycify
@@ -95,10 +95,10 @@ def compile_into(output: Path) -> None:
         raise SystemExit(f"{error.name} is missing: pip install 'argosy[compile]'") from None
     package = output / SOURCE.name
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    os.chdir(output)  # both tools write beside what they read
+    os.chdir(output)  # both tools write next to their input
     sys.path.insert(0, str(output))
     Path("mypy.ini").write_text(MYPY)
-    gc.disable()  # as mypy's own command does: its trees are millions of objects, and stay
+    gc.disable()  # as mypy's own command does: its trees have millions of objects and are never freed
     extensions = mypycify(["--config-file=mypy.ini", *map(str, modules(package))], opt_level="2")
     gc.freeze()
     for name in IN_C:
@@ -120,7 +120,7 @@ def compile_into(output: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

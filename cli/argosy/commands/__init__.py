@@ -1,1 +1,1 @@
-"""One module for each command of the `argosy` table."""
+"""The commands of `argosy`, one module each."""

@@ -1,6 +1,6 @@
-"""Where a router's admin port is, and what opens it.
+"""Address and key of a router's admin port.
 
-Owns the way from a running fleet, or from flags, to address and key. Must not know what is asked there.
+Owns: finding both, from flags or from the running fleet. Must not know: what is asked there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ANSWER_S: Final = 10.0
 
 
 def admin_port(url: str | None, key: str, state_dir: str | None) -> tuple[str, str]:
-    """Address and key: the given ones, else the running fleet's.
+    """Return address and key: the given ones, else those of the running fleet.
 
     Raises:
         CommandError: no fleet runs here, or its router does not.

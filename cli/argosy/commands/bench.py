@@ -1,6 +1,6 @@
-"""`argosy bench`: measurements one can repeat.
+"""`argosy bench`: repeatable measurements.
 
-Owns the table of benchmarks. Must not know how any of them measures.
+Owns: the table of benchmarks. Must not know: how any of them measures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`argosy bench router`: what each policy would have made of a trace.
+"""`argosy bench router`: compare routing policies on a trace.
 
-Owns the flags and the table. Must not know how a replay works. The policies are the router's own code, the engines a
-model (`argosy_router.replay`).
+Owns: the flags and the table. Must not know: how a replay works. The policies are the router's own code, the engines
+are simulated (`argosy_router.replay`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`argosy chat`: talk to a model through the router.
 
-Owns the conversation on a terminal. Must not know HTTP. The answer goes to standard output as it arrives,
-nothing else does, so that the command can be part of a pipe.
+Owns: the conversation on a terminal. Must not know: HTTP. Only the answer goes to standard output, as it arrives, so
+that the command can be part of a pipe.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def _converse(endpoint: Endpoint, request: dict[str, Any], history: list[Message
             history.append({"role": "user", "content": line})
             try:
                 history.append({"role": "assistant", "content": _answer(endpoint, request, history)})
-            except KeyboardInterrupt:  # ends the answer, not the conversation
+            except KeyboardInterrupt:  # ends this answer, not the conversation
                 history.pop()
                 print()
 
 
 def _answer(endpoint: Endpoint, request: dict[str, Any], messages: list[Message]) -> str:
-    """Prints the answer as it arrives and returns its text."""
+    """Print the answer as it arrives; return its text."""
     return _print(endpoint.chat({**request, "messages": messages}))
 
 
@@ -99,7 +99,7 @@ def _print(deltas: Iterable[Delta]) -> str:
     is_styled = sys.stdout.isatty()
     for delta in deltas:
         if delta.is_reasoning and not is_styled:
-            continue  # in a pipe only the answer counts
+            continue  # a pipe gets only the answer
         if is_styled and delta.is_reasoning != was_reasoning:
             sys.stdout.write(_DIM if delta.is_reasoning else f"{_PLAIN}\n")
             was_reasoning = delta.is_reasoning
@@ -129,7 +129,7 @@ def _fleet_url(state_dir: str | None) -> str:
 
 
 def _with_models(error: CommandError, endpoint: Endpoint, model: str) -> CommandError:
-    """Adds what there is, where the model's name was the problem."""
+    """Add the available models to an error about the model's name."""
     if not str(error).startswith("404"):
         return error
     try:

@@ -1,6 +1,6 @@
-"""`argosy dashboard`: where to see the fleet in a browser.
+"""`argosy dashboard`: print the address of the router's page, with its key.
 
-Owns the address with its key. Must not know what the page shows.
+Owns: the address with its key. Must not know: what the page shows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`argosy down`: stop the fleet on this machine.
 
-Owns the wait for its end. Invariant: when it returns 0, no process of the fleet is left; also if there was none.
+Owns: waiting for the fleet's end. Invariant: when it returns 0, no process of the fleet is left, even if none was
+running before.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def stop_fleet(state: StateDir, grace_s: float) -> bool:
-    """Stops the fleet and waits until it is gone; False if there was none."""
+    """Stop the fleet and wait until it is gone; False if there was none."""
     connection = state.connect()
     if connection is None:
         return False

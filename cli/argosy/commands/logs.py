@@ -1,6 +1,6 @@
 """`argosy logs`: print or follow the logs of replicas, router and supervisor.
 
-Owns reading log files while others write and rotate them. Must not know what is in them.
+Owns: reading log files while other processes write and rotate them. Must not know: their content.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _logs(state: StateDir, name: str) -> list[Path]:
-    """The logs a name stands for: a process, or the replicas of a service."""
+    """Find the logs for a name: of one process, or of the replicas of a service."""
     if name and (exact := state.log_file(name)).exists():
         return [exact]
     paths = sorted(state.logs.glob("*.log"))
@@ -61,7 +61,7 @@ def _logs(state: StateDir, name: str) -> list[Path]:
 
 
 class _Follower:
-    """What is added to one log from now on, across rotation."""
+    """Reads what is appended to one log, across rotation."""
 
     def __init__(self, path: Path, files: ExitStack, *, from_start: bool = False) -> None:
         self._path = path
@@ -97,7 +97,7 @@ def _follow(
 
 
 def _has_ended(watch: Client) -> bool:
-    """Waits a moment for the supervisor's end."""
+    """Wait for up to `_POLL_S` for the supervisor to end; return whether it has."""
     readable, _, _ = select.select([watch], [], [], _POLL_S)
     return bool(readable) and watch.next_status() is None
 

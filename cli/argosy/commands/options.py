@@ -1,4 +1,4 @@
-"""What several commands' arguments have in common."""
+"""Argument parsing shared by the commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from argosy.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses as every other error of a command does: one line, with the remedy."""
+    """Argument parser whose errors look like all other errors of a command: one line, with the remedy."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; `{self.prog} --help` shows the arguments")

@@ -1,6 +1,6 @@
 """`argosy ps`: list services and replicas.
 
-Owns the columns. A replica's reason answers "why is it not ready" without a look at its log.
+Owns: the columns. A replica's reason tells why it is not ready, so that one need not look into its log.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`argosy route`: which replica would get this prompt, and why. Nothing is sent to a replica.
+"""`argosy route`: show which replica would get a prompt, and why, without sending anything to a replica.
 
-Owns the table. Must not know how the choice is made: the router's admin port explains it.
+Owns: the table. Must not know: how the choice is made, which the router's admin port explains.
 """
 
 from __future__ import annotations

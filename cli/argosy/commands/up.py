@@ -1,7 +1,7 @@
 """`argosy up`: start the fleet of a manifest on this machine, or change a running one.
 
-Owns the command's arguments, what it waits for and when it gives up. Must not know how replicas are run.
-Invariant: a manifest that is not valid changes nothing.
+Owns: the command's arguments, what it waits for, and when it gives up. Must not know: how replicas are run.
+Invariant: an invalid manifest changes nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from argosy.local.state import StateDir, choose_state_dir
 from argosy.terminal import PlainProgress, Progress, progress
 
 _MOST_FAILURES: Final = 3
-"""Starts of one replica that may fail before `up` gives up; the supervisor goes on trying."""
+"""Failed starts of one replica after which `up` gives up; the supervisor goes on trying."""
 _HOPELESS: Final = "exited with code 2"
-"""Wrong usage: the next start fails alike."""
+"""Wrong usage, with which every further start would fail, too."""
 _TAIL_LINES: Final = 20
 
 
 class Failure(NamedTuple):
-    """What will not become ready."""
+    """A replica or router that will not become ready."""
 
     name: str
     reason: str
@@ -105,7 +105,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _ensure_supervisor(state: StateDir, wanted_port: int | None) -> bool:
-    """Starts a supervisor unless one is running; whether it did."""
+    """Start a supervisor unless one is running; return whether it was started."""
     state.create()
     connection = state.connect()
     if connection is not None:
@@ -169,7 +169,7 @@ def _failure(status: FleetStatus, restarts_before: dict[str, int]) -> Failure | 
 
 
 def _stay(client: Client, status: FleetStatus) -> None:
-    """Reports changes until the supervisor ends."""
+    """Print changes until the supervisor ends."""
     lines = PlainProgress(status)
     while (status_now := client.next_status()) is not None:
         lines.show(status_now)
@@ -180,7 +180,7 @@ def _replicas(status: FleetStatus) -> list[ReplicaStatus]:
 
 
 def _summary(status: FleetStatus) -> str:
-    """A canary may share its model's name; its own says which is which."""
+    """Summarize the ready models. A canary may have its service's model name, so its own name is shown, too."""
     models = []
     for service in status.services:
         _, _, name = service.key.partition("/")

@@ -1,8 +1,9 @@
-"""One replica: an engine process, restarted until it is retired.
+"""A replica of the local fleet: an engine process, restarted until it is retired.
 
-Owns the process's life: start, readiness, health, restarts with back-off, leaving. Must not know other replicas,
-the rollout or the router; whoever owns it says when the router has let go (`drained`). Invariants: a replica has
-at most one process; SIGTERM comes only after `drained`, the drain's deadline or `halt`.
+Owns: the process's lifecycle: start, readiness, health, restarts with back-off, draining. Must not know: other
+replicas, the rollout, the router; its owner sets `drained` once the router has no request there.
+Invariants: a replica has at most one process; a ready process gets SIGTERM only after `drained`, the deadline for
+draining, `halt`, or when it hangs.
 
     Starting -> Ready -> Draining -> Stopping -> gone
         ^         |
@@ -33,9 +34,9 @@ from argosy_operator.resource.types import InferenceService
 _READY_POLL_S: Final = 0.1
 _PROBE_TIMEOUT_S: Final = 5.0
 _LOADING_STOP_S: Final = 5.0
-"""A replica that never served has nothing to finish."""
+"""Time to stop for a replica that is not ready, and so has no requests to finish."""
 _STOP_SLACK_S: Final = 10.0
-"""Beyond the engine's own shutdown timeout, before SIGKILL."""
+"""Time beyond the engine's own shutdown timeout before SIGKILL."""
 
 
 class Replica:
@@ -65,9 +66,9 @@ class Replica:
         self.pid: int | None = None
         self.started = 0.0
         self.ready_since = 0.0
-        """When this process became ready, by the monotonic clock; 0 if it is not."""
+        """Monotonic time at which this process became ready; 0 if it is not ready."""
         self.drained = asyncio.Event()
-        """Set from outside: no router sends it requests, and none is under way."""
+        """Set by the owner: the router sends no requests to it, and none is under way."""
         self._settings = settings
         self._log = state.log_file(name)
         self._internal_key = internal_key
@@ -77,27 +78,27 @@ class Replica:
         self._halted = asyncio.Event()
         self._failures = 0
         self._ended = ""
-        """How the process before this one ended."""
+        """How the previous process ended."""
 
     @property
     def is_leaving(self) -> bool:
         return self._retired.is_set()
 
     def retire(self) -> None:
-        """Lets it drain and end."""
+        """Let the replica drain and end."""
         if not self.is_leaving:
             self._retired.set()
-            if self.phase == "Ready":  # at once: nothing may see a retired replica that is not draining
+            if self.phase == "Ready":  # at once, because a retired replica must not be seen as ready
                 self.phase = "Draining"
             self._changed()
 
     def halt(self) -> None:
-        """Ends it without waiting for the router."""
+        """End the replica without waiting for `drained`."""
         self.retire()
         self._halted.set()
 
     async def run(self) -> None:
-        """Until it is retired and gone."""
+        """Run the replica, restarting its process, until it is retired and gone."""
         while not self._retired.is_set():
             await self._one_life()
             if self._retired.is_set():
@@ -129,7 +130,7 @@ class Replica:
             self.pid = None
 
     async def _serve(self, process: Process) -> None:
-        """Until the process ends or the replica is retired."""
+        """Follow the process until it ends or hangs, or the replica is retired."""
         if await self._becomes_ready(process):
             since = self.ready_since = time.monotonic()
             self._enter("Ready", f"again; before, {self._ended}" if self._ended else "")
@@ -148,7 +149,8 @@ class Replica:
             self._ended = f"{process.outcome} while starting"
 
     async def _becomes_ready(self, process: Process) -> bool:
-        """Follows the engine's start; its own word for the phase is shown as the reason."""
+        """Wait until the engine is ready (True), or has ended or is retired (False). The phase that the engine reports
+        is shown as the reason."""
         while not (process.ended.is_set() or self._retired.is_set()):
             answer = await get(f"{self.url}/ready", timeout_s=_PROBE_TIMEOUT_S)
             if answer.status == 200:
@@ -159,7 +161,7 @@ class Replica:
         return False
 
     async def _stays_healthy(self, process: Process) -> bool:
-        """Until the process ends or the replica is retired: False. True if the process hangs."""
+        """Check the health until the process ends or the replica is retired (False), or the process hangs (True)."""
         misses = 0
         while not await first_of(process.ended, self._retired, timeout_s=self._settings.health_period_s):
             answer = await get(f"{self.url}/health", timeout_s=_PROBE_TIMEOUT_S)
@@ -199,7 +201,7 @@ class Replica:
 
 
 def _phase_of(body: bytes) -> str:
-    """`{"status": "loading the model"}`, as an engine that starts answers."""
+    """Read the phase from a starting engine's answer, such as `{"status": "loading the model"}`; empty if invalid."""
     try:
         status = json.loads(body)["status"]
     except (ValueError, KeyError, TypeError):

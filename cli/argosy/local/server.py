@@ -1,8 +1,8 @@
-"""The supervisor's process: the lock, the control socket, signals.
+"""The supervisor's process: lock, control socket, signals.
 
-Owns answering the control socket and the process's end. Must not know how the fleet is run. Invariants: one
-supervisor per state directory; a client that does not read is cut off, it never holds up the fleet; the socket
-is gone before the process is.
+Owns: answering on the control socket, and the end of the process. Must not know: how the fleet is run.
+Invariants: there is one supervisor per state directory; a client that does not read is disconnected and never delays
+the fleet; the socket is removed before the process exits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from argosy.local.state import StateDir
 from argosy.local.supervisor import Supervisor
 
 API_KEY_ENV: Final = "ARGOSY_ROUTER_API_KEY"
-"""Carries the router's key to the supervisor; a flag would show it to every user of the machine."""
+"""Environment variable that passes the router's key to the supervisor; a flag would be visible to every user."""
 
 _UNREAD_LIMIT_BYTES: Final = 1 << 20
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """Answers commands, and fans the fleet's status out to those who watch."""
+    """Answers commands, and sends the fleet's status to watching clients."""
 
     def __init__(self, state: StateDir, settings: Settings) -> None:
         self._supervisor = Supervisor(state, settings, self._publish)
@@ -55,7 +55,8 @@ class ControlServer:
         self._last: FleetStatus | None = None
 
     async def run(self, notify: int | None) -> None:
-        """Until a command or signal stops the fleet. `notify`: descriptor closed once commands are answered."""
+        """Serve until a command or signal stops the fleet. The descriptor `notify` is closed once commands are
+        answered."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -95,7 +96,7 @@ class ControlServer:
                 self._supervisor.apply(request.services)
             self._send(writer, self._supervisor.status())
             self._watchers.add(writer)
-            await reader.read()  # the client's end of file; it has nothing more to say
+            await reader.read()  # until the client disconnects; it sends nothing more
         except (ConnectionError, ValueError):
             pass
         finally:
@@ -120,7 +121,7 @@ class ControlServer:
 
 
 def serve(state: StateDir, settings: Settings, notify: int | None = None) -> int:
-    """Runs the supervisor in this process."""
+    """Run the supervisor in this process."""
     state.create()
     lock = state.lock()
     if lock is None:
@@ -131,11 +132,11 @@ def serve(state: StateDir, settings: Settings, notify: int | None = None) -> int
             old.unlink()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(ControlServer(state, settings).run(notify))
-    return 0  # the lock goes with the process, so that nobody starts another before we are gone
+    return 0  # the lock is released by the process's end, so that no other supervisor starts before that
 
 
 def main(argv: Sequence[str] | None = None, settings: Settings | None = None) -> int:
-    """`python -m argosy.local.server`: what `argosy up` starts."""
+    """Entry point of `python -m argosy.local.server`, which `argosy up` starts."""
     parser = argparse.ArgumentParser(prog="python -m argosy.local.server")
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)

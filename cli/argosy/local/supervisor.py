@@ -1,11 +1,12 @@
-"""The supervisor: makes the processes of a local fleet equal to the manifests.
+"""Supervisor of a local fleet: it makes the running processes equal to the manifests.
 
-Owns the wanted services, the replicas, the fleet file and the router's process. Must not know terminals or
-sockets (`argosy.local.server` answers those). Level-based, as the operator: whatever happens only marks the
-fleet dirty; one task then compares what is wanted with what is there (`plan.next_step`) and acts.
+Owns: the desired services, the replicas, the fleet file and the router's process. Must not know: terminals, sockets
+(`argosy.local.server` handles those). It is level-based like the operator: every event only marks the fleet dirty; one
+task then compares the desired state with the present one (`plan.next_step`) and acts.
 
-Invariants: the fleet file lists a replica only while its engine is ready or drains; a replica is told to stop
-only after the router reported it draining with nothing in flight; an unchanged manifest changes nothing.
+Invariants: the fleet file lists a replica only while its engine is ready or draining; a draining replica is stopped
+once the router has reported it as draining with nothing in flight, or at its deadline; an unchanged manifest changes
+nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from argosy_protocol.keys import internal_key
 log = logging.getLogger(__name__)
 
 _KEPT_LOGS: Final = 10
-"""Logs of replicas that are gone, for a look at why."""
+"""Number of logs kept of replicas that are gone, so that one can look up why."""
 
 
 class Supervisor:
@@ -59,10 +60,10 @@ class Supervisor:
         self._tasks: asyncio.TaskGroup | None = None
         self._owners: set[asyncio.Task[None]] = set()
         self._next_look: asyncio.TimerHandle | None = None
-        """When a new replica will have been ready for long enough."""
+        """Timer for when a new replica will have been ready for `min_ready_s`."""
 
     def apply(self, services: Sequence[InferenceService]) -> None:
-        """Makes `services` the wanted ones. A paused service stays as it was."""
+        """Make `services` the desired ones. A paused service stays as it was."""
         wanted = {}
         for service in services:
             if service.spec.paused:
@@ -72,11 +73,11 @@ class Supervisor:
                 )
             wanted[service.key] = service
         self._wanted = wanted
-        self._write_fleet()  # now: an edit that concerns only the router is done when this returns
+        self._write_fleet()  # now, so that an edit that concerns only the router is done when this returns
         self._dirty.set()
 
     async def run(self, stop: asyncio.Event, grace_s: Callable[[], float]) -> None:
-        """Until `stop` is set and every process has ended."""
+        """Supervise until `stop` is set and every process has ended."""
         self._write_fleet()
         async with asyncio.TaskGroup() as self._tasks:
             reconciling = self._tasks.create_task(self._reconcile_forever(), name="reconcile")
@@ -84,7 +85,7 @@ class Supervisor:
             await stop.wait()
             self._is_stopping = True
             self._dirty.set()
-            self._router.stop(grace_s())  # first: what it still streams, the engines still compute
+            self._router.stop(grace_s())  # before the engines, which still compute what it streams
             await routing
             for replica in self._replicas.values():
                 replica.halt()
@@ -223,7 +224,7 @@ class Supervisor:
 
     def _is_drained(self, replica: Replica) -> bool:
         if self._router.report is None:
-            return self._router.pid is None  # no router, no requests
+            return self._router.pid is None  # without a router process there are no requests
         entry = self._router.replica(replica.service.key, replica.name, replica.url)
         if entry is None:
             return self._router.report.fleet_revision == self._fleet_revision
@@ -239,8 +240,8 @@ class Supervisor:
         return replica.phase == "Ready" and entry is not None and entry.routable
 
     def _is_available(self, replica: Replica, revision: str) -> bool:
-        """Whether a rolling update may count on it: it is routable and, if of the new revision, has been ready for
-        `min_ready_s`. Plans the next look for when it will have been."""
+        """Whether a rolling update may count it as available: it is routable and, if of the new revision, has been
+        ready for `min_ready_s`. If that is still to come, schedule a reconcile for then."""
         if not self._is_routable(replica):
             return False
         left = replica.ready_since + self._settings.min_ready_s - time.monotonic()
@@ -250,7 +251,7 @@ class Supervisor:
         return False
 
     def _look_again(self, after_s: float) -> None:
-        """Reconciles then, unless that happens earlier anyway."""
+        """Schedule a reconcile after `after_s`, unless one is scheduled before that."""
         loop, planned = asyncio.get_running_loop(), self._next_look
         now = loop.time()
         if planned is None or not now < planned.when() <= now + after_s:
