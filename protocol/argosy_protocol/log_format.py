@@ -14,9 +14,9 @@ from typing import TypeAlias
 MAX_FRAMES = 24
 """Innermost frames shown per exception; most of the outer ones belong to the server's own machinery."""
 MAX_TRACEBACK_BYTES = 8 * 1024
-"""Of a whole traceback, including the exceptions that caused it."""
+"""Limit of a whole traceback, including the exceptions that caused it."""
 MAX_RECORD_BYTES = 32 * 1024
-"""Of a whole record."""
+"""Limit of a whole record."""
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _ExcInfo: TypeAlias = (

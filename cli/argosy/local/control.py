@@ -130,10 +130,18 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(line: bytes) -> Request:
-    """Raises msgspec.DecodeError (ValidationError included) for anything else."""
+    """Decode a request.
+
+    Raises:
+        msgspec.DecodeError: it is not one (ValidationError included).
+    """
     return _requests.decode(line)
 
 
 def decode_reply(line: bytes) -> Reply:
-    """Raises msgspec.DecodeError (ValidationError included) for anything else."""
+    """Decode a reply.
+
+    Raises:
+        msgspec.DecodeError: it is not one (ValidationError included).
+    """
     return _replies.decode(line)

@@ -70,8 +70,8 @@ class Health:
         self.is_suspect = False
         """Whether the replica is used only if no better one is left."""
         self.cooldown_until = 0.0
-        """Until then the replica is used only if no other is left, because it said that it is full. Not in cooldown if
-        in the past."""
+        """End of the cooldown, during which the replica is used only if no other is left, because it said that it is
+        full. In the past if the replica is not in cooldown."""
         self._cooldown_ends_with_room = False
 
     @property

@@ -71,9 +71,9 @@ class ServerConnection(asyncio.Protocol):
         self._application = state.application
         self.reader = RequestReader(state.limits, state.room, state.application.on_head)
         self._deadline = Deadline(state.wheel, self._on_deadline)
-        """Until the client must have sent what comes next, or until the connection must have closed."""
+        """Deadline for the client's next input, or for the connection to close."""
         self._stall = Deadline(state.wheel, self._on_stall)
-        """Until the client must have read from the full write buffer."""
+        """Deadline for the client to read from a full write buffer."""
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self.exchange: ClientListener | None = None
         self.request: Request | None = None

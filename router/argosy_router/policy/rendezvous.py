@@ -17,7 +17,7 @@ _xxh3 = xxhash.xxh3_64_intdigest
 
 
 def favourite(key: int, candidates: list[Candidate], positions: Sequence[int]) -> int:
-    """The one of `positions` whose candidate the key ranks first."""
+    """Return the one of `positions` whose candidate the key ranks first."""
     return positions[first_ranked([candidates[position].identity for position in positions], key & _MASK)]
 
 
