@@ -118,7 +118,7 @@ def alerts(registry: Registry) -> list[Alert]:
             "30m",
             "warning",
             "{{ $labels.replica }} finds less than half of the prefixes expected in its cache.",
-            "Its KV cache may be too small for the traffic, or chat templates differ between router and engine.",
+            "Its KV cache may be too small for the traffic, or its chat template reorders fields of the request.",
         ),
         Alert(
             "ArgosyChoicesSlow",
@@ -133,7 +133,7 @@ def alerts(registry: Registry) -> list[Alert]:
             f"{e.rate('refused_connections', 'instance', has_model=False)} > 0",
             "5m",
             "warning",
-            "{{ $labels.instance }} has as many clients as it may and refuses new ones.",
+            "{{ $labels.instance }} has reached its connection limit and refuses new clients.",
             "Add routers, or raise --max-connections, and the limit of open files with it.",
         ),
         Alert(

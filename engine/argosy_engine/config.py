@@ -90,8 +90,8 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     max_num_mixed_prefill_tokens: Annotated[
         Annotated[int, Meta(ge=16, le=1 << 20)] | None,
         Meta(
-            description="prompt tokens of one step while other requests decode, which wait for them; "
-            "default: 512 on a cpu, else no cap"
+            description="most prompt tokens of a step that also decodes; fewer of them reduce inter-token latency; "
+            "default: 512 on a cpu, else no limit"
         ),
     ] = None
     scheduling_policy: Annotated[
@@ -168,7 +168,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(
             ge=0.0,
             le=86400.0,
-            description="seconds after which a request that nothing moves is failed; 0: never",
+            description="seconds without progress after which the watchdog fails a request; 0: never",
         ),
     ] = 300.0
     """Longer than any step or grammar compilation takes, so only requests that are stuck reach it."""
@@ -184,8 +184,8 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None,
         Meta(
-            description="makes sampling without a seed of the request's own repeatable: the n-th such choice since "
-            "the start draws the same noise in every run; default: other noise each time"
+            description="seed of requests without a seed of their own; repeatable if the same requests arrive in the "
+            "same order; default: random"
         ),
     ] = None
 

@@ -70,8 +70,7 @@ class ServerLimits:
         Meta(
             ge=1,
             le=MAX_BYTES,
-            description="what the bodies of all requests may take, those on their way in and those without a whole "
-            "answer",
+            description="memory limit for the bodies of requests that are being received or whose answer is incomplete",
         ),
         Flag(group=_QUEUE, is_size=True),
     ] = 512 * 1024 * 1024
@@ -102,8 +101,8 @@ class ServerLimits:
         tuple[Annotated[str, Meta(max_length=64)], ...],
         Meta(
             max_length=1024,
-            description="network of load balancers in front, whose connections are many clients': connections without "
-            "a request are not bounded per address there; repeatable (0.0.0.0/0 and ::/0 for everywhere)",
+            description="network of load balancers in front of the router; their connections are exempt from the limit "
+            "on idle connections per address; repeatable (0.0.0.0/0 and ::/0 exempt every address)",
         ),
         Flag(name="trusted-proxy", group=_LISTEN, metavar="CIDR", is_repeatable=True),
     ] = ()
@@ -187,7 +186,8 @@ class FlowControlLimits:
     keep_alive_after_s: Annotated[
         Wait,
         Meta(
-            description="when a stream that was sent, but not begun by a replica, gets 200 and keep-alive comments"
+            description="when a streaming request without a response from its replica gets status 200 and keep-alive "
+            "comments"
         ),
         Flag(group=_TIMES, metavar="S"),
     ] = 15.0

@@ -147,7 +147,7 @@ class Router:
             Reading(
                 "counter",
                 "stream_pauses",
-                "Pauses in which events of many fast streams gathered.",
+                "Event loop pauses made to coalesce reads of many fast streams.",
                 (),
                 lambda: [((), self.server.moderator.pauses)],
             ),

@@ -79,7 +79,7 @@ def test_the_dimensions_that_a_model_allows(
 
 
 def test_overrides_are_only_those_that_have_an_effect(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rope.scaling.*--hf-overrides"):
+    with pytest.raises(ConfigError, match=r"--hf-overrides: .*rope.scaling"):
         engine(tmp_path, {}, {"rope_scaling": {}})
 
 

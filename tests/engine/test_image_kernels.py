@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 import argosy_engine
+import argosy_protocol
 from argosy_engine.native import build
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(argosy_engine.__file__).parent
+PROTOCOL = Path(argosy_protocol.__file__).parent
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None
@@ -37,6 +39,8 @@ def test_an_image_has_kernels_for_every_cpu_and_needs_no_compiler(tmp_path: Path
     with zipfile.ZipFile(tmp_path / "dist" / "argosy-0-py3-none-any.whl", "w") as wheel:
         for file in [*PACKAGE.rglob("*.py"), *build.SOURCES.iterdir()]:
             wheel.write(file, file.relative_to(PACKAGE.parent))
+        for file in PROTOCOL.rglob("*.py"):
+            wheel.write(file, file.relative_to(PROTOCOL.parent))
     tools = tmp_path / "tools"
     tools.mkdir()
     # Without site-packages, as a base image's own Python; unoptimised, to be quick.

@@ -91,7 +91,7 @@ class Metrics(Observer):
         self._preemptions = counter("num_preemptions", "Preemptions.")
         self._stalled = Counter(
             "argosy_engine_stalled_requests",
-            "Requests failed because nothing moved them any more.",
+            "Requests failed by the watchdog after --request-stall-timeout without progress.",
             _LABELS,
             registry=self.registry,
         ).labels(*values)

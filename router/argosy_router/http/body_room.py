@@ -19,7 +19,10 @@ class BodyRoom:
             Unavailable: the limit would be exceeded; nothing was reserved.
         """
         if self.held + size > self._limit:
-            raise Unavailable("the router holds as many request bytes as it may", retry_after_s=1.0)
+            raise Unavailable(
+                "the router has reached its limit of memory for request bodies; retry later",
+                retry_after_s=1.0,
+            )
         self.held += size
 
     def give_back(self, size: int) -> None:

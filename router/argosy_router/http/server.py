@@ -209,7 +209,7 @@ class ServerConnection(asyncio.Protocol):
         """Refuse what needs a body, such as completions; answer probes and metrics all the same."""
         request.keep_alive = False
         if self._application.on_head(request):
-            raise Unavailable("the router has as many connections as it may", retry_after_s=1.0)
+            raise Unavailable("the router has reached its connection limit; retry later", retry_after_s=1.0)
         return False
 
     def give_way(self) -> bool:

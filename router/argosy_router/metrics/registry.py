@@ -83,9 +83,15 @@ class Metrics:
             (*replica, "reason", "mode"),
         )
         self.predicted = self._counter(
-            "predicted_cached_tokens", "Hits expected, for answers with usage.", replica
+            "predicted_cached_tokens",
+            "Prompt tokens expected in the replica's cache, for answers with usage.",
+            replica,
         )
-        self.actual = self._counter("actual_cached_tokens", "Hits, by usage of the same answers.", replica)
+        self.actual = self._counter(
+            "actual_cached_tokens",
+            "Prompt tokens found in the replica's cache, by the usage of the same answers.",
+            replica,
+        )
         self.prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens, by usage of the answers.", replica
         )
@@ -99,7 +105,7 @@ class Metrics:
             "actual_ttft_seconds", "Time to first token of the same streams.", replica
         )
         self.ttft_error = self._histogram(
-            "ttft_error_seconds", "Difference between the two, either way.", replica
+            "ttft_error_seconds", "Absolute error of the expected time to first token.", replica
         )
 
         # failures

@@ -1,8 +1,8 @@
 """Which headers cross the router, the headers of its own errors, and request ids.
 
 Owns: header rules of both directions. Must not know: routing.
-Invariant: only the headers listed here cross the router. So no header of a client can pass for one of a router at an
-engine, ours or another make's (`x-data-parallel-rank`), and no header of an engine for one of ours at a client.
+Invariant: only the headers listed here cross the router. A client therefore cannot forge a router's headers towards an
+engine of any make (`x-data-parallel-rank`), and an engine cannot forge the router's headers towards a client.
 """
 
 from __future__ import annotations
