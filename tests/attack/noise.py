@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,8 +21,8 @@ class LoopLag:
     """Records the lag of this process's event loop, by which its clients see events later than the fleet sent them."""
 
     def __init__(self) -> None:
-        self._lags: deque[tuple[float, float]] = deque(maxlen=_KEPT)
-        """(time at which a tick ran, seconds by which it was late)."""
+        self._lags: list[tuple[float, float]] = []
+        """(time at which a tick ran, seconds by which it was late), in the order of time."""
         self.worst = 0.0
 
     async def run(self) -> None:
@@ -38,12 +38,15 @@ class LoopLag:
         """Record that a tick ran late."""
         self.worst = max(self.worst, late)
         self._lags.append((ran, late))
+        if len(self._lags) > 2 * _KEPT:
+            del self._lags[:_KEPT]
 
     def between(self, start: float, end: float) -> float:
         """Return the seconds for which the loop was blocked between two times."""
         total = 0.0
-        for ran, late in reversed(self._lags):
-            if ran < start:
+        for position in range(bisect_left(self._lags, (start, 0.0)), len(self._lags)):
+            ran, late = self._lags[position]
+            if ran - late > end:
                 break
             total += max(0.0, min(ran, end) - max(ran - late, start))
         return total
