@@ -147,6 +147,22 @@ def test_what_requests_leave_behind_does_not_add_up(monkeypatch: pytest.MonkeyPa
     assert {path: entries for path, entries in growth.items() if entries >= EACH * ROUNDS} == {}
 
 
+def test_the_watchdog_forgets_requests_with_the_last_of_them() -> None:
+    """It checks now and then; what it noted then must not stay until it checks again."""
+    client = InprocClient(ARGS)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    for number in range(20):
+        client.add_request(EngineCoreRequest(str(number), [10 + number] * 8, params, 0.0))
+    client.step()
+    client.core.watchdog.check(client.core.scheduler.requests.values())
+    noted = census(client)
+    while client.has_work:
+        client.step()
+    assert noted["_Mark.position"] >= 20
+    assert census(client)["_Mark.position"] == 0
+    client.close()
+
+
 def test_the_census_sees_what_is_kept() -> None:
     engine = Engine(("tiny",))
     before = census(engine)

@@ -327,6 +327,8 @@ class EngineCore:
     def _forget_finished(self) -> None:
         requests = self.scheduler.requests
         self.structured.forget([i for i in self.structured.request_ids if i not in requests])
+        if not requests:
+            self.watchdog.forget()
 
     def stats(self, iteration_tokens: int = 0) -> SchedulerStats:
         """Return the current load, and the counters since the last call."""

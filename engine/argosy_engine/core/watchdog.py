@@ -81,6 +81,10 @@ class Watchdog:
             return []
         return [request.request_id for request, mark in standing if mark.still_s >= self.timeout_s]
 
+    def forget(self) -> None:
+        """Drop the marks: no request is left. Otherwise those of the last check would stay until the next one."""
+        self._marks = {}
+
     def still_s(self, request_id: str) -> float:
         """Return the seconds without progress that count for this request."""
         mark = self._marks.get(request_id)
