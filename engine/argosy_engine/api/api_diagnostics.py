@@ -12,11 +12,9 @@ import os
 import signal
 
 from argosy_engine.api.app import Engine
+from argosy_protocol.task_list import describe_tasks
 
 logger = logging.getLogger("argosy.api")
-
-MAX_TASKS = 64
-"""Tasks listed; the rest is counted."""
 
 
 def describe_on_signal(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
@@ -34,16 +32,3 @@ def describe_on_signal(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
     faulthandler.unregister(signal.SIGUSR1)
     loop.add_signal_handler(signal.SIGUSR1, describe)
     faulthandler.register(signal.SIGUSR1, chain=True)
-
-
-def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
-    """Where each task of the loop waits: name and innermost frame."""
-    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
-    lines = [f"  tasks: {len(tasks)}"]
-    for task in tasks[:MAX_TASKS]:
-        frames = task.get_stack(limit=1)
-        where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "?"
-        lines.append(f"    {task.get_name()}: {where}")
-    if len(tasks) > MAX_TASKS:
-        lines.append(f"    and {len(tasks) - MAX_TASKS} more")
-    return "\n".join(lines)

@@ -16,10 +16,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-log = logging.getLogger(__name__)
+from argosy_protocol.task_list import describe_tasks
 
-MAX_TASKS = 64
-"""Number of tasks listed; the rest is only counted."""
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -57,16 +56,3 @@ def _wait(loop: asyncio.AbstractEventLoop, tell: Callable[[], None]) -> None:
             faulthandler.dump_traceback(2, all_threads=True)
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(tell)
-
-
-def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
-    """List the loop's tasks: name, and innermost frame where each waits."""
-    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
-    lines = [f"  tasks: {len(tasks)}"]
-    for task in tasks[:MAX_TASKS]:
-        frames = task.get_stack(limit=1)
-        where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "?"
-        lines.append(f"    {task.get_name()}: {where}")
-    if len(tasks) > MAX_TASKS:
-        lines.append(f"    and {len(tasks) - MAX_TASKS} more")
-    return "\n".join(lines)
