@@ -105,17 +105,15 @@ class Field:
         return " ".join([noun, " and ".join(limits)]).strip()
 
 
-def fields_of(config: Any, path: tuple[str, ...] = ()) -> Iterator[Field]:
-    """Iterate over the fields of a configuration class, including nested ones. Of an instance, the values are taken as
-    defaults."""
-    cls = config if isinstance(config, type) else type(config)
-    defaults = _defaults(config)
+def fields_of(cls: type, path: tuple[str, ...] = ()) -> Iterator[Field]:
+    """Iterate over the fields of a configuration class, including nested ones."""
+    defaults = _defaults(cls)
     for name, annotation in get_type_hints(cls, include_extras=True).items():
         if name not in defaults:
             continue
         kind, metadata = _unwrap(annotation)
         if _is_config(kind) and _is_config(type(defaults[name])):
-            yield from fields_of(defaults[name], (*path, name))
+            yield from fields_of(kind, (*path, name))
             continue
         flag = next((item for item in metadata if isinstance(item, Flag)), Flag())
         meta = tuple(item for item in metadata if isinstance(item, msgspec.Meta))
@@ -291,18 +289,11 @@ def _is_config(kind: Any) -> bool:
     return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct))
 
 
-def _defaults(config: Any) -> dict[str, Any]:
+def _defaults(cls: Any) -> dict[str, Any]:
     """Field names and defaults; None where a value is required."""
-    if not isinstance(config, type):
-        is_struct = isinstance(config, msgspec.Struct)
-        return msgspec.structs.asdict(config) if is_struct else _shallow(config)
-    is_struct = issubclass(config, msgspec.Struct)
-    listed: Sequence[Any] = msgspec.structs.fields(config) if is_struct else dataclasses.fields(config)
+    is_struct = issubclass(cls, msgspec.Struct)
+    listed: Sequence[Any] = msgspec.structs.fields(cls) if is_struct else dataclasses.fields(cls)
     return {field.name: _default(field) for field in listed}
-
-
-def _shallow(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 def _default(field: Any) -> Any:
