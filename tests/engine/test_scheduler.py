@@ -341,7 +341,6 @@ def test_aborting_thousands_of_waiting_requests_touches_each_a_few_times() -> No
     for name in names:
         scheduler.add(request(name, [1, 2, 3]))
     scheduler.abort(names[:4990])
-    assert len(scheduler.waiting._heap) < 100
     assert set(run_all(scheduler)) == set(names[4990:])
 
 

@@ -13,7 +13,7 @@ seats by max-min fairness:
   computed tokens in the prefix cache.
 
 Each displacement brings the calls closer to equal shares and is never reversed, so there are no more displacements than
-arriving requests. Without calls of several sequences this is a `RequestQueue` at the same cost.
+arriving requests. Without calls of several sequences this is a `TenantQueue` at the same cost.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from itertools import chain
 
 from argosy_engine.core.request import Request
 from argosy_engine.core.request_queue import MIN_STALE, RequestQueue
+from argosy_engine.core.tenant_queue import TenantQueue
 
 _Rank = tuple[int, int, int, int]
 """Order among waiting calls: priority, seats held, turn and order of arrival of the call's next sequence."""
 
 
-class CallQueue(RequestQueue):
+class CallQueue(TenantQueue):
     """Waiting queue that also counts the seats of each call of several sequences.
 
     Invariant: the rank of every waiting call is in the heap; a heap entry that differs from its call's rank is stale.

@@ -74,6 +74,7 @@ class Request:
         "status",
         "stop_ids",
         "stop_reason",
+        "tenant",
     )
 
     def __init__(self, message: EngineCoreRequest, block_size: int, hash_blocks: bool) -> None:
@@ -92,6 +93,7 @@ class Request:
         self.priority = message.priority
         self.batch_offset = message.batch_offset
         self.call_id = message.call_id
+        self.tenant = message.tenant
         self.queue_key = (0, 0, 0)
         """(priority, turn, order of arrival): the lowest is admitted first, the highest is preempted first. Set by the
         scheduler."""

@@ -55,6 +55,11 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._members)
 
+    @property
+    def num_entries(self) -> int:
+        """Number of heap entries, stale ones included."""
+        return len(self._heap)
+
     def __iter__(self) -> Iterator[Request]:
         """Iterate over the requests in no particular order."""
         return iter(self._members.values())

@@ -3,9 +3,10 @@
 There are no prefill or decode phases: every request has `num_computed_tokens`, which catches up with
 `num_tokens_with_spec` within one token budget per step. Running requests are scheduled first, in order; when the KV
 cache is full, the scheduler preempts the least urgent of them (among equals the newest), which is recomputed later.
-Waiting requests are then admitted, most urgent first, as long as token budget, slots and blocks last. The prompts of a
-batch take turns with other calls (`TurnClock`). When no slot is free, a call with many running sequences yields at most
-one slot per step to another call (`CallQueue`). Design: vLLM V1, `v1/core/sched/scheduler.py`.
+Waiting requests are then admitted, most urgent first, as long as token budget, slots and blocks last. Tenants take
+turns with one another (`TenantQueue`), and the prompts of a batch with other calls (`TurnClock`). When no slot is free,
+a call with many running sequences yields at most one slot per step to another call (`CallQueue`). Design: vLLM V1,
+`v1/core/sched/scheduler.py`.
 
 With async scheduling the next step is scheduled before the output of the last one is processed. A step that samples
 for a request yields at least one token, which is scheduled as a placeholder before its id is known. A request is not
@@ -307,6 +308,7 @@ class Scheduler:
         request.num_computed_tokens = num_cached
         if request.num_cached_tokens < 0:
             self._turns.admit(request)
+            self.waiting.admit(request, request.num_tokens - num_cached)
             request.num_cached_tokens = num_cached
             request.first_scheduled_at = time.monotonic()
         return num_new
@@ -357,6 +359,8 @@ class Scheduler:
         self.kv.enqueue(request)
         self.num_preemptions += 1
         self._released.append(request.request_id)
+        if request.num_output_tokens:
+            self.waiting.charge(request.tenant, request.num_output_tokens)
         if request.call_id:
             self.waiting.leave_seat(request)
         self.waiting.push(request)
@@ -460,6 +464,8 @@ class Scheduler:
         del self.requests[request.request_id]
         self._set_pending(request, 0)
         self._released.append(request.request_id)
+        if request.num_output_tokens:
+            self.waiting.charge(request.tenant, request.num_output_tokens)
         if request.call_id:
             self.waiting.leave_seat(request)
         self.in_flight.forget(request.request_id)

@@ -1,0 +1,180 @@
+"""Tenants take turns: one that queues much delays itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy_engine.core.kv_cache_manager import KVCacheManager
+from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.request import Request
+from argosy_engine.core.request_queue import RequestQueue
+from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.core.tenant_queue import MAX_IDLE_COUNTERS, TenantQueue
+from argosy_engine.sample.params import SamplingParams
+from scheduler_fakes import FakeWorker
+
+BLOCK, BUDGET = 4, 32
+
+
+class Waiting:
+    """A queue, and requests that are admitted one after the other."""
+
+    def __init__(self) -> None:
+        self.queue = TenantQueue()
+        self._count = 0
+
+    def push(self, tenant: str, num_tokens: int = 10, priority: int = 0) -> Request:
+        self._count += 1
+        message = EngineCoreRequest(str(self._count), [1] * num_tokens, SamplingParams(), 0.0, tenant=tenant)
+        request = Request(message, BLOCK, False)
+        request.queue_key = (priority, 0, self._count)
+        self.queue.push(request)
+        return request
+
+    def admit(self) -> Request:
+        request = self.queue.peek()
+        assert request is not None
+        self.queue.admit(request, request.num_prompt_tokens)
+        self.queue.remove(request)
+        return request
+
+    def admit_all(self) -> list[str]:
+        return [self.admit().tenant for _ in range(len(self.queue))]
+
+
+def test_removals_from_the_middle_leave_few_entries_behind() -> None:
+    waiting, queue = Waiting(), RequestQueue()
+    requests = [waiting.push("a") for _ in range(5000)]
+    for request in requests:
+        queue.push(request)
+    for request in requests[:4990]:
+        queue.remove(request)
+    assert queue.num_entries < 100
+    assert queue.peek() is requests[4990]
+
+
+def test_one_tenant_is_served_in_the_order_of_arrival() -> None:
+    waiting = Waiting()
+    requests = [waiting.push("a", tokens) for tokens in (5, 100, 1, 7)]
+    assert [waiting.admit() for _ in requests] == requests
+    assert waiting.queue.peek() is None
+
+
+def test_tenants_alternate_by_tokens_not_by_requests() -> None:
+    waiting = Waiting()
+    for _ in range(4):
+        waiting.push("long", 100)
+    for _ in range(8):
+        waiting.push("short", 50)
+    assert waiting.admit_all() == ["long", "short", "short", *["long", "short", "short"] * 3]
+
+
+def test_a_newcomer_goes_before_what_others_have_queued_but_not_again_and_again() -> None:
+    waiting = Waiting()
+    for _ in range(10):
+        waiting.push("crowd", 100)
+    waiting.admit()
+    waiting.push("newcomer", 100)
+    waiting.push("newcomer", 100)
+    assert waiting.admit_all()[:4] == ["newcomer", "crowd", "newcomer", "crowd"]
+
+
+def test_idling_earns_nothing() -> None:
+    waiting = Waiting()
+    waiting.push("idle", 10)
+    waiting.admit()
+    for _ in range(50):
+        waiting.push("busy", 10)
+        waiting.admit()
+    for _ in range(4):
+        waiting.push("busy", 10)
+        waiting.push("idle", 10)
+    assert Counter(waiting.admit().tenant for _ in range(4)) == {"busy": 2, "idle": 2}
+
+
+def test_generated_tokens_count() -> None:
+    waiting = Waiting()
+    waiting.push("writer", 10)
+    waiting.admit()
+    waiting.queue.charge("writer", 1000)
+    for _ in range(3):
+        waiting.push("writer", 10)
+        waiting.push("reader", 100)
+    assert waiting.admit_all() == ["reader"] * 3 + ["writer"] * 3
+
+
+def test_priority_comes_first() -> None:
+    waiting = Waiting()
+    waiting.push("a", 10, priority=1)
+    waiting.push("b", 10, priority=0)
+    waiting.push("b", 1000, priority=0)
+    assert waiting.admit_all() == ["b", "b", "a"]
+
+
+def test_counters_of_tenants_that_went_are_forgotten() -> None:
+    waiting = Waiting()
+    for number in range(3 * MAX_IDLE_COUNTERS):
+        waiting.push(f"tenant {number}", 10)
+        waiting.admit()
+    for number in range(3 * MAX_IDLE_COUNTERS):
+        waiting.queue.charge(f"debtor {number}", 1_000_000)
+    assert len(waiting.queue._counters) <= MAX_IDLE_COUNTERS + 1
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 200)), min_size=1, max_size=60),
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 200)), max_size=60),
+)
+def test_no_tenant_gets_ahead_by_more_than_the_largest_requests(
+    first: list[tuple[str, int]], later: list[tuple[str, int]]
+) -> None:
+    """Of tenants that wait all the time."""
+    waiting = Waiting()
+    for tenant, tokens in first:
+        waiting.push(tenant, tokens)
+    arrivals = iter(later)
+    served: Counter[str] = Counter()
+    largest = max(tokens for _, tokens in [*first, *later])
+    backlogged = {tenant for tenant, _ in first}
+    while len(waiting.queue):
+        request = waiting.admit()
+        served[request.tenant] += request.num_prompt_tokens
+        backlogged &= {left.tenant for left in waiting.queue}
+        if arrival := next(arrivals, None):
+            waiting.push(*arrival)
+        shares = [served[tenant] for tenant in backlogged]
+        assert max(shares, default=0) - min(shares, default=0) <= 2 * largest
+
+
+def test_a_tenant_s_short_prompt_does_not_wait_for_another_s_long_ones() -> None:
+    scheduler = Scheduler(
+        KVCacheManager(4096, BLOCK, False, 0.0),
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=64,
+        max_model_len=4096,
+        eos_token_ids=frozenset(),
+    )
+    worker = FakeWorker(BLOCK)
+
+    def add(name: str, tenant: str, num_tokens: int) -> None:
+        message = EngineCoreRequest(name, [1] * num_tokens, SamplingParams(max_tokens=1), 0.0, tenant=tenant)
+        scheduler.add(Request(message, BLOCK, False))
+
+    def step() -> list[str]:
+        planned = scheduler.schedule()
+        return [output.request_id for output in scheduler.update(planned, worker.execute(planned))]
+
+    for number in range(8):
+        add(f"long {number}", "crowd", 10 * BUDGET)
+    step()
+    add("canary", "another", 8)
+    order: list[str] = []
+    while scheduler.has_work:
+        order += step()
+        scheduler.check()
+    assert order.index("canary") <= 1, "only the prompt that had begun may come first"
+    assert len(order) == 9
