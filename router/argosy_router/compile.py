@@ -21,7 +21,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent
 COMPILED = (
-    "admission/*",
+    "auth/*",
     "fleet/candidates",
     "fleet/fleet",
     "fleet/health",
@@ -45,13 +45,14 @@ COMPILED = (
     "policy/*",
     "prefixes/*",
     "proxy/*",
+    "ratelimit/*",
     "records/access_log",
     "records/usage_ledger",
 )
 """Modules on the path of a request or a routing decision; the speed of all others does not matter."""
 INTERPRETED = {
     "__init__": "nothing to compile",
-    "admission/terms": "msgspec reads the annotations, which extension modules do not keep",
+    "auth/terms": "msgspec reads the annotations, which extension modules do not keep",
     "flow_control/queued_request": "open to be derived from",
     "prefixes/table": "a compiled router has the one in C",
     "proxy/inner_client": "an asynchronous generator, which mypyc does not know",

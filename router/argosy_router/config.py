@@ -315,7 +315,7 @@ class RouterConfig:
         ),
         Flag(group=_ROUTING, metavar="BYTES", is_size=True),
     ] = DEFAULT_INDEX_MEMORY
-    admission: FlowControlLimits = field(default_factory=FlowControlLimits)
+    flow_control: FlowControlLimits = field(default_factory=FlowControlLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
     client: ClientLimits = field(default_factory=ClientLimits)
     request_timeout_s: Annotated[

@@ -19,7 +19,7 @@ from argosy_protocol.listening import BACKLOG, explain_listen_errors, listen
 from argosy_router.admin.app import AdminServer, admin_keys, build_admin
 from argosy_router.admin.history import History
 from argosy_router.admin.overview import Overviews
-from argosy_router.admission.key_file import ApiKeys
+from argosy_router.auth.key_file import ApiKeys
 from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig
 from argosy_router.discovery.base import Discovery
 from argosy_router.discovery.dns import DnsDiscovery
@@ -92,7 +92,7 @@ class Router:
             self._stderr, is_enabled=config.access_log, line_format=config.access_log_format
         )
         self._ledger = UsageLedger(config.usage_log, socket.gethostname())
-        self.flow_control = FlowController(self.fleet, self.wheel, config.admission)
+        self.flow_control = FlowController(self.fleet, self.wheel, config.flow_control)
         reservations = Reservations()
         self.metrics.add(
             self._access_log.series(),
@@ -121,7 +121,7 @@ class Router:
             RetryBudgets(self.fleet),
             self.accounting,
             wheel=self.wheel,
-            keep_alive=KeepAlive(config.admission.keep_alive_s, config.admission.keep_alive_after_s),
+            keep_alive=KeepAlive(config.flow_control.keep_alive_s, config.flow_control.keep_alive_after_s),
         )
         self._keys = ApiKeys(config.api_keys, config.api_keys_file, routers=max(1, config.routers))
         self.application = RouterApplication(

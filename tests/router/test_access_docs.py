@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy_router.admission.keys import KeyTable
-from argosy_router.admission.terms import KeyTerms
+from argosy_router.auth.keys import KeyTable
+from argosy_router.auth.terms import KeyTerms
 from argosy_router.config import RouterConfig
 from argosy_router.main import build_parser, config_of
 
@@ -51,7 +51,7 @@ def test_the_example_of_a_key_file_is_one() -> None:
 def test_all_terms_and_defaults_are_told() -> None:
     text = DOCS.read_text()
     assert [term for term in KeyTerms.__struct_fields__ if f"`{term}`" not in text] == []
-    admission = RouterConfig().admission
-    assert f"| {admission.max_queued_requests} |" in text
-    assert f"| {admission.max_queued_bytes >> 20} MiB of bodies |" in text
-    assert f"| {admission.queue_timeout_s:.0f} s |" in text
+    limits = RouterConfig().flow_control
+    assert f"| {limits.max_queued_requests} |" in text
+    assert f"| {limits.max_queued_bytes >> 20} MiB of bodies |" in text
+    assert f"| {limits.queue_timeout_s:.0f} s |" in text

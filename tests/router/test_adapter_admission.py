@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits, encode_fleet
-from argosy_router.admission.accounts import Account
-from argosy_router.admission.terms import KeyTerms
+from argosy_router.auth.accounts import Account
+from argosy_router.auth.terms import KeyTerms
 from argosy_router.config import FlowControlLimits
 from argosy_router.discovery.base import snapshot_of
 from argosy_router.fleet.fleet import FleetSnapshot
@@ -75,7 +75,7 @@ async def partly(
     scripts = [Held() for _ in names]
     engines = [FakeEngine(script=script) for script in scripts]
     given = {"limits": ONE_EACH, **fields}
-    async with rig(engines, fields=given, admission=limits or FlowControlLimits()) as r:
+    async with rig(engines, fields=given, flow_control=limits or FlowControlLimits()) as r:
         r.router.fleet.apply(snapshot(engines, list(names), **given))
         yield r, scripts
         for script in scripts:

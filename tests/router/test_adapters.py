@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from argosy_protocol.fleet import FleetDocument
-from argosy_router.admission.accounts import Account
-from argosy_router.admission.terms import KeyTerms
+from argosy_router.auth.accounts import Account
+from argosy_router.auth.terms import KeyTerms
 from argosy_router.discovery import census
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.http.deadlines import TimerWheel

@@ -1,4 +1,4 @@
-"""The rules of admission, without sockets: keys, limits, the fair queue, the queue in front of a service."""
+"""Authentication, rate limits, the fair queue and the queue in front of a service, without sockets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
-from argosy_router.admission.accounts import Account, Anyone, RateLimited, Reservation
-from argosy_router.admission.keys import KeyFileError, KeyTable, parse_line
-from argosy_router.admission.limits import PERIOD_S, TokenBucket, duration
-from argosy_router.admission.terms import KeyTerms
+from argosy_router.auth.accounts import Account, Anyone, RateLimited, Reservation
+from argosy_router.auth.keys import KeyFileError, KeyTable, parse_line
+from argosy_router.auth.terms import KeyTerms
 from argosy_router.flow_control.fair_queue import FairQueue, QueueFull
 from argosy_router.flow_control.queued_request import Entry, QueuedRequest
 from argosy_router.flow_control.service_queue import MAX_RETRY_AFTER_S, Bounds, ServiceQueue
+from argosy_router.ratelimit.token_bucket import PERIOD_S, TokenBucket, duration
 
 UNBOUNDED = (1 << 30, 1 << 30)
 

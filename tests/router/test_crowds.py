@@ -98,7 +98,7 @@ async def test_memory_does_not_grow_with_requests_served() -> None:
     limits = ServerLimits(header_timeout_s=0.2, body_timeout_s=0.2)
     # A deadline that was ended stays in the timer wheel until its time: make that short.
     soon = FlowControlLimits(keep_alive_s=0.1, keep_alive_after_s=0.1)
-    async with rig([engine], server=limits, admission=soon) as r:
+    async with rig([engine], server=limits, flow_control=soon) as r:
         r.router.accounting.decisions = DecisionLog(100)
 
         async def serve(requests: int) -> int:

@@ -80,7 +80,7 @@ async def test_inflight_limits_are_kept() -> None:
     limits = ServiceLimits(max_inflight_per_replica=1)
     engines = [FakeEngine(script=hold), FakeEngine(script=hold)]
     no_queue = FlowControlLimits(max_queued_requests=0)
-    async with rig(engines, fields={"limits": limits}, admission=no_queue) as r:
+    async with rig(engines, fields={"limits": limits}, flow_control=no_queue) as r:
         tasks = [asyncio.create_task(r.chat()) for _ in range(2)]
         await r.until(lambda: all(engine.requests for engine in r.engines))
         refused = await r.chat()

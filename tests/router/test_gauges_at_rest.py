@@ -75,7 +75,7 @@ async def limited(tmp_path: Path, *scripts: Callable[..., Any], **config: Any) -
     engines = [FakeEngine(script=script) for script in scripts]
     fields = {"limits": ServiceLimits(max_inflight_per_replica=2)}
     queue = FlowControlLimits(queue_timeout_s=0.5)
-    async with rig(engines, api_keys_file=keys, fields=fields, **{"admission": queue, **config}) as r:
+    async with rig(engines, api_keys_file=keys, fields=fields, **{"flow_control": queue, **config}) as r:
         spec = service(engines, adapters=("sql",), aliases=("small",), **fields)
         document = FleetDocument(services=(spec,))
         members = tuple(
@@ -148,7 +148,7 @@ async def test_after_clients_that_left(tmp_path: Path, script: Callable[..., Any
     head = f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-key\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     async with (
-        limited(tmp_path, script, script, admission=FlowControlLimits()) as r,
+        limited(tmp_path, script, script, flow_control=FlowControlLimits()) as r,
         contextlib.AsyncExitStack() as stack,
     ):
         for _ in range(SEATS):

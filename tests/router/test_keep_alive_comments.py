@@ -71,7 +71,7 @@ class Listener:
 @pytest.mark.parametrize(("accepts", "after_s"), [(True, NEVER_S), (False, 0.05)])
 async def test_an_awaited_first_token_is_announced_by_comments(accepts: bool, after_s: float) -> None:
     script = Silent(accepts=accepts)
-    async with rig([FakeEngine(script=script)], admission=times(after_s)) as r:
+    async with rig([FakeEngine(script=script)], flow_control=times(after_s)) as r:
         client = Listener(r)
         await r.until(lambda: client.comments >= 3)
         assert client.status == 200
@@ -89,7 +89,7 @@ async def test_nothing_is_said_before_a_replica_has_the_request() -> None:
     mute, accepting = Silent(accepts=False), Silent(accepts=True)
     mute.fate = "die"
     engines = [FakeEngine(script=script) for script in (mute, accepting)]
-    async with rig(engines, admission=times(NEVER_S), policy="round-robin") as r:
+    async with rig(engines, flow_control=times(NEVER_S), policy="round-robin") as r:
         clients = [Listener(r), Listener(r)]
         await r.until(lambda: any(client.comments > 5 for client in clients))
         (unheard,) = (client for client in clients if not client.status)
@@ -111,7 +111,7 @@ async def test_a_request_that_is_accepted_late_gets_comments_from_then_on() -> N
         await connection.gone()
 
     engines = [FakeEngine(script=accept_late), FakeEngine(script=Silent(accepts=True))]
-    async with rig(engines, admission=times(NEVER_S), policy="round-robin") as r:
+    async with rig(engines, flow_control=times(NEVER_S), policy="round-robin") as r:
         clients = [Listener(r), Listener(r)]
         await asked.wait()
         await r.until(lambda: any(client.comments > 2 for client in clients))
@@ -127,7 +127,7 @@ async def test_a_request_may_still_move_on_after_comments() -> None:
     script = Silent(accepts=True)
     script.fate = "die"
     engines = [FakeEngine(script=script), FakeEngine()]
-    async with rig(engines, admission=times(NEVER_S), policy="round-robin") as r:
+    async with rig(engines, flow_control=times(NEVER_S), policy="round-robin") as r:
         clients = [Listener(r), Listener(r)]
         await script.asked.wait()
         await r.until(lambda: any(client.comments for client in clients))
@@ -143,7 +143,7 @@ async def test_a_request_may_still_move_on_after_comments() -> None:
 async def test_a_failure_after_comments_is_an_event() -> None:
     script = Silent(accepts=True)
     script.fate = "die"
-    async with rig([FakeEngine(script=script)], admission=times(NEVER_S)) as r:
+    async with rig([FakeEngine(script=script)], flow_control=times(NEVER_S)) as r:
         client = Listener(r)
         await r.until(lambda: client.comments > 0)
         script.go_on.set()
@@ -156,7 +156,7 @@ async def test_a_failure_after_comments_is_an_event() -> None:
 
 async def test_unary_answers_get_none() -> None:
     script = Silent(accepts=False)
-    async with rig([FakeEngine(script=script)], admission=times(0.01)) as r:
+    async with rig([FakeEngine(script=script)], flow_control=times(0.01)) as r:
         asked = asyncio.create_task(r.chat())
         await script.asked.wait()
         beside = Listener(r)
@@ -191,4 +191,4 @@ def test_the_times_are_checked(flags: list[str]) -> None:
 def test_the_times_can_be_set() -> None:
     flags = ["--replica", "http://127.0.0.1:1", "--idle-timeout", "120", "--keep-alive-after", "5"]
     config = config_of(build_parser().parse_args(flags), {})
-    assert (config.client.idle_timeout_s, config.admission.keep_alive_after_s) == (120.0, 5.0)
+    assert (config.client.idle_timeout_s, config.flow_control.keep_alive_after_s) == (120.0, 5.0)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from argosy_protocol.fleet import FleetDocument, encode_fleet
-from argosy_router.admission.key_file import ApiKeys
+from argosy_router.auth.key_file import ApiKeys
 from argosy_router.config import ConfigError
 from argosy_router.main import EXIT_ADDRESS, EXIT_USAGE, build_parser, config_of, main
 
@@ -71,7 +71,7 @@ def test_a_file_gives_flags_below_the_environment_and_the_command_line(tmp_path:
     flags = ["--config", str(path), "--idle-timeout", "8"]
     config = config_of(build_parser().parse_args(flags), {"ARGOSY_ROUTER_API_KEY": "env"})
     assert (config.replicas, config.access_log) == (("http://a:1", "http://b:1"), False)
-    assert (config.admission.queue_timeout_s, config.server.max_inflight_bytes) == (5.0, 64 << 20)
+    assert (config.flow_control.queue_timeout_s, config.server.max_inflight_bytes) == (5.0, 64 << 20)
     assert (config.api_keys, config.client.idle_timeout_s) == (("env",), 8.0)
 
 

@@ -12,7 +12,7 @@ import pytest
 from argosy_protocol.chunks import chain_seed, chunk_hashes
 from argosy_protocol.openai import decode_request
 from argosy_protocol.prompt_view import prompt_view
-from argosy_router.admission.keys import KeyTable
+from argosy_router.auth.keys import KeyTable
 
 from .fake_engine import MODEL, FakeEngine
 from .harness import Rig, chat, rig

@@ -66,7 +66,7 @@ async def full(
     """A service whose only seat is taken by a request called "first"."""
     turnstile = Turnstile()
     engines = [FakeEngine(script=turnstile)]
-    async with rig(engines, fields=ONE_AT_A_TIME, admission=limits or FlowControlLimits(), **config) as r:
+    async with rig(engines, fields=ONE_AT_A_TIME, flow_control=limits or FlowControlLimits(), **config) as r:
         first = asyncio.create_task(r.chat("first"))
         await r.until(lambda: turnstile.order == ["first"])
         yield r, turnstile, first
@@ -258,7 +258,7 @@ async def test_without_a_replica_requests_are_refused_at_once() -> None:
 
 
 async def test_requests_are_held_until_the_first_replica_comes() -> None:
-    async with rig([], admission=FlowControlLimits(hold_timeout_s=60.0)) as r:
+    async with rig([], flow_control=FlowControlLimits(hold_timeout_s=60.0)) as r:
         held = await send(r, "held", 1)
         async with FakeEngine() as engine:
             r.discovery.set(FleetDocument(services=(service([engine]),)))
@@ -267,7 +267,7 @@ async def test_requests_are_held_until_the_first_replica_comes() -> None:
 
 
 async def test_a_steady_flow_of_newcomers_does_not_put_off_the_held() -> None:
-    async with rig([], admission=FlowControlLimits(hold_timeout_s=60.0)) as r:
+    async with rig([], flow_control=FlowControlLimits(hold_timeout_s=60.0)) as r:
         held = await send(r, "held", 1)
 
         async def flow() -> None:
@@ -284,7 +284,7 @@ async def test_a_steady_flow_of_newcomers_does_not_put_off_the_held() -> None:
 
 
 async def test_holding_ends() -> None:
-    async with rig([], admission=FlowControlLimits(hold_timeout_s=0.05)) as r:
+    async with rig([], flow_control=FlowControlLimits(hold_timeout_s=0.05)) as r:
         assert (await r.chat()).status_code == 503
 
 
@@ -301,7 +301,7 @@ async def test_a_waiting_stream_gets_comments_and_then_its_events() -> None:
         connection.chunk(DONE)
         connection.end_stream()
 
-    async with rig([], admission=QUICK) as r:
+    async with rig([], flow_control=QUICK) as r:
         async with r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
             assert answer.status_code == 200
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -319,7 +319,7 @@ async def test_a_waiting_stream_gets_comments_and_then_its_events() -> None:
 
 async def test_a_begun_stream_is_told_of_a_refusal_by_an_event() -> None:
     limits = FlowControlLimits(keep_alive_s=0.01, hold_timeout_s=0.5)
-    async with rig([], admission=limits) as r:
+    async with rig([], flow_control=limits) as r:
         answer = await r.chat(stream=True)
         assert answer.status_code == 200
         comment, *_, error = [text for text in answer.text.split("\n\n") if text]
@@ -333,7 +333,7 @@ async def test_a_begun_stream_is_told_of_the_engine_s_error() -> None:
     async def reject(connection: Connection, _: Received) -> None:
         connection.answer(400, b'{"error":\n{"message":"no"}}')
 
-    async with rig([], admission=QUICK) as r:
+    async with rig([], flow_control=QUICK) as r:
         async with r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
@@ -344,7 +344,7 @@ async def test_a_begun_stream_is_told_of_the_engine_s_error() -> None:
 
 
 async def test_who_leaves_a_begun_stream_is_never_sent() -> None:
-    async with rig([], admission=QUICK) as r:
+    async with rig([], flow_control=QUICK) as r:
         async with r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
             await anext(answer.aiter_lines())
         await r.until(lambda: is_settled(r))
@@ -448,7 +448,7 @@ def first_prompt(r: Rig) -> int:
 
 async def test_a_request_that_was_never_sent_counts_for_nothing(tmp_path: Path) -> None:
     no_queue = FlowControlLimits(max_queued_requests=0)
-    async with keyed(tmp_path, "requests_per_minute=2", fields=ONE_AT_A_TIME, admission=no_queue) as r:
+    async with keyed(tmp_path, "requests_per_minute=2", fields=ONE_AT_A_TIME, flow_control=no_queue) as r:
         replica = r.replica(0)
         charge = replica.load.charge(1)
         for _ in range(5):
@@ -563,7 +563,7 @@ async def test_whatever_the_ends_nothing_is_left(count: int) -> None:
     """Requests that are served, refused, expired and abandoned at once: every account is empty afterwards."""
     limits = FlowControlLimits(max_queued_requests=10, queue_timeout_s=0.2)
     engines = [FakeEngine(), FakeEngine()]
-    async with rig(engines, fields=ONE_AT_A_TIME, admission=limits) as r:
+    async with rig(engines, fields=ONE_AT_A_TIME, flow_control=limits) as r:
 
         async def impatient(number: int) -> int:
             task = asyncio.create_task(r.chat(f"q{number}", stream=number % 2 == 0))

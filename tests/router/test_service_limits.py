@@ -58,7 +58,7 @@ class Fleet:
         if self.limit == "request_timeout_s":
             return {**config, "request_timeout_s": seconds}
         limits: dict[str, Any] = {"queue_timeout_s": float(LONG_S), self.limit: seconds}
-        return {**config, "admission": FlowControlLimits(**limits)}
+        return {**config, "flow_control": FlowControlLimits(**limits)}
 
     async def occupy(self, r: Rig, name: str) -> list[asyncio.Task[Any]]:
         """Takes the service's only seat, if it is the queue that requests have to wait in."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from argosy_router.admission.accounts import Account
+from argosy_router.auth.accounts import Account
 from argosy_router.config import ServerLimits
 from argosy_router.fleet.service import Service
 from argosy_router.proxy.exchange import Exchange

@@ -25,7 +25,7 @@ from collections.abc import Collection
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from argosy_router.admission.accounts import Account
+from argosy_router.auth.accounts import Account
 from argosy_router.flow_control.queued_request import Entry
 
 E = TypeVar("E", bound=Entry)

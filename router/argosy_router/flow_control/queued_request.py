@@ -6,7 +6,7 @@ Owns: what flow control needs to know of a request. Must not know: why it is que
 from __future__ import annotations
 
 from argosy_protocol.errors import ApiError
-from argosy_router.admission.accounts import Account
+from argosy_router.auth.accounts import Account
 
 
 class Entry:

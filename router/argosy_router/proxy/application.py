@@ -25,8 +25,8 @@ from argosy_protocol.errors import (
     Unauthorized,
 )
 from argosy_protocol.openai import ModelCard, ModelList
-from argosy_router.admission.accounts import ANYONE, Account
-from argosy_router.admission.keys import KeyTable
+from argosy_router.auth.accounts import ANYONE, Account
+from argosy_router.auth.keys import KeyTable
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Request

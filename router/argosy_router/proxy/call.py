@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from xxhash import xxh3_64_hexdigest
 
 from argosy_protocol.headers import RESPONSE_ID, TENANT
-from argosy_router.admission.accounts import Account
+from argosy_router.auth.accounts import Account
 from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service

@@ -25,7 +25,7 @@ from argosy_protocol.openai import (
 )
 from argosy_protocol.prompt_view import prompt_view
 from argosy_protocol.tokenization import only_model
-from argosy_router.admission.accounts import Account
+from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.service import Service

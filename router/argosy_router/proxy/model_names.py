@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argosy_protocol.errors import BadRequest, NotFound
 from argosy_protocol.openai import GenerationRequest
-from argosy_router.admission.accounts import Account
+from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
 

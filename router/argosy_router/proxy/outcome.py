@@ -6,7 +6,7 @@ Neither of them knows exchanges.
 
 from __future__ import annotations
 
-from argosy_router.admission.accounts import Reservation
+from argosy_router.auth.accounts import Reservation
 from argosy_router.fleet.service import Choice
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.decisions import DecisionRecord

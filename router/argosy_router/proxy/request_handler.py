@@ -12,7 +12,7 @@ import asyncio
 import time
 
 from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
-from argosy_router.admission.accounts import RateLimited
+from argosy_router.auth.accounts import RateLimited
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.roles import Client

@@ -7,7 +7,7 @@ Invariant: a reservation is closed once, when its request ends.
 from __future__ import annotations
 
 from argosy_protocol.openai import MAX_TOKENS
-from argosy_router.admission.accounts import RateLimited
+from argosy_router.auth.accounts import RateLimited
 from argosy_router.metrics.series import Counter, Series
 from argosy_router.proxy.outcome import CLIENT_GONE, RequestOutcome
 

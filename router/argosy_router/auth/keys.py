@@ -21,8 +21,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from argosy_router.admission.accounts import ANYONE, Account
-from argosy_router.admission.terms import KeyTerms
+from argosy_router.auth.accounts import ANYONE, Account
+from argosy_router.auth.terms import KeyTerms
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """A hundred thousand keys; a Kubernetes Secret holds one."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 
 from argosy_protocol.errors import TooManyRequests
-from argosy_router.admission.limits import RateLimits
-from argosy_router.admission.terms import KeyTerms
+from argosy_router.auth.terms import KeyTerms
+from argosy_router.ratelimit.token_bucket import RateLimits
 
 MAX_PRIORITY = (1 << 31) - 1
 """Bound of the request field `priority`."""
