@@ -54,7 +54,7 @@ def test_a_server_tells_stacks_and_ages_of_both_processes(tmp_path: Path) -> Non
 
 HANGS = """
 import sys, time
-from argosy_engine.core.diagnostics import describe_on_signal, dump_stacks_on_signal
+from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
 dump_stacks_on_signal()
 if sys.argv[1] == "describing":
     describe_on_signal(lambda: "described")

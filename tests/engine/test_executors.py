@@ -15,9 +15,9 @@ import pytest
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
 from argosy_engine.core.client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineAsleep, EngineDead, InvalidRequest, UtilityFailed
-from argosy_engine.executor.lifeline import wait_readable
 from argosy_engine.executor.multiproc import MultiprocExecutor
 from argosy_engine.executor.worker_class import worker_class
+from argosy_engine.osproc.child_process import wait_readable
 
 PROMPTS = ["Once upon a time", "The sea", "One, two, three,"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -10,10 +10,10 @@ import pytest
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.client import InprocClient
-from argosy_engine.core.dump import describe
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.core.request import Request
+from argosy_engine.core.state_dump import describe
 from argosy_engine.errors import EngineDead
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.worker.step import SchedulerOutput

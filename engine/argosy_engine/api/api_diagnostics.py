@@ -1,6 +1,6 @@
 """SIGUSR1 to the API server: stacks of threads, places of tasks, ages of requests and readers; on standard error.
 
-It is handed on to the core's process, which answers likewise (`core.diagnostics`): one signal to the server tells all.
+It is handed on to the core's process, which answers likewise (`osproc.debug_signal`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger("argosy.api")
 
 
 def describe_on_signal(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
-    """From here on the signal logs the description, too; `core.diagnostics.dump_stacks_on_signal` came before."""
+    """From here on the signal logs the description, too; `osproc.debug_signal.dump_stacks_on_signal` came before."""
 
     def describe() -> None:
         try:

@@ -21,11 +21,11 @@ from argosy_engine.api.flags import EngineFlagParser
 from argosy_engine.api.guard import Guard
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.config import EngineArgs, ResolvedConfig
-from argosy_engine.core.descriptors import raise_limit, require_free
-from argosy_engine.core.diagnostics import dump_stacks_on_signal
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.budget import budget_table
+from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
+from argosy_engine.osproc.file_descriptors import raise_limit, require_free
 from argosy_protocol.flags import InvalidValue
 from argosy_protocol.keys import KeyRing
 from argosy_protocol.listening import CannotListen, listen

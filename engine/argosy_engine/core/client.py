@@ -93,7 +93,7 @@ class InprocClient:
         try:
             outputs = self.core.step()
         except Exception:
-            from argosy_engine.core.dump import log_dump
+            from argosy_engine.core.state_dump import log_dump
 
             log_dump(self.core)
             raise

@@ -2,7 +2,7 @@
 
 The process is started with the first grammar, and again after it has ended for whatever reason; engines that never use
 grammars do not start it. It ends with the core, because the socket between them closes and because the kernel kills it
-(`lifeline`).
+(`osproc.child_process`).
 
 A process that does not fork in time, because it is stopped or hangs in the kernel, is killed and replaced. Wall clock
 time decides, because such a process uses no CPU time. If a process is lost, the next one compiles the grammar again,
@@ -35,7 +35,7 @@ from argosy_engine.core.grammar_process import (
     Job,
     framed,
 )
-from argosy_engine.executor.lifeline import parent_argument
+from argosy_engine.osproc.child_process import parent_argument
 from argosy_engine.structured.compiler import DEADLINE_S, BackendUnavailable
 from argosy_engine.structured.vocabulary import TokenTable
 from argosy_engine.structured.xgrammar_backend import Deserializer, Serialized

@@ -27,8 +27,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from argosy_engine.core.diagnostics import dump_stacks_on_signal
-from argosy_engine.executor.lifeline import die_with_parent, open_pidfd
+from argosy_engine.osproc.child_process import die_with_parent, open_pidfd
+from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.structured.params import GrammarSpec
 from argosy_engine.structured.step_probe import check_steps
 from argosy_engine.structured.vocabulary import TokenTable, Vocabulary

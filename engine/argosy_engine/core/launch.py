@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
-from argosy_engine.core.descriptors import require_free
 from argosy_engine.core.messages import (
     Failed,
     Handshake,
@@ -27,7 +26,8 @@ from argosy_engine.core.messages import (
     RequestType,
 )
 from argosy_engine.errors import ConfigError, EngineDead
-from argosy_engine.executor.lifeline import describe_exit, open_pidfd, parent_argument
+from argosy_engine.osproc.child_process import describe_exit, open_pidfd, parent_argument
+from argosy_engine.osproc.file_descriptors import require_free
 
 START_TIMEOUT_S = 1800.0
 """Limit for a start. Loading a large model from a slow disk takes long; a core that dies is detected at once."""

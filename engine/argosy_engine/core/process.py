@@ -24,7 +24,6 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from argosy_engine.core.diagnostics import describe_on_signal, dump_stacks_on_signal
 from argosy_engine.core.launch import START_TIMEOUT_S
 from argosy_engine.core.messages import (
     EngineCoreOutput,
@@ -44,7 +43,8 @@ from argosy_engine.core.messages import (
 )
 from argosy_engine.core.request import Request
 from argosy_engine.errors import ConfigError, EngineBusy
-from argosy_engine.executor.lifeline import die_with_parent
+from argosy_engine.osproc.child_process import die_with_parent
+from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
 from argosy_engine.worker.memory import check_model
 from argosy_protocol.log_format import configure_logging
 
@@ -78,7 +78,7 @@ class CoreProcess:
     """
     Args:
         directory: directory in which the client has bound its sockets.
-        parent: see `lifeline.parent_argument`.
+        parent: see `child_process.parent_argument`.
     """
 
     def __init__(self, directory: Path, parent: int) -> None:
@@ -115,8 +115,8 @@ class CoreProcess:
         started = time.perf_counter()
         try:
             check_model(init.engine_args)
-            from argosy_engine.core.dump import log_dump
             from argosy_engine.core.engine_core import EngineCore
+            from argosy_engine.core.state_dump import log_dump
             from argosy_engine.executor.factory import make_executor
 
             # Imports torch, unless the workers have their own processes.
@@ -172,7 +172,7 @@ class CoreProcess:
 
     def _describe(self) -> str:
         """Describe the process for SIGUSR1. Called in a separate thread."""
-        from argosy_engine.core.dump import describe
+        from argosy_engine.core.state_dump import describe
 
         now = time.monotonic()
         return (

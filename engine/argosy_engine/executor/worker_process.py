@@ -1,8 +1,8 @@
 """WorkerProcess: a worker's own process, `python -m argosy_engine.executor.worker_process RANK WORLD_SIZE PARENT FD...`
 
 It reads calls from the broadcast queue and answers over its socket. It ends with the core: a thread waits until the
-other end of the socket closes, and the kernel kills the process if that thread cannot run (`lifeline`). A message is
-one byte for its kind, then msgpack.
+other end of the socket closes, and the kernel kills the process if that thread cannot run (`osproc.child_process`). A
+message is one byte for its kind, then msgpack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec import Struct
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastReader, Framed, ReaderEnds
-from argosy_engine.executor.lifeline import die_with_parent
+from argosy_engine.osproc.child_process import die_with_parent
 from argosy_engine.worker.step import GrammarBitmask, SchedulerOutput
 from argosy_protocol.log_format import configure_logging
 

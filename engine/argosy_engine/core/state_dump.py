@@ -1,7 +1,7 @@
 """State dump of the engine core for its log: load, requests and their ages, last steps.
 
-It is written when the core dies and on SIGUSR1 (`diagnostics`). It contains no text and no token ids, and its length is
-bounded.
+It is written when the core dies and on SIGUSR1 (`osproc.debug_signal`). It contains no text and no token ids, and its
+length is bounded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lifeline: ends a child process with the process that started it, however that one ends.
+"""Child processes: end with the process that started them, however it ends, and describe how they exited.
 
 Two mechanisms are combined, because each has a gap. A pipe or socket from the parent reports its end as end of file,
 but a stopped child (SIGSTOP) never reads it. PR_SET_PDEATHSIG kills even a stopped child, but is tied to the *thread*
