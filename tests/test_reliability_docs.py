@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests that exist."""
+"""The pages of docs/reliability name tests that exist."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def named_tests() -> list[tuple[str, str]]:
-    """(file, test) of the table's second column; the test is empty where a whole file is meant."""
+    """(file, test) of the tables' second column; the test is empty where a whole file is meant."""
     named = []
-    for line in (ROOT / "docs/reliability.md").read_text().splitlines():
+    pages = sorted((ROOT / "docs/reliability").glob("*.md"))
+    for line in "\n".join(page.read_text() for page in pages).splitlines():
         cells = re.split(r"(?<!\\)\|", line)
         if len(cells) != 5 or cells[2].strip() in ("test", "---"):
             continue

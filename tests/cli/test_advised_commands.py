@@ -26,7 +26,7 @@ ADVICE = sorted(
         "cli/argosy/**/*.py",
     )
     for path in ROOT.glob(pattern)
-    if path.is_file() and path.name not in ("decisions.md", "log.md")  # they tell of the past
+    if path.is_file() and path.parent.name not in ("decisions", "log")  # these describe the past
 )
 KUBECTL = {
     "annotate", "api-resources", "apply", "cordon", "create", "delete", "describe", "drain", "edit", "events", "exec",

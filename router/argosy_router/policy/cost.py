@@ -36,8 +36,8 @@ from argosy_router.policy.waiting import waiting_terms
 STICKINESS: Final = 0.5
 """In an idle fleet, half of the time that a hit saves counts once more, for keeping the prefix in one place."""
 CROWDING: Final = 6.0
-"""Added per prompt of this size queued at the mean replica elsewhere. In replays (docs/log.md) the hit rate grows up to
-this value and little beyond it, while requests may wait longer for their prefix the higher it is."""
+"""Added per prompt of this size queued at the mean replica elsewhere. In replays (docs/log/router.md) the hit rate
+grows up to this value and little beyond it, while requests may wait longer for their prefix the higher it is."""
 MAX_STICKINESS: Final = 10.0
 """Cap, so that the cache hit cannot dominate the cost."""
 TIE_S: Final = 0.001
