@@ -14,7 +14,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
 from argosy_engine.core.watchdog import Watchdog
-from argosy_engine.structured.compiler import GrammarCompiler
+from argosy_engine.structured.compile_queue import CompileQueue
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.params import GrammarSpec
@@ -158,10 +158,10 @@ class WaitingCore:
         self.now = 1000.0
         self.backend = NeverCompiles()
         self.core = EngineCore(EngineArgs.of(model="builtin://tiny", block_size=BLOCK), FakeExecutor())
-        compiler = GrammarCompiler(
+        queue = CompileQueue(
             self.backend, num_threads=1, deadline_s=30.0, clock=lambda: self.now, start_thread=lambda _: None
         )
-        self.core.structured = StructuredOutputManager(compiler, self.core.config.vocab_size, (2,))
+        self.core.structured = StructuredOutputManager(queue, self.core.config.vocab_size, (2,))
         grammar = GrammarRequest(GrammarSpec("regex", "a"))
         params = SamplingParams(max_tokens=4)
         self.core.add_request(EngineCoreRequest("waits", [1] * 5, params, 0.0, grammar=grammar))
@@ -189,7 +189,7 @@ def test_the_compilation_of_a_client_that_left_is_killed() -> None:
     waiting = WaitingCore()
     waiting.core.abort_requests(["waits"])
     assert waiting.backend.num_killed == 1
-    assert waiting.core.structured.compiler.num_running == 0
+    assert waiting.core.structured.compile_queue.num_running == 0
 
 
 def test_a_request_whose_grammar_was_lost_is_answered(caplog: pytest.LogCaptureFixture) -> None:

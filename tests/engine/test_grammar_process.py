@@ -20,7 +20,7 @@ import pytest
 from argosy_engine.core.grammar_client import ForkedCompilation, GrammarProcess
 from argosy_engine.core.grammar_process import GrammarProcessArgs
 from argosy_engine.models.source import resolve_model
-from argosy_engine.structured.compiler import BackendUnavailable
+from argosy_engine.structured.compile_queue import BackendUnavailable
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.params import GrammarSpec, StructuredOutputsParams
 
@@ -204,7 +204,7 @@ def test_nothing_outlives_a_killed_core(stops: bool) -> None:
 def test_neither_torch_nor_transformers_are_loaded_for_grammars() -> None:
     code = (
         "import sys\n"
-        "from argosy_engine.structured.native import import_xgrammar\n"
+        "from argosy_engine.structured.xgrammar_import import import_xgrammar\n"
         "import_xgrammar()\n"
         "from argosy_engine.structured.params import GrammarSpec\n"
         "from argosy_engine.structured.vocabulary import Vocabulary\n"

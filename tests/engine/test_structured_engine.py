@@ -239,7 +239,7 @@ def test_what_does_not_compile_costs_its_request_only(
 
 
 def test_an_overloaded_compiler_is_a_reason_to_retry(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy_engine.structured.compiler.MAX_QUEUED", 0)
+    monkeypatch.setattr("argosy_engine.structured.compile_queue.MAX_QUEUED", 0)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="never seen before"))
     llm.client.add_request(llm.input_processor.process_inputs(llm.renderer.render_text("x"), params)[0])
     (output,) = llm.client.step().outputs

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.structured.compiler import GrammarCompiler
+from argosy_engine.structured.compile_queue import CompileQueue
 from argosy_engine.structured.manager import (
     MAX_STUCK,
     MAX_STUCK_RUNNING,
@@ -67,8 +67,8 @@ class Backend:
 def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[StructuredOutputManager]:
     monkeypatch.setattr("argosy_engine.structured.manager.GrammarState", Matcher)
     Matcher.release = threading.Event()
-    compiler = GrammarCompiler(Backend(), num_threads=1)
-    made = StructuredOutputManager(compiler, 64, (2,), max_step_cpu_s=STEP_CPU_S)
+    queue = CompileQueue(Backend(), num_threads=1)
+    made = StructuredOutputManager(queue, 64, (2,), max_step_cpu_s=STEP_CPU_S)
     yield made
     Matcher.release.set()
     made.close()

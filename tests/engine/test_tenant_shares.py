@@ -12,7 +12,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.sample.params import SamplingParams
-from argosy_engine.structured.compiler import MAX_QUEUED_PER_KEY, GrammarCompiler
+from argosy_engine.structured.compile_queue import MAX_QUEUED_PER_KEY, CompileQueue
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.params import GrammarSpec
 from argosy_protocol.openai import CompletionRequest
@@ -36,8 +36,8 @@ class NeverCompiles:
 def test_a_tenant_with_many_salts_has_one_share_of_the_queue() -> None:
     core = EngineCore(EngineArgs.of(model="builtin://tiny", block_size=BLOCK), FakeExecutor())
     core.structured.close()
-    compiler = GrammarCompiler(NeverCompiles(), num_threads=1, start_thread=lambda target: None)
-    core.structured = StructuredOutputManager(compiler, 4096, [0])
+    queue = CompileQueue(NeverCompiles(), num_threads=1, start_thread=lambda target: None)
+    core.structured = StructuredOutputManager(queue, 4096, [0])
 
     def ask(number: int, tenant: str) -> int:
         """Those in the queue then."""
@@ -52,7 +52,7 @@ def test_a_tenant_with_many_salts_has_one_share_of_the_queue() -> None:
                 tenant=tenant,
             )
         )
-        return compiler.num_queued
+        return queue.num_queued
 
     for number in range(MAX_QUEUED_PER_KEY + 8):
         queued = ask(number, "greedy")

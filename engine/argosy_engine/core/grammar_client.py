@@ -1,4 +1,4 @@
-"""GrammarProcess: the engine core's client of the process that compiles grammars. A `structured.compiler.Backend`.
+"""GrammarProcess: the engine core's client of the process that compiles grammars. A `compile_queue.Backend`.
 
 The process is started with the first grammar, and again after it has ended for whatever reason; engines that never use
 grammars do not start it. It ends with the core, because the socket between them closes and because the kernel kills it
@@ -36,7 +36,7 @@ from argosy_engine.core.grammar_process import (
     framed,
 )
 from argosy_engine.osproc.child_process import parent_argument
-from argosy_engine.structured.compiler import DEADLINE_S, BackendUnavailable
+from argosy_engine.structured.compile_queue import DEADLINE_S, BackendUnavailable
 from argosy_engine.structured.vocabulary import TokenTable
 from argosy_engine.structured.xgrammar_backend import Deserializer, Serialized
 
@@ -333,7 +333,7 @@ class ForkedCompilation:
         self._is_killed = self._is_lowered = False
 
     def run(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile the grammar. Blocks; see `structured.compiler.Compilation`."""
+        """Compile the grammar. Blocks; see `compile_queue.Compilation`."""
         answer = self.ask(Job(self._process.deadline_s, spec), COMPILED)
         return self._process.deserializer().grammar(msgspec.msgpack.decode(answer, type=Serialized))
 

@@ -1,4 +1,4 @@
-"""Factory for structured outputs: connects the manager, the compiler's cache and queue, and the compiling process."""
+"""Factory for structured outputs: connects the manager, the compile queue and the compiling process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from argosy_engine.core.grammar_client import GrammarProcess
 from argosy_engine.core.grammar_process import GrammarProcessArgs
-from argosy_engine.structured.compiler import GrammarCompiler
+from argosy_engine.structured.compile_queue import CompileQueue
 from argosy_engine.structured.manager import StructuredOutputManager
 
 _MAX_COMPILE_THREADS = 8
@@ -19,5 +19,5 @@ def structured_outputs(
     """Make the manager for a model. It compiles on half of the cores and loads nothing before the first grammar."""
     num_threads = max(1, min(_MAX_COMPILE_THREADS, len(os.sched_getaffinity(0)) // 2))
     process = GrammarProcess(GrammarProcessArgs(model_path, vocab_size, sorted(eos_token_ids), num_threads))
-    compiler = GrammarCompiler(process, num_threads=num_threads, cache_bytes=cache_bytes)
-    return StructuredOutputManager(compiler, vocab_size, eos_token_ids)
+    queue = CompileQueue(process, num_threads=num_threads, cache_bytes=cache_bytes)
+    return StructuredOutputManager(queue, vocab_size, eos_token_ids)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.structured.pattern import check_pattern
+from argosy_engine.structured.grammar_size import check_pattern
 
 MAX_DEPTH = 64
 MAX_WORK = 200_000

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from argosy_engine.structured.bounded_thread import BoundedThread, TookTooLong, TooManyStuck
-from argosy_engine.structured.compiler import GrammarCompiler, NoGrammar
+from argosy_engine.structured.compile_queue import CompileQueue, NoGrammar
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.params import GrammarSpec
 from argosy_engine.structured.reasoning import Reasoning
@@ -90,7 +90,7 @@ class Compiled(Struct, frozen=True):
 class StructuredOutputManager:
     """
     Args:
-        compiler: compiles the grammars.
+        compile_queue: compiles the grammars.
         vocab_size: number of columns of the logits.
         eos_token_ids: tokens that end an output where its grammar may end.
         wake: called from another thread when `take_compiled` has something new.
@@ -99,13 +99,13 @@ class StructuredOutputManager:
 
     def __init__(
         self,
-        compiler: GrammarCompiler,
+        compile_queue: CompileQueue,
         vocab_size: int,
         eos_token_ids: Collection[int],
         wake: Callable[[], None] = lambda: None,
         max_step_cpu_s: float = MAX_STEP_CPU_S,
     ) -> None:
-        self.compiler = compiler
+        self.compile_queue = compile_queue
         self.wake = wake
         self._num_words = -(-vocab_size // 32)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -161,7 +161,7 @@ class StructuredOutputManager:
 
         Args:
             output: tokens of an earlier run, which the grammar must accept first.
-            key: tenant, for fair shares of the compiler.
+            key: tenant, for fair shares of the compile queue.
         """
         self._waiting[request_id] = request, output
         if self.num_stuck >= MAX_STUCK:
@@ -169,7 +169,7 @@ class StructuredOutputManager:
             return
         done = partial(self._finished, request_id)
         try:
-            grammar = self.compiler.submit(request_id, request.spec, done, key)
+            grammar = self.compile_queue.submit(request_id, request.spec, done, key)
         except BaseException:
             del self._waiting[request_id]
             raise
@@ -177,8 +177,8 @@ class StructuredOutputManager:
             self._finished(request_id, grammar)
 
     def tick(self) -> None:
-        """Check the compiler's deadlines. Call it regularly, even while the engine is idle."""
-        self.compiler.tick()
+        """Check the deadlines of grammars that compile. Call it regularly, even while the engine is idle."""
+        self.compile_queue.tick()
 
     def take_compiled(self) -> list[Compiled]:
         """Return the requests whose grammar has become ready or has failed since the last call."""
@@ -225,7 +225,7 @@ class StructuredOutputManager:
         """Drop requests that have ended or were aborted, and cancel their compilations."""
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None:
-                self.compiler.cancel(request_id)
+                self.compile_queue.cancel(request_id)
             self._states.pop(request_id, None)
             self._specs.pop(request_id, None)
 
@@ -369,7 +369,7 @@ class StructuredOutputManager:
         return failures
 
     def close(self) -> None:
-        self.compiler.close()
+        self.compile_queue.close()
         self._steps.close()
 
     def _finished(self, request_id: str, result: CompiledGrammar | NoGrammar) -> None:

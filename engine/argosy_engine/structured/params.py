@@ -13,8 +13,13 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.structured.grammar_size import (
+    check_grammar_size,
+    check_regex_size,
+    grammar_size,
+    pattern_size,
+)
 from argosy_engine.structured.json_schema import normalized_schema
-from argosy_engine.structured.pattern import check_grammar_size, check_regex_size, grammar_size, pattern_size
 from argosy_engine.structured.structural_tag import normalized_tag
 
 MAX_TEXT_BYTES = 128 * 1024

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.structured.json_schema import normalized_schema
-from argosy_engine.structured.pattern import (
+from argosy_engine.structured.grammar_size import (
     NO_REPETITION,
     ONE_ITEM,
     RepetitionSize,
@@ -24,6 +23,7 @@ from argosy_engine.structured.pattern import (
     repeated,
     sum_sizes,
 )
+from argosy_engine.structured.json_schema import normalized_schema
 
 MAX_WHITESPACE = 32
 """Limit on consecutive white space between the parts of a JSON value. It is enough to indent eight levels; without a

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.structured.native import import_xgrammar
+from argosy_engine.structured.xgrammar_import import import_xgrammar
 
 if TYPE_CHECKING:
     from xgrammar import TokenizerInfo

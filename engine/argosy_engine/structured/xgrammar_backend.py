@@ -14,10 +14,10 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from argosy_engine.structured.native import import_xgrammar
 from argosy_engine.structured.params import GrammarSpec
 from argosy_engine.structured.structural_tag import MAX_WHITESPACE
 from argosy_engine.structured.vocabulary import TokenTable, Vocabulary
+from argosy_engine.structured.xgrammar_import import import_xgrammar
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, TokenizerInfo
@@ -99,7 +99,7 @@ class XGrammarBackend:
             if for_json not in self._compilers:
                 from xgrammar import GrammarCompiler
 
-                # `GrammarCompiler` in `structured.compiler` has the cache.
+                # `CompileQueue` has the cache.
                 self._compilers[for_json] = GrammarCompiler(
                     table.tokenizer_info(for_json=for_json),
                     max_threads=self._num_threads,

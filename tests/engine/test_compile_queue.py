@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.structured.compiler import (
+from argosy_engine.structured.compile_queue import (
     EXPIRED_S,
     MAX_QUEUED_PER_KEY,
     MIN_LONG,
     QUANTUM_S,
     TICK_S,
     BackendUnavailable,
-    GrammarCompiler,
+    CompileQueue,
     NoGrammar,
     start_thread,
 )
@@ -99,19 +99,19 @@ class Waiter:
 
 
 class Rig:
-    """A compiler whose time passes by `after`."""
+    """A compile queue whose time passes by `after`."""
 
     def __init__(self, num_threads: int = 1, **options: Any) -> None:
         self.backend = FakeBackend()
         self.clock = Clock()
-        self.compiler = GrammarCompiler(
+        self.queue = CompileQueue(
             self.backend, num_threads=num_threads, deadline_s=30.0, clock=self.clock, **options
         )
 
     def submit(self, text: str, key: str = "") -> Waiter:
         """Asks for a grammar; the request's id is its text and key."""
         waiter = Waiter()
-        grammar = self.compiler.submit(text + key, GrammarSpec("grammar", text), waiter, key)
+        grammar = self.queue.submit(text + key, GrammarSpec("grammar", text), waiter, key)
         if grammar is not None:
             waiter(grammar)
         return waiter
@@ -124,7 +124,7 @@ class Rig:
         ends = self.clock.now + seconds
         while self.clock.now < ends:
             self.clock.now = min(self.clock.now + TICK_S, ends)
-            self.compiler.tick()
+            self.queue.tick()
 
 
 def test_equal_grammars_are_compiled_once_and_kept_within_the_cache() -> None:
@@ -134,12 +134,12 @@ def test_equal_grammars_are_compiled_once_and_kept_within_the_cache() -> None:
     assert rig.compile("a").text == "a"  # used last
     assert rig.compile("d").text == "d"  # evicts b
     assert rig.backend.compiled == ["a", "b", "c", "d"]
-    assert (rig.compiler.num_cached, rig.compiler.cached_bytes) == (3, 300)
+    assert (rig.queue.num_cached, rig.queue.cached_bytes) == (3, 300)
     assert rig.compile("b").text == "b"
     assert rig.backend.compiled == ["a", "b", "c", "d", "b"]
     for number in range(50):
         rig.compile(f"n{number}")
-        assert rig.compiler.cached_bytes <= 350
+        assert rig.queue.cached_bytes <= 350
 
 
 def test_faults_of_a_grammar_are_told_without_native_places() -> None:
@@ -153,7 +153,7 @@ def test_equal_grammars_asked_for_together_are_compiled_once() -> None:
     first = rig.submit("slow")
     others = [Waiter() for _ in range(4)]
     for number, waiter in enumerate(others):
-        assert rig.compiler.submit(str(number), GrammarSpec("grammar", "slow"), waiter) is None
+        assert rig.queue.submit(str(number), GrammarSpec("grammar", "slow"), waiter) is None
     rig.after(31)
     assert {waiter.wait() for waiter in (first, *others)} == {first.wait()}
     assert rig.backend.compiled == ["slow"]
@@ -178,7 +178,7 @@ def test_a_start_that_fails_costs_its_request_only(failing: str) -> None:
     is_failing = rig.backend.is_broken = False
     assert rig.compile("later").text == "later"
     assert rig.compile("first 0").text == "first 0"
-    assert (rig.compiler.num_running, rig.compiler.num_queued) == (0, 0)
+    assert (rig.queue.num_running, rig.queue.num_queued) == (0, 0)
 
 
 def test_the_deadline_counts_from_submission_whatever_has_not_begun_yet() -> None:
@@ -218,25 +218,25 @@ def test_a_grammar_that_did_not_compile_in_time_is_tried_again_later() -> None:
 def test_a_compilation_nobody_waits_for_is_killed() -> None:
     rig = Rig()
     running, queued, later = rig.submit("slow a"), rig.submit("slow b"), rig.submit("quick")
-    rig.compiler.cancel("slow b")
-    rig.compiler.cancel("slow a")
+    rig.queue.cancel("slow b")
+    rig.queue.cancel("slow a")
     assert later.wait().text == "quick"
     assert rig.backend.ended.acquire(timeout=30)
     assert rig.backend.compiled == ["slow a", "quick"], "what nobody waits for is not begun"
     assert not running.is_done
     assert not queued.is_done
-    assert rig.compiler.num_running == 0
+    assert rig.queue.num_running == 0
 
 
 def test_a_compilation_goes_on_for_those_who_still_wait() -> None:
     rig = Rig()
     rig.submit("slow")
     other = Waiter()
-    rig.compiler.submit("other", GrammarSpec("grammar", "slow"), other)
-    rig.compiler.cancel("slow")
-    assert rig.compiler.num_running == 1
-    rig.compiler.cancel("other")
-    assert rig.compiler.num_running == 0
+    rig.queue.submit("other", GrammarSpec("grammar", "slow"), other)
+    rig.queue.cancel("slow")
+    assert rig.queue.num_running == 1
+    rig.queue.cancel("other")
+    assert rig.queue.num_running == 0
 
 
 def test_a_long_compilation_gives_its_slot_to_the_next() -> None:
@@ -265,7 +265,7 @@ def test_a_queued_compilation_of_two_keys_is_begun_at_the_first_turn_of_either(l
         rig.submit(f"slow {number}", key="greedy")
     first, second = rig.submit("shared", key="greedy"), rig.submit("shared", key="modest")
     if leaves:
-        rig.compiler.cancel("sharedgreedy")
+        rig.queue.cancel("sharedgreedy")
     rig.after(2 * (QUANTUM_S + TICK_S))
     assert second.wait().text == "shared"
     assert leaves or first.wait().text == "shared"
@@ -277,7 +277,7 @@ def test_a_compilation_whose_second_key_leaves_waits_for_the_firsts_turn() -> No
     greedy = [rig.submit(f"slow {number}", key="greedy") for number in range(3)]
     shared = rig.submit("shared", key="greedy")
     rig.submit("shared", key="modest")
-    rig.compiler.cancel("sharedmodest")
+    rig.queue.cancel("sharedmodest")
     rig.after(2 * (QUANTUM_S + TICK_S))
     assert not shared.is_done
     rig.after(2 * (QUANTUM_S + TICK_S))
@@ -332,6 +332,6 @@ def test_one_key_cannot_fill_the_queue() -> None:
 def test_closing_answers_everyone() -> None:
     rig = Rig()
     waiters = [rig.submit(f"slow {number}") for number in range(3)]
-    rig.compiler.close()
+    rig.queue.close()
     assert [waiter.wait() for waiter in waiters] == [NoGrammar("the engine is shutting down", True)] * 3
     assert rig.submit("late").wait().is_overload

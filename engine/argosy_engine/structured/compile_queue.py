@@ -1,4 +1,4 @@
-"""GrammarCompiler: compiles grammars off the hot path, with deadlines, fair queueing and a bounded cache.
+"""CompileQueue: compiles grammars off the hot path, with deadlines, fair queueing and a bounded cache.
 
 Each compilation has its own thread, which waits for a backend that can be killed. These rules keep requests with
 grammars from starving each other:
@@ -26,8 +26,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from argosy_engine.structured.fair_queue import FairQueue
 from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.round_robin_queue import RoundRobinQueue
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
@@ -41,7 +41,7 @@ QUANTUM_S = 1.0
 """How long a compilation may keep its slot. Nearly all finish within it."""
 MIN_LONG = 4
 """Maximum number of long compilations beside the slots, or the number of slots if that is larger. Each may take memory
-(`grammar_process.MAX_MEMORY_BYTES`) and a share of a core."""
+(`grammar_server.MAX_MEMORY_BYTES`) and a share of a core."""
 TICK_S = 0.1
 """Precision of deadlines: `tick` does nothing if it is called more often."""
 MAX_QUEUED = 1024
@@ -130,8 +130,8 @@ class _Job:
         self.is_over = False
 
 
-class GrammarCompiler:
-    """Compiler of grammar specs. Thread-safe. Equal specs that are requested at the same time are compiled once.
+class CompileQueue:
+    """Queue and cache of compilations. Thread-safe. Equal specs that are requested at the same time are compiled once.
 
     Args:
         num_threads: number of slots for compilations; as many long ones, but at least `MIN_LONG`, may run beside them.
@@ -158,7 +158,7 @@ class GrammarCompiler:
         self._clock = clock
         self._start_thread = start_thread
         self._lock = threading.Lock()
-        self._queue: FairQueue[_Job] = FairQueue()
+        self._queue: RoundRobinQueue[_Job] = RoundRobinQueue()
         self._jobs: dict[GrammarSpec, _Job] = {}
         """Queued and running jobs."""
         self._job_of: dict[str, _Job] = {}
@@ -237,7 +237,7 @@ class GrammarCompiler:
                 if is_quick and job.started_at is not None and now >= job.started_at + QUANTUM_S:
                     self._take_slot(job)
             while len(self._long) > max(MIN_LONG, self._num_threads):
-                answers += self._end(self._newest_of_the_greediest(), _TOO_MANY)
+                answers += self._end(self._newest_of_largest_owner(), _TOO_MANY)
             answers += self._dispatch()
         _answer(answers)
 
@@ -375,7 +375,7 @@ class GrammarCompiler:
         self._long.append(job)
         job.compilation.lower_priority()
 
-    def _newest_of_the_greediest(self) -> _Job:
+    def _newest_of_largest_owner(self) -> _Job:
         """Return the newest long job of the key that has most of them.
 
         A job of several keys counts for the key that has the fewest, so that no key is charged for waiting for the same

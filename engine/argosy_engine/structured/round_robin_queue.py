@@ -1,4 +1,4 @@
-"""FairQueue: one queue per key, served round-robin. An item may be in the queues of several keys."""
+"""RoundRobinQueue: one queue per key, served round-robin. An item may be in the queues of several keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class FairQueue(Generic[T]):
+class RoundRobinQueue(Generic[T]):
     """Round-robin over keys, and first come, first served within a key."""
 
     def __init__(self) -> None:
