@@ -15,10 +15,10 @@ import random
 import time
 import tracemalloc
 
-from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.fleet import FleetService
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_view import SegmentKind, prompt_view
+from argosy_protocol.prompt_segments import SegmentKind, prompt_segments
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.service import Service
 from argosy_router.prefixes.residency import Residency
@@ -80,7 +80,7 @@ def measure(replicas: int, chunks: int, prefixes: list[bytes], rng: random.Rando
         text = rng.choice(prefixes).decode() + rng.randbytes(PROMPT_BYTES // 4).hex()
         request = decode_request("completions", b'{"prompt": "%b"}' % text.encode())
         started = time.thread_time()
-        prompt = service.hasher.prompt(request, prompt_view(request))
+        prompt = service.hasher.prompt(request, prompt_segments(request))
         hashed = time.thread_time()
         choice = service.choose(prompt, 0.0, rng)
         chosen = time.thread_time()

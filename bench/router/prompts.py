@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from argosy_protocol.chunks import chain_seed, chunk_hashes, chunk_offsets
-from argosy_protocol.prompt_view import SegmentKind
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, chunk_offsets
+from argosy_protocol.prompt_segments import SegmentKind
 from argosy_router.replay.trace import TraceRequest
 
 MODEL = "tiny"

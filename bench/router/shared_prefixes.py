@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from prompts import as_trace
 
-from argosy_protocol.chunks import CHUNK_BYTES
+from argosy_protocol.chunk_hash import CHUNK_BYTES
 from argosy_router.replay.trace import oracle_tokens
 
 _ALPHABET = "abcdefghij"

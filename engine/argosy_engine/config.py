@@ -20,7 +20,7 @@ from argosy_protocol.engine_limits import (
     MaxNumSeqs,
     Threads,
 )
-from argosy_protocol.flags import Flag, InvalidValue, convert
+from argosy_protocol.program.flags import Flag, InvalidValue, convert
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]

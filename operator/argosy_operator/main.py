@@ -27,7 +27,7 @@ from argosy_operator.process.event_source import scopes, watch
 from argosy_operator.process.health import health_app
 from argosy_operator.process.installation_keys import ensure_keys, keep_fleet_key
 from argosy_operator.reconcile.controller import Controller
-from argosy_protocol.listening import explain_listen_errors
+from argosy_protocol.program.listen import explain_listen_errors
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_protocol.errors import BadRequest
-from argosy_protocol.json_bound import decode_body
+from argosy_protocol.json_limits import decode_body
 from argosy_protocol.openai import (
     MAX_REQUEST_ID,
     MAX_TOKENS,

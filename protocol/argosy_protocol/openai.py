@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_protocol.errors import BadRequest
-from argosy_protocol.json_bound import decode_body
+from argosy_protocol.json_limits import decode_body
 
 MAX_MODEL_NAME = 512
 MAX_MESSAGES = 4096

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_protocol.json_bound import decode_body
+from argosy_protocol.json_limits import decode_body
 from argosy_protocol.openai import (
     MAX_TOKENS,
     ChatCompletionRequest,

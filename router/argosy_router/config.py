@@ -1,7 +1,7 @@
 """The router's configuration: every flag's name, type, bounds, default and help text, and the reasons for the defaults.
 
-`main` makes the flags of `argosy router` from `RouterConfig` (`argosy_protocol.flags`). Fields without a description
-have no flag. Sizes are in bytes, times in seconds.
+`main` makes the flags of `argosy router` from `RouterConfig` (`argosy_protocol.program.flags`). Fields without a
+description have no flag. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from argosy_protocol.flags import Flag
 from argosy_protocol.fleet import RoutingPolicy
+from argosy_protocol.program.flags import Flag
 
 MAX_WAIT_S = 3600.0
 """Upper bound of queue timeouts; the same as for a service's own limits."""

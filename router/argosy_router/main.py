@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from argosy_protocol.flags import FlagParser, InvalidValue
-from argosy_protocol.log_format import configure_logging
+from argosy_protocol.program.flags import FlagParser, InvalidValue
+from argosy_protocol.program.log_format import configure_logging
 from argosy_router.admin.diagnostics import describe_on_signal, signal_held
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.seats import SPARE_DESCRIPTORS, default_connections, open_files_limit

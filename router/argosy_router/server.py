@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from argosy_protocol.listening import BACKLOG, explain_listen_errors, listen
+from argosy_protocol.program.listen import BACKLOG, explain_listen_errors, listen
 from argosy_router.admin.app import AdminServer, admin_keys, build_admin
 from argosy_router.admin.history import History
 from argosy_router.admin.overview import Overviews

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy_protocol.json_bound import MAX_DEPTH
+from argosy_protocol.json_limits import MAX_DEPTH
 from processes import Server, free_port, running
 
 LEVELS = (MAX_DEPTH + 1, 900, 100_000)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from argosy_engine.api.guard import ADMIN_PATHS, Guard
-from argosy_protocol.keys import KeyRing
+from argosy_protocol.bearer_keys import KeyRing
 
 
 async def status(keys: list[str], admin_keys: list[str], path: str, key: str | None) -> int:

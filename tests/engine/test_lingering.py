@@ -13,7 +13,7 @@ import uvicorn
 from argosy_engine.api.connection_limit import MAX_TURNED_AWAY, protocol_of
 from argosy_engine.api.guard import Guard
 from argosy_engine.api.http_protocol import HttpLimits
-from argosy_protocol.keys import KeyRing
+from argosy_protocol.bearer_keys import KeyRing
 
 MAX_CONNECTIONS = 2
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

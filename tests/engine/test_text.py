@@ -19,9 +19,9 @@ from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
-from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage, decode_request
-from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.prompt_segments import prompt_segments
 from text_models import byte_fallback_tokenizer
 
 
@@ -344,7 +344,7 @@ def test_chunk_ends_lie_where_the_text_ends(template: ChatTemplate, tokenizer: T
     request = chat(messages=[{"role": "system", "content": system}, {"role": "user", "content": question}])
     text = template.render(request)
     encoded = tokenizer.encode(text, add_special_tokens=False)
-    (segments,) = prompt_view(request)
+    (segments,) = prompt_segments(request)
     ends = map_chunks(segments, 1, text, encoded.ends)
     assert [end.hash for end in ends] == list(chunk_hashes(segments, 1))
     counts = [end.token_end for end in ends]
@@ -363,7 +363,7 @@ def test_two_requests_that_share_chunks_share_tokens(template: ChatTemplate, tok
         )
         text = template.render(request)
         encoded = tokenizer.encode(text, add_special_tokens=False)
-        mapped = map_chunks(prompt_view(request)[0], chain_seed("m"), text, encoded.ends)
+        mapped = map_chunks(prompt_segments(request)[0], chain_seed("m"), text, encoded.ends)
         return encoded.ids, {end.hash: end.token_end for end in mapped}
 
     ids_a, ends_a = ends("What is red?")
@@ -382,7 +382,7 @@ def test_what_the_template_drops_rounds_down(tokenizer: Tokenizer) -> None:
     )
     text = "kept text, long enough to be found in the prompt" + " filler" * 200 + " yes"
     encoded = tokenizer.encode(text, add_special_tokens=False)
-    mapped = map_chunks(prompt_view(request)[0], 1, text, encoded.ends)
+    mapped = map_chunks(prompt_segments(request)[0], 1, text, encoded.ends)
     kept = mapped[1].token_end
     assert kept > 5
     assert mapped[-1].token_end <= kept
@@ -390,5 +390,5 @@ def test_what_the_template_drops_rounds_down(tokenizer: Tokenizer) -> None:
 
 def test_token_prompts_map_exactly() -> None:
     request = decode_request("completions", json.dumps({"prompt": list(range(150))}).encode())
-    (segments,) = prompt_view(request)
+    (segments,) = prompt_segments(request)
     assert [end.token_end for end in map_token_chunks(segments, 1)] == [64, 128, 150]

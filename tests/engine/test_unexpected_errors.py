@@ -11,7 +11,7 @@ import pytest
 from argosy_engine.api.app import Engine, build_app
 from argosy_engine.api.serving import Serving
 from argosy_engine.errors import InvalidRequest
-from argosy_protocol.log_format import MAX_TRACEBACK_BYTES
+from argosy_protocol.program.log_format import MAX_TRACEBACK_BYTES
 
 SECRET = "my diagnosis is"
 

@@ -15,7 +15,7 @@ from argosy_operator.config import OperatorConfig
 from argosy_operator.kinds import Kind
 from argosy_operator.reconcile.controller import WATCHED, Controller
 from argosy_protocol.fleet import decode_fleet
-from argosy_protocol.report import ReplicaReport, RoutableReport
+from argosy_protocol.routable_report import ReplicaReport, RoutableReport
 
 ROUTER_POD = {
     "apiVersion": "v1",

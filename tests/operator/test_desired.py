@@ -16,7 +16,7 @@ from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE, SERVICE_LABEL
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
 from argosy_operator.resource.types import InferenceService
-from argosy_protocol.keys import internal_key
+from argosy_protocol.bearer_keys import internal_key
 
 NOTHING = Observation()
 

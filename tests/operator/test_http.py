@@ -27,8 +27,8 @@ from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS
 from argosy_operator.process.health import health_app
 from argosy_operator.reconcile.controller import Controller
-from argosy_protocol.keys import internal_key
-from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 
 PATIENCE = 60
 

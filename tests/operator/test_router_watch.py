@@ -9,7 +9,7 @@ from virtual_time import virtual_time
 
 from argosy_operator.cluster.router_watch import GRACE, RouterPod, RouterWatch, read_router_pod
 from argosy_operator.observed.observation import Routers
-from argosy_protocol.report import ReplicaReport, RoutableReport
+from argosy_protocol.routable_report import ReplicaReport, RoutableReport
 
 
 class Scripted:

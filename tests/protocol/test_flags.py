@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from msgspec import Meta, Struct
 
-from argosy_protocol.flags import Flag, FlagParser, InvalidValue
+from argosy_protocol.program.flags import Flag, FlagParser, InvalidValue
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from argosy_protocol.chunks import (
+from argosy_protocol.bearer_keys import KeyRing, internal_key
+from argosy_protocol.chunk_hash import (
     CHUNK_BYTES,
     COARSE_BYTES,
     chain_seed,
@@ -30,9 +31,8 @@ from argosy_protocol.fleet import (
     encode_fleet,
     resolve_names,
 )
-from argosy_protocol.keys import KeyRing, internal_key
 from argosy_protocol.openai import decode_request, unsupported
-from argosy_protocol.prompt_view import Segment, SegmentKind, prompt_view
+from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segments
 from argosy_protocol.telemetry import (
     FrameReader,
     Hello,
@@ -50,7 +50,7 @@ from argosy_protocol.telemetry import (
 def test_the_protocol_imports_nothing_heavy() -> None:
     code = (
         "import sys, pkgutil, importlib, argosy_protocol as p\n"
-        "[importlib.import_module(f'{p.__name__}.{m.name}') for m in pkgutil.iter_modules(p.__path__)]\n"
+        "[importlib.import_module(m.name) for m in pkgutil.walk_packages(p.__path__, f'{p.__name__}.')]\n"
         "print([m for m in ('torch','transformers','fastapi','numpy','zmq','tokenizers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -109,7 +109,7 @@ def test_what_would_change_an_answer_is_not_ignored(fields: dict[str, object], e
 
 
 def view(**fields: object) -> list[Segment]:
-    (segments,) = prompt_view(decode_request("chat/completions", json.dumps(fields).encode()))
+    (segments,) = prompt_segments(decode_request("chat/completions", json.dumps(fields).encode()))
     return segments
 
 
@@ -119,7 +119,7 @@ def test_the_view_depends_on_values_not_on_their_serialisation() -> None:
     messages = [{"role": "user", "content": "h\u00e9llo"}]
     plain = json.dumps({"messages": messages, "tools": [tool]}, ensure_ascii=False).encode()
     escaped = json.dumps({"tools": [swapped], "messages": messages}, indent=3).encode()
-    assert prompt_view(decode_request("chat/completions", plain)) == prompt_view(
+    assert prompt_segments(decode_request("chat/completions", plain)) == prompt_segments(
         decode_request("chat/completions", escaped)
     )
 
@@ -150,7 +150,7 @@ def test_the_view_is_in_prompt_order() -> None:
 
 def test_a_batch_has_one_chain_per_prompt() -> None:
     request = decode_request("completions", b'{"prompt": ["a", "b"]}')
-    assert [segments[0][1] for segments in prompt_view(request)] == [b"a", b"b"]
+    assert [segments[0][1] for segments in prompt_segments(request)] == [b"a", b"b"]
 
 
 SEGMENTS = st.lists(st.tuples(st.sampled_from(list(SegmentKind)), st.binary(max_size=700)))

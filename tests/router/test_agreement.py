@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
 
-from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.prompt_segments import prompt_segments
 from argosy_protocol.telemetry import Frame, FrameReader
 from argosy_router.fleet import telemetry
 
@@ -31,7 +31,7 @@ class Caching(FakeEngine):
 
     async def compute(self, connection: Connection, request: Received) -> None:
         hashes = chunk_hashes(
-            prompt_view(decode_request("chat/completions", request.body))[0], chain_seed(MODEL)
+            prompt_segments(decode_request("chat/completions", request.body))[0], chain_seed(MODEL)
         )
         known = sum(chunk in self.resident for chunk in hashes)
         self.store({chunk: TOKENS_PER_CHUNK * (n + 1) for n, chunk in enumerate(hashes)})

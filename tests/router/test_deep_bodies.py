@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from argosy_protocol.json_bound import MAX_DEPTH
+from argosy_protocol.json_limits import MAX_DEPTH
 
 from .fake_engine import MODEL, FakeEngine
 from .harness import rig

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.embeddings import EmbeddingRequest, encode_vector
-from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.prompt_segments import prompt_segments
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received
 from .harness import Rig, rig
@@ -78,7 +78,7 @@ async def test_the_methods_of_the_route() -> None:
 
 async def test_a_cached_text_attracts() -> None:
     """The engine keeps inputs under the keys of a completion with the same prompt."""
-    view = prompt_view(EmbeddingRequest(input=TEXT).as_completion())
+    view = prompt_segments(EmbeddingRequest(input=TEXT).as_completion())
     hashes = chunk_hashes(view[0], chain_seed(MODEL))
     resident = {chunk: 60 * (position + 1) for position, chunk in enumerate(hashes)}
     async with rig([FakeEngine(script=embed) for _ in range(3)]) as r:

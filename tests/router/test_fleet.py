@@ -7,9 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
+from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
-from argosy_protocol.keys import internal_key
-from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import PAGE
 from argosy_router.config import FlowControlLimits

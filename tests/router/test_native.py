@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from setuptools import Distribution, Extension
 from setuptools.errors import CompileError
 
-from argosy_protocol import chunks
-from argosy_protocol.prompt_view import Segment, SegmentKind
+from argosy_protocol import chunk_hash
+from argosy_protocol.prompt_segments import Segment, SegmentKind
 from argosy_router.compile import IN_C, SOURCE
 from argosy_router.native import estimate, ranking
 from argosy_router.prefixes import table
@@ -71,7 +71,7 @@ def test_hashes_and_tokens(native: Callable[[str], ModuleType]) -> None:
     @settings(deadline=None)
     @given(segments, st.integers(0, 2**64 - 1), st.floats(0.25, 16))
     def agree(prompt: list[Segment], seed: int, bytes_per_token: float) -> None:
-        hashes, same = (room.chunk_hashes(prompt, seed) for room in (hashing, chunks))
+        hashes, same = (room.chunk_hashes(prompt, seed) for room in (hashing, chunk_hash))
         assert hashes.typecode == same.typecode
         assert hashes == same
         sizes = [len(data) for _, data in prompt]

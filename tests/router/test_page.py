@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import chromium
-from argosy_protocol.keys import internal_key
-from argosy_protocol.report import ADMIN_KEY_UID
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.routable_report import ADMIN_KEY_UID
 from argosy_router.admin.app import PAGE
 from argosy_router.admin.history import INTERVAL_S, SAMPLES, History, quantile
 from chromium import Page, browser

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.prompt_segments import prompt_segments
 from argosy_router.auth.keys import KeyTable
 
 from .fake_engine import MODEL, FakeEngine
@@ -94,7 +94,7 @@ async def test_a_prompt_is_found_by_its_own_key_alone(tmp_path: Path, fields: di
         for request in r.engines[0].requests[:2]:
             decoded = decode_request("chat/completions", request.body)
             hashes = chunk_hashes(
-                prompt_view(decoded)[0], chain_seed(MODEL, cache_salt=decoded.cache_salt or "")
+                prompt_segments(decoded)[0], chain_seed(MODEL, cache_salt=decoded.cache_salt or "")
             )
             service = r.router.fleet.service_of(MODEL)
             assert service is not None

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
@@ -18,7 +19,6 @@ from argosy_protocol.errors import (
 )
 from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.headers import RESPONSE_ID
-from argosy_protocol.keys import internal_key
 from argosy_protocol.openai import decode_request
 from argosy_router.config import ClientLimits, ServerLimits
 from argosy_router.proxy import retry_budget

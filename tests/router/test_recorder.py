@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
-from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.prompt_segments import prompt_segments
 from argosy_router.config import ConfigError
 from argosy_router.records.recorder import Recorded, Recorder
 from argosy_router.replay.trace import oracle_tokens, read_trace
@@ -44,7 +44,7 @@ async def test_a_recording_replays(tmp_path: Path) -> None:
     assert "question" not in text
     request = decode_request("chat/completions", json.dumps(chat(SYSTEM + questions[0])).encode())
     assert isinstance(request, ChatCompletionRequest)
-    (segments,) = prompt_view(request)
+    (segments,) = prompt_segments(request)
     guess = chunk_hashes(segments, chain_seed("tiny"))
     assert len(guess) == len(first.blocks)
     assert not set(guess) & set(first.blocks), "who guesses a prompt cannot confirm it"

@@ -8,9 +8,9 @@ import struct
 import msgspec
 import pytest
 
-from argosy_protocol.chunks import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.prompt_segments import prompt_segments
 from argosy_protocol.telemetry import (
     MAX_FRAME_BYTES,
     Cleared,
@@ -34,7 +34,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 60
 def chunks_of(prompt: str, tokens_per_chunk: int = 60) -> dict[int, int]:
     """The chunks an engine would announce for a chat with this one message."""
     request = decode_request("chat/completions", msgspec.json.encode(chat(prompt)))
-    hashes = chunk_hashes(prompt_view(request)[0], chain_seed(MODEL))
+    hashes = chunk_hashes(prompt_segments(request)[0], chain_seed(MODEL))
     return {chunk: tokens_per_chunk * (position + 1) for position, chunk in enumerate(hashes)}
 
 

@@ -11,8 +11,8 @@ from argosy.errors import CommandError
 from argosy.local.client import Client, connect
 from argosy.local.control import Watch
 from argosy.local.state import choose_state_dir
-from argosy_protocol.keys import internal_key
-from argosy_protocol.report import ADMIN_KEY_UID
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.routable_report import ADMIN_KEY_UID
 
 _ANSWER_S: Final = 10.0
 

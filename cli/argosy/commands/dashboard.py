@@ -12,8 +12,8 @@ from typing import Final
 from argosy.commands.admin_port import admin_port
 from argosy.commands.options import Parser, add_state_dir
 from argosy.errors import OK
-from argosy_protocol.keys import internal_key
-from argosy_protocol.report import ADMIN_KEY_UID
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.routable_report import ADMIN_KEY_UID
 
 FLEET_KEY_ENV: Final = "ARGOSY_FLEET_KEY"
 

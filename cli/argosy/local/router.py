@@ -19,8 +19,8 @@ from argosy.local.process import Process
 from argosy.local.settings import HOST, Settings, backoff_s, free_port
 from argosy.local.state import StateDir
 from argosy.local.waiting import first_of
-from argosy_protocol.keys import internal_key
-from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, ReplicaReport, RoutableReport
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, ReplicaReport, RoutableReport
 
 LOG_NAME: Final = "router"
 _POLL_S: Final = 2.0

@@ -31,8 +31,8 @@ from argosy.local.settings import Settings
 from argosy.local.state import StateDir
 from argosy_operator.desired.fleet_document import fleet_service
 from argosy_operator.resource.types import InferenceService
+from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
-from argosy_protocol.keys import internal_key
 
 log = logging.getLogger(__name__)
 

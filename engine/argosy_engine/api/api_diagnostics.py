@@ -12,7 +12,7 @@ import os
 import signal
 
 from argosy_engine.api.app import Engine
-from argosy_protocol.task_list import describe_tasks
+from argosy_protocol.program.task_list import describe_tasks
 
 logger = logging.getLogger("argosy.api")
 

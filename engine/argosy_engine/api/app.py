@@ -44,13 +44,13 @@ from argosy_protocol.errors import (
     TooManyRequests,
     Unavailable,
 )
-from argosy_protocol.log_format import format_frames
 from argosy_protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     decode_request,
 )
+from argosy_protocol.program.log_format import format_frames
 from argosy_protocol.tokenization import decode_detokenize_request, decode_tokenize_request
 
 logger = logging.getLogger("argosy.api")

@@ -6,7 +6,7 @@ import argparse
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
-from argosy_protocol.flags import FlagParser, InvalidValue
+from argosy_protocol.program.flags import FlagParser, InvalidValue
 
 
 class EngineFlagParser(FlagParser):

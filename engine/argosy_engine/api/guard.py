@@ -12,8 +12,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.errors import ApiError, BadRequest, Forbidden, PayloadTooLarge, Unauthorized
-from argosy_protocol.keys import KeyRing
 
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
 ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"})

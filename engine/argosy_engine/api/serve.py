@@ -26,10 +26,10 @@ from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.budget import budget_table
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.osproc.file_descriptors import raise_limit, require_free
-from argosy_protocol.flags import InvalidValue
-from argosy_protocol.keys import KeyRing
-from argosy_protocol.listening import CannotListen, listen
-from argosy_protocol.log_format import configure_logging
+from argosy_protocol.bearer_keys import KeyRing
+from argosy_protocol.program.flags import InvalidValue
+from argosy_protocol.program.listen import CannotListen, listen
+from argosy_protocol.program.log_format import configure_logging
 
 logger = logging.getLogger("argosy.api")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from argosy_engine.api.http_protocol import HttpLimits
-from argosy_protocol.flags import Flag
+from argosy_protocol.program.flags import Flag
 
 ITERATION_TIMEOUT_S = 120.0
 """A core that said nothing for this long is taken for hung; a step of a large prompt on a slow CPU takes tens."""

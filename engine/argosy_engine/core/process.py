@@ -46,7 +46,7 @@ from argosy_engine.errors import ConfigError, EngineBusy
 from argosy_engine.osproc.child_process import die_with_parent
 from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
 from argosy_engine.worker.memory import check_model
-from argosy_protocol.log_format import configure_logging
+from argosy_protocol.program.log_format import configure_logging
 
 logger = logging.getLogger("argosy.core")
 

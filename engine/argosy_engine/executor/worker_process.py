@@ -24,7 +24,7 @@ from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastReader, Framed, ReaderEnds
 from argosy_engine.osproc.child_process import die_with_parent
 from argosy_engine.worker.step import GrammarBitmask, SchedulerOutput
-from argosy_protocol.log_format import configure_logging
+from argosy_protocol.program.log_format import configure_logging
 
 if TYPE_CHECKING:
     from argosy_engine.worker.pending_step import PendingStep

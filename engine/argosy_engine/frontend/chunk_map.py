@@ -1,9 +1,9 @@
 """Chunk ends of a prompt as token counts: where the router's chunks fall in what the engine computes.
 
-The router cuts a request's values (`protocol.prompt_view`), the engine tokenises the rendered text. The values are
-found in order in the text; a chunk's end becomes a character offset, and that the number of tokens which end at or
-before it. What a template dropped or moved maps to the last place found: too low a count is a missed hint, too high
-a one a wrong hint, so everything here rounds down.
+The router splits a request's values (`argosy_protocol.prompt_segments`) into chunks; the engine tokenises the rendered
+text. The values are found in order in the text; a chunk's end becomes a character offset, and that the number of tokens
+which end at or before it. What a template dropped or moved maps to the last place found: too low a count is a missed
+hint, too high a one a wrong hint, so everything here rounds down.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from argosy_engine.core.messages import ChunkEnd
-from argosy_protocol.chunks import chunk_ends, chunk_hashes
-from argosy_protocol.prompt_view import Segment, SegmentKind
+from argosy_protocol.chunk_hash import chunk_ends, chunk_hashes
+from argosy_protocol.prompt_segments import Segment, SegmentKind
 
 _SHORT_CHARS = 32
 _SHORT_WINDOW_CHARS = 256

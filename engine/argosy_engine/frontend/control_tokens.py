@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from argosy_engine.frontend.render_pool import stop_if_abandoned
-from argosy_protocol.prompt_view import Segment
+from argosy_protocol.prompt_segments import Segment
 
 _PRIVATE = 0x10F000
 """First of the private characters that stand for others while a template renders."""

@@ -21,14 +21,14 @@ from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
 from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
 from argosy_engine.structured.reasoning import Reasoning, reasoning_after
-from argosy_protocol.chunks import chain_seed
+from argosy_protocol.chunk_hash import chain_seed
 from argosy_protocol.openai import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     GenerationRequest,
 )
-from argosy_protocol.prompt_view import Segment, SegmentKind, prompt_view
+from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segments
 
 
 class Prompt(NamedTuple):
@@ -68,7 +68,7 @@ class Renderer:
         Raises:
             InvalidRequest: the template cannot take the messages, or the model has no template.
         """
-        (segments,) = prompt_view(request)
+        (segments,) = prompt_segments(request)
         text, cuts = self._chat_text(request, segments)
         self.check_length(len(cuts) + 1)  # each piece is one token at least
         prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
@@ -82,7 +82,7 @@ class Renderer:
         Raises:
             InvalidRequest: as `render_chat`.
         """
-        (segments,) = prompt_view(request)
+        (segments,) = prompt_segments(request)
         text, cuts = self._chat_text(request, segments)
         return self.encode(text, add_special_tokens=False, cuts=cuts).ids
 
@@ -100,7 +100,7 @@ class Renderer:
             self._text_prompt(prompt, segments, request, add_special_tokens=True)
             if isinstance(prompt, str)
             else self._token_prompt(prompt, segments, request)
-            for prompt, segments in zip(prompts, prompt_view(request), strict=True)
+            for prompt, segments in zip(prompts, prompt_segments(request), strict=True)
         ]
 
     def render_text(self, text: str, *, add_special_tokens: bool = True) -> Prompt:

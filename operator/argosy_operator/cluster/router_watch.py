@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from argosy_operator.names import ROUTER_ADMIN_PORT
 from argosy_operator.observed.observation import Routers
-from argosy_protocol.keys import internal_key
-from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 
 logger = logging.getLogger(__name__)
 

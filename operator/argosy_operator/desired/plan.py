@@ -26,7 +26,7 @@ from argosy_operator.names import (
 )
 from argosy_operator.observed.observation import Observation
 from argosy_operator.resource.types import API_VERSION, KIND, InferenceService
-from argosy_protocol.keys import internal_key
+from argosy_protocol.bearer_keys import internal_key
 
 
 class Plan(Struct, frozen=True, kw_only=True):

@@ -25,10 +25,10 @@ import uvicorn
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from argosy_protocol.bearer_keys import KeyRing, internal_key
 from argosy_protocol.errors import ApiError, BadRequest, Forbidden, PayloadTooLarge, Unauthorized
-from argosy_protocol.keys import KeyRing, internal_key
 from argosy_protocol.openai import decode_request
-from argosy_protocol.report import ADMIN_KEY_UID, REPORT_PATH
+from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
 from argosy_router.admin.connections import MAX_CONNECTIONS, AdminConnection
 from argosy_router.admin.explain import explain
 from argosy_router.admin.overview import Overviews

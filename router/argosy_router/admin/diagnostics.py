@@ -16,7 +16,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-from argosy_protocol.task_list import describe_tasks
+from argosy_protocol.program.task_list import describe_tasks
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
+from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument, FleetService, NameTable, resolve_names
-from argosy_protocol.keys import internal_key
-from argosy_protocol.report import RoutableReport
+from argosy_protocol.routable_report import RoutableReport
 from argosy_router.config import DEFAULT_INDEX_MEMORY, ClientLimits
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.service import Service

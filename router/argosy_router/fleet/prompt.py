@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from argosy_protocol.chunks import chain_seed
+from argosy_protocol.chunk_hash import chain_seed
 from argosy_protocol.openai import GenerationRequest
-from argosy_protocol.prompt_view import Segment, SegmentKind
+from argosy_protocol.prompt_segments import Segment, SegmentKind
 from argosy_router.native.hashing import chunk_hashes
 
 _KEY_CHUNKS: Final = 4

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from argosy_protocol.report import ReplicaReport, ReplicaState
+from argosy_protocol.routable_report import ReplicaReport, ReplicaState
 from argosy_protocol.telemetry import Hello
 from argosy_router.fleet.health import SUSPECT_STEP_AGE_S, Health
 from argosy_router.fleet.load import LoadAccount

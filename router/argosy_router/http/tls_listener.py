@@ -14,7 +14,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from argosy_protocol.listening import listen
+from argosy_protocol.program.listen import listen
 from argosy_router.http.server import ServerConnection, ServerState
 
 log = logging.getLogger(__name__)

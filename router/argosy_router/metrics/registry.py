@@ -16,7 +16,7 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from argosy_protocol import __version__
-from argosy_protocol.report import ReplicaState
+from argosy_protocol.routable_report import ReplicaState
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service

@@ -1,5 +1,5 @@
 """Functions and classes implemented in C if that was built (`argosy_router.compile`), and in Python otherwise.
 
-Owns: the choice between the two. Both behave alike: `argosy_protocol.chunks`, `native.estimate`, `native.ranking` and
-`prefixes.table` document them, and tests compare them.
+Owns: the choice between the two. Both behave alike: `argosy_protocol.chunk_hash`, `native.estimate`, `native.ranking`
+and `prefixes.table` document them, and tests compare them.
 """

@@ -1,4 +1,4 @@
-/* Chunk hashes, as in `argosy_protocol.chunks`, the tokens up to each as in `estimate.py`, and the ranking of
+/* Chunk hashes, as in `argosy_protocol.chunk_hash`, the tokens up to each as in `estimate.py`, and the ranking of
    `ranking.py`: what needs many short hashes.
 
    What has an item for each chunk is an `array.array`: no Python integer is made. */

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from argosy_protocol.chunks import chunk_offsets
+from argosy_protocol.chunk_hash import chunk_offsets
 
 _MOST = 2**32 - 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 try:
     from argosy_router.native._hashing import chunk_hashes, chunk_tokens, first_ranked
 except ImportError:
-    from argosy_protocol.chunks import chunk_hashes
+    from argosy_protocol.chunk_hash import chunk_hashes
     from argosy_router.native.estimate import chunk_tokens
     from argosy_router.native.ranking import first_ranked
 

@@ -23,7 +23,7 @@ from argosy_protocol.openai import (
     StreamOptions,
     decode_request,
 )
-from argosy_protocol.prompt_view import prompt_view
+from argosy_protocol.prompt_segments import prompt_segments
 from argosy_protocol.tokenization import only_model
 from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
@@ -153,4 +153,4 @@ def prompt_of(
     """Return what routing needs to know of a request's prompt."""
     number = xxh3_64_intdigest(session) if session else 0
     alias = decoded.model if decoded.model in service.candidates.partial_aliases else ""
-    return service.hasher.prompt(decoded, prompt_view(decoded), number, adapter, alias)
+    return service.hasher.prompt(decoded, prompt_segments(decoded), number, adapter, alias)

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from argosy_protocol.listening import CannotListen, explain_listen_errors, listen
+from argosy_protocol.program.listen import CannotListen, explain_listen_errors, listen
 
 
 def test_sockets_listen_at_once() -> None:

@@ -1,11 +1,11 @@
-"""Describes the tasks of an event loop, for what engines and routers print on SIGUSR1."""
+"""List the tasks of an event loop, for the state that engines and routers print on SIGUSR1."""
 
 from __future__ import annotations
 
 import asyncio
 
 MAX_TASKS = 64
-"""Tasks listed; the rest is counted."""
+"""Number of tasks listed; the others are only counted."""
 
 
 def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:

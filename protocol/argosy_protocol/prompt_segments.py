@@ -1,7 +1,7 @@
-"""`prompt_view`: the fields of a request that determine its prompt, in prompt order, as byte segments.
+"""The fields of a request that determine its prompt, in prompt order, as byte segments.
 
-Router and engine call this pure function on the decoded request, so the result depends on the values, not on how a
-client serialised its JSON. It needs neither tokenizer nor chat template.
+Router and engine call the pure function `prompt_segments` on the decoded request, so the result depends on the values,
+not on how a client serialised its JSON. It needs neither tokenizer nor chat template.
 
 Order: tools, documents, template arguments, then for each message: role, name, reasoning, text parts (or a digest of
 each part that is not text), tool calls, tool call id. For every template that renders in this order, two requests whose
@@ -47,7 +47,7 @@ to create."""
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
-def prompt_view(request: ChatCompletionRequest | CompletionRequest) -> list[list[Segment]]:
+def prompt_segments(request: ChatCompletionRequest | CompletionRequest) -> list[list[Segment]]:
     """Return one list of segments per prompt of the request (a completion may have several; a chat is one prompt).
 
     Raises:

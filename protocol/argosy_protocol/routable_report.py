@@ -12,7 +12,7 @@ from msgspec import Struct
 
 REPORT_PATH = "/internal/replicas"
 ADMIN_KEY_UID = "argosy:router-admin"
-"""`keys.internal_key(fleet_key, ADMIN_KEY_UID)` is the bearer key of the admin port's internal routes."""
+"""`bearer_keys.internal_key(fleet_key, ADMIN_KEY_UID)` is the bearer key of the admin port's internal routes."""
 
 ReplicaState = Literal[
     "connecting", "synced", "stale", "foreign", "suspect", "ejected", "half-open", "draining"

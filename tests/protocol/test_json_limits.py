@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_protocol import json_bound
+from argosy_protocol import json_limits
 from argosy_protocol.embeddings import decode_embedding_request
 from argosy_protocol.errors import BadRequest, PayloadTooLarge
-from argosy_protocol.json_bound import MAX_VALUES
+from argosy_protocol.json_limits import MAX_VALUES
 from argosy_protocol.openai import decode_request
 
 CODE = 'x = {"a\\\\": [1, 2], "b": {},}\n'
@@ -71,10 +71,10 @@ def depth(value: Any) -> int:
 @given(VALUES, st.integers(0, 6))
 def test_only_nested_values_are_too_deep_whatever_strings_contain(value: Any, limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_bound, "MAX_DEPTH", limit)
+        patch.setattr(json_limits, "MAX_DEPTH", limit)
         for indent in (None, 1):
             body = json.dumps(value, ensure_ascii=False, indent=indent).encode()
-            assert json_bound.is_too_deep(body) == (depth(value) > limit)
+            assert json_limits.is_too_deep(body) == (depth(value) > limit)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_only_nested_values_are_too_deep_whatever_strings_contain(value: Any, li
 def test_the_field_that_is_too_deep_is_named(body: bytes, field: str | None) -> None:
     for deep in (b"[" * 200 + b"]" * 200, b'{"k":' * 200 + b"1" + b"}" * 200):
         with pytest.raises(BadRequest, match="nested too deeply") as caught:
-            json_bound.decode_body(msgspec.json.Decoder(), body % deep)
+            json_limits.decode_body(msgspec.json.Decoder(), body % deep)
         assert caught.value.param == field
 
 
@@ -106,9 +106,9 @@ def separators(value: Any) -> int:
 def test_only_values_count_whatever_strings_contain(value: Any, limit: int) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_bound, "MAX_VALUES", limit)
+        patch.setattr(json_limits, "MAX_VALUES", limit)
         try:
-            json_bound.check_values(body)
+            json_limits.check_values(body)
             accepted = True
         except PayloadTooLarge:
             accepted = False

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
-from argosy_protocol.prompt_view import Segment
+from argosy_protocol.prompt_segments import Segment
 
 CHUNK_BYTES = 256
 """About 64 to 90 tokens of English: small enough to detect a shared system prompt, large enough that an 8 KB prompt has
