@@ -28,7 +28,7 @@ from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TICK_S, TimerWheel
-from argosy_router.http.server import ServerConnection, ServerState
+from argosy_router.http.server_connection import ServerConnection, ServerState
 from argosy_router.http.tls import ClientTls, ServerTls
 from argosy_router.http.tls import watch as watch_tls
 from argosy_router.http.tls_listener import TlsListener
@@ -142,19 +142,19 @@ class Router:
                 "refused_connections",
                 "Client connections beyond --max-connections.",
                 (),
-                lambda: [((), self.server.seats.refused)],
+                lambda: [((), self.server.connection_limit.refused)],
             ),
             Reading(
                 "counter",
                 "stream_pauses",
                 "Event loop pauses made to coalesce reads of many fast streams.",
                 (),
-                lambda: [((), self.server.moderator.pauses)],
+                lambda: [((), self.server.read_coalescer.pauses)],
             ),
             _gauge(
                 "inflight_body_bytes",
                 "Bodies of requests on their way in or without a whole answer.",
-                lambda: self.server.room.held,
+                lambda: self.server.body_memory.held,
             ),
         )
         self._listener: asyncio.Server | TlsListener | None = None

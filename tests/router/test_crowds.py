@@ -79,7 +79,7 @@ async def test_a_crowd_of_slow_clients_costs_others_nothing_and_is_cut() -> None
             assert (await r.chat()).status_code == 200
         answers = Counter([(await read_all(reader))[:13] for reader, _ in streams])
         assert answers == {b"": number // 4, b"HTTP/1.1 408 ": 3 * number // 4}
-        await until(lambda: r.router.server.room.held == 0)
+        await until(lambda: r.router.server.body_memory.held == 0)
 
 
 async def play(connection: Connection, received: Received) -> None:
@@ -109,7 +109,7 @@ async def test_memory_does_not_grow_with_requests_served() -> None:
                 await r.http.get("/nowhere")
                 async with raw(r.router) as (_, writer):
                     writer.write(HEAD + b"content-length: 100\r\n\r\n{")
-            await until(lambda: not r.router.requests.inflight and r.router.server.room.held == 0)
+            await until(lambda: not r.router.requests.inflight and r.router.server.body_memory.held == 0)
             engine.requests.clear()
             gc.collect()
             return len(gc.get_objects())

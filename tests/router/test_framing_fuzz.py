@@ -17,7 +17,7 @@ from argosy_protocol.errors import ApiError
 from argosy_router.config import ServerLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.messages import Request
-from argosy_router.http.server import ServerConnection, ServerState
+from argosy_router.http.server_connection import ServerConnection, ServerState
 
 Message = tuple[bytes, bytes, bytes]
 """Method, target, body."""

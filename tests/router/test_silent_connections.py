@@ -9,13 +9,13 @@ from ipaddress import ip_network
 import pytest
 
 from argosy_router.config import ConfigError, ServerLimits
-from argosy_router.http.seats import GRACE_S, AddressGroups, Seats
+from argosy_router.http.connection_limit import GRACE_S, AddressGroups, ConnectionLimit
 from argosy_router.main import build_parser, config_of
 
 from .fake_engine import FakeEngine
 from .harness import DEADLINE_S, Rig, raw, rig
+from .test_connection_limit import HEALTH, answer, ask, is_closed, keep, limited_to
 from .test_life import request_bytes
-from .test_seats import HEALTH, answer, ask, is_closed, keep, seated
 
 KEY_LINE = b"\r\nauthorization: Bearer k\r\n"
 HALF_A_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-"
@@ -54,7 +54,7 @@ async def test_silent_connections_keep_nobody_out(sent: bytes) -> None:
 
 
 async def test_the_oldest_gives_way_first_and_no_request_does() -> None:
-    async with seated(4) as (r, gate), raw(r.router) as a, raw(r.router) as b:
+    async with limited_to(4) as (r, gate), raw(r.router) as a, raw(r.router) as b:
         await ask(r, a)
         await ask(r, b)
         async with contextlib.AsyncExitStack() as stack:
@@ -76,7 +76,7 @@ async def test_the_oldest_gives_way_first_and_no_request_does() -> None:
 
 
 async def test_an_idle_connection_goes_before_one_that_has_just_come() -> None:
-    async with seated(2) as (r, gate), raw(r.router) as kept, raw(r.router) as new:
+    async with limited_to(2) as (r, gate), raw(r.router) as kept, raw(r.router) as new:
         await keep(kept)
         await r.until(lambda: len(r.router.server.connections) == 2)
         async with raw(r.router) as c:
@@ -88,7 +88,7 @@ async def test_an_idle_connection_goes_before_one_that_has_just_come() -> None:
 
 
 async def test_a_whole_head_ends_the_silence() -> None:
-    async with seated(1) as (r, gate), raw(r.router) as (reader, writer):
+    async with limited_to(1) as (r, gate), raw(r.router) as (reader, writer):
         data = request_bytes()
         writer.write(data[:20])
         await r.until(lambda: any(c.is_busy for c in r.router.server.connections))
@@ -107,23 +107,23 @@ async def test_a_whole_head_ends_the_silence() -> None:
 
 
 class Silent:
-    """A connection as seats know it."""
+    """A connection that the limit may displace."""
 
     def __init__(self, address: str = "") -> None:
         self.address = address
         self.is_gone = False
 
-    def give_way(self) -> bool:
+    def displace(self) -> bool:
         self.is_gone = True
         return True
 
 
-def fill(seats: Seats, address: str, count: int, now: float) -> list[Silent]:
+def fill(limit: ConnectionLimit, address: str, count: int, now: float) -> list[Silent]:
     made = []
     for _ in range(count):
         connection = Silent(address)
-        assert seats.take(now)
-        seats.fell_silent(connection, now)
+        assert limit.admit(now)
+        limit.add_silent(connection, now)
         made.append(connection)
     return made
 
@@ -133,37 +133,37 @@ def gone(connections: list[Silent]) -> int:
 
 
 def test_one_address_has_so_many_silent_connections() -> None:
-    seats = Seats(100, silent_per_address=4)
-    mine, theirs = fill(seats, "10.0.0.1", 4, 0.0), fill(seats, "10.0.0.2", 3, 0.0)
-    later = fill(seats, "10.0.0.1", 2, GRACE_S + 1.0)
+    limit = ConnectionLimit(100, silent_per_address=4)
+    mine, theirs = fill(limit, "10.0.0.1", 4, 0.0), fill(limit, "10.0.0.2", 3, 0.0)
+    later = fill(limit, "10.0.0.1", 2, GRACE_S + 1.0)
     assert [one.is_gone for one in mine] == [True, True, False, False], "the oldest"
     assert not gone(theirs)
     assert not gone(later)
 
 
 def test_a_burst_of_one_address_is_let_in() -> None:
-    seats = Seats(1000, silent_per_address=4)
-    burst = fill(seats, "10.0.0.1", 500, 0.0)
+    limit = ConnectionLimit(1000, silent_per_address=4)
+    burst = fill(limit, "10.0.0.1", 500, 0.0)
     assert not gone(burst), "clients open many connections at once, and speak a moment later"
-    fill(seats, "10.0.0.1", 1, GRACE_S + 1.0)
+    fill(limit, "10.0.0.1", 1, GRACE_S + 1.0)
     assert gone(burst) == 497
 
 
 def test_those_that_speak_do_not_count() -> None:
-    seats = Seats(100, silent_per_address=2)
-    spoken = fill(seats, "10.0.0.1", 50, 0.0)
+    limit = ConnectionLimit(100, silent_per_address=2)
+    spoken = fill(limit, "10.0.0.1", 50, 0.0)
     for connection in spoken:
-        seats.spoke(connection)
-    silent = fill(seats, "10.0.0.1", 2, 10.0)
-    fill(seats, "10.0.0.2", 1, 20.0)
+        limit.remove_silent(connection)
+    silent = fill(limit, "10.0.0.1", 2, 10.0)
+    fill(limit, "10.0.0.2", 1, 20.0)
     assert not gone(spoken + silent)
 
 
 def test_what_left_is_forgotten() -> None:
-    seats = Seats(100, silent_per_address=2)
-    for connection in fill(seats, "10.0.0.1", 2, 0.0):
-        seats.leave(connection, is_seated=True)
-    assert not gone(fill(seats, "10.0.0.1", 2, 10.0))
+    limit = ConnectionLimit(100, silent_per_address=2)
+    for connection in fill(limit, "10.0.0.1", 2, 0.0):
+        limit.release(connection, is_admitted=True)
+    assert not gone(fill(limit, "10.0.0.1", 2, 10.0))
 
 
 @pytest.mark.parametrize(

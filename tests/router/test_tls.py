@@ -151,7 +151,7 @@ async def test_silent_handshakes_keep_nobody_out(authority: Callable[[str], Auth
             for _ in range(20):  # those that gave way have left no seat taken
                 assert await served_name(r, trusting(ca)) == "router"
             assert (await client.get("/health")).status_code == 200
-        assert r.router.server.seats.refused == 0
+        assert r.router.server.connection_limit.refused == 0
 
 
 async def test_a_refusal_and_a_cut_arrive_over_tls(authority: Callable[[str], Authority]) -> None:

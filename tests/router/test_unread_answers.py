@@ -11,13 +11,13 @@ import pytest
 
 from argosy_router.config import ServerLimits
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.server import REQUESTS_PER_TURN, ServerConnection, ServerState
+from argosy_router.http.server_connection import REQUESTS_PER_TURN, ServerConnection, ServerState
 
 from .fake_engine import FakeEngine
 from .harness import DEADLINE_S, raw, rig
+from .test_connection_limit import answer
 from .test_framing_fuzz import Clock, Recorder, Wire
 from .test_life import request_bytes
-from .test_seats import answer
 
 KEY_LINE = b"\r\nauthorization: Bearer k\r\n"
 PUBLIC = b"GET /version HTTP/1.1\r\nhost: a\r\nx-request-id: " + b"i" * 128 + b"\r\n\r\n"

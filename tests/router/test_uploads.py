@@ -33,7 +33,7 @@ def request(body: bytes, head: bytes = HEAD) -> bytes:
 
 
 def held_bytes(r: Rig) -> int:
-    return r.router.server.room.held
+    return r.router.server.body_memory.held
 
 
 @contextlib.asynccontextmanager

@@ -278,4 +278,4 @@ def _fell_silent(service: Service, replica: Replica, *, is_certain: bool) -> Non
     one: those without a response yet, and once `is_certain` also those whose response has begun."""
     others = (other for other in service.replicas.values() if other is not replica)
     if any(other.is_routable and other.health.is_well for other in others):
-        replica.pool.give_up(FirstByteTimeout("the replica fell silent"), even_begun=is_certain)
+        replica.pool.fail_requests(FirstByteTimeout("the replica fell silent"), include_begun=is_certain)

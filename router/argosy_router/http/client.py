@@ -133,9 +133,9 @@ class ClientConnection(asyncio.Protocol):
         self._sink = None
         self._shut()
 
-    def give_up(self, error: UpstreamError, *, even_begun: bool) -> None:
-        """Fail the request under way, if there is one; with `even_begun` also if its response has begun."""
-        if self._sink is not None and (even_begun or not self._has_begun):
+    def fail_request(self, error: UpstreamError, *, include_begun: bool) -> None:
+        """Fail the current request if its response has not begun; with `include_begun` in any case."""
+        if self._sink is not None and (include_begun or not self._has_begun):
             self._fail(error)
 
     def expire_after(self, seconds: float) -> None:

@@ -5,7 +5,6 @@ UpstreamError
 ├── ConnectionLost      the connection ended before the response did
 ├── FirstByteTimeout    connected, but no response in time
 ├── IdleTimeout         the response stalled
-├── CoreStalled         the replica's engine core has not run a step for too long
 └── MalformedResponse   not HTTP, over our limits, or a status no proxy may forward
 
 Their messages are for the log; clients get errors of `argosy_protocol.errors`.
@@ -49,10 +48,6 @@ class FirstByteTimeout(UpstreamError):
 
 class IdleTimeout(UpstreamError):
     reason = "idle_timeout"
-
-
-class CoreStalled(UpstreamError):
-    reason = "stalled"
 
 
 class MalformedResponse(UpstreamError):

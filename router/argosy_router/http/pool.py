@@ -109,10 +109,10 @@ class ConnectionPool:
         self._idle.append(connection)
         connection.expire_after(self._limits.keep_alive_s)
 
-    def give_up(self, error: UpstreamError, *, even_begun: bool) -> None:
-        """Fail the requests under way; with `even_begun` also those whose response has begun."""
+    def fail_requests(self, error: UpstreamError, *, include_begun: bool) -> None:
+        """Fail the requests without a response; with `include_begun` also those whose response has begun."""
         for connection in list(self._open_connections):
-            connection.give_up(error, even_begun=even_begun)
+            connection.fail_request(error, include_begun=include_begun)
 
     def close(self) -> None:
         """Close idle and connecting connections; connections in use finish their request and close then."""

@@ -2,7 +2,7 @@
 
 Owns: framing: where a request ends, and the limits on its parts.
 Must not know: deadlines, responses, what a request asks for.
-Invariants: nothing is parsed after a failure; body bytes count in the server's `BodyRoom` from their arrival until
+Invariants: nothing is parsed after a failure; body bytes count in the server's `BodyMemory` from their arrival until
 `release` or `close`.
 """
 
@@ -22,7 +22,7 @@ from argosy_protocol.errors import (
     PayloadTooLarge,
 )
 from argosy_router.config import ServerLimits
-from argosy_router.http.body_room import BodyRoom
+from argosy_router.http.body_memory import BodyMemory
 from argosy_router.http.messages import Headers, Request
 
 _METHODS: Final = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS"))
@@ -39,10 +39,10 @@ class Phase(Enum):
 class RequestReader:
     """Feeds llhttp. Complete requests are queued in `ready`; the error that stopped parsing is in `failure`."""
 
-    def __init__(self, limits: ServerLimits, room: BodyRoom, on_head: Callable[[Request], bool]) -> None:
+    def __init__(self, limits: ServerLimits, memory: BodyMemory, on_head: Callable[[Request], bool]) -> None:
         """`on_head` is `Application.on_head`."""
         self._limits = limits
-        self._room = room
+        self._memory = memory
         self._on_head = on_head
         self._parser = httptools.HttpRequestParser(self)
         self.ready: list[Request] = []
@@ -51,7 +51,7 @@ class RequestReader:
         self.wants_continue = False
         """Whether the client sends the body only when told to (`Expect: 100-continue`)."""
         self._wire_bytes = 0
-        self._taken = 0
+        self._reserved = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -81,13 +81,13 @@ class RequestReader:
 
     def release(self, request: Request) -> None:
         """Give back the room of an answered request's body."""
-        self._taken -= request.body_bytes
-        self._room.give_back(request.body_bytes)
+        self._reserved -= request.body_bytes
+        self._memory.release(request.body_bytes)
 
     def close(self) -> None:
         """Discard everything received; the connection is gone."""
-        self._room.give_back(self._taken)
-        self._taken = 0
+        self._memory.release(self._reserved)
+        self._reserved = 0
         self.ready.clear()
         self._reset()
 
@@ -188,10 +188,10 @@ class RequestReader:
     def on_body(self, data: bytes) -> None:
         self._check_size(self.body_bytes + len(data))
         try:
-            self._room.take(len(data))
+            self._memory.reserve(len(data))
         except ApiError as error:
             self._refuse(error)
-        self._taken += len(data)
+        self._reserved += len(data)
         self.body_bytes += len(data)
         if not self._body:
             self._body = data  # nearly always the whole body

@@ -15,7 +15,7 @@ import ssl
 from collections.abc import Callable
 
 from argosy_protocol.program.listen import listen
-from argosy_router.http.server import ServerConnection, ServerState
+from argosy_router.http.server_connection import ServerConnection, ServerState
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +88,10 @@ class TlsHandshake:
 
     def __init__(self, state: ServerState, accepted: socket.socket, context: ssl.SSLContext) -> None:
         self._limits = state.limits
-        self._is_crowded = state.seats.is_crowded
+        self._is_surplus_full = state.connection_limit.is_surplus_full
         self._socket = accepted
         self._connection = ServerConnection(state)
-        self._connection.sit(_peer(accepted), self.end)
+        self._connection.count_against_limit(_peer(accepted), self.end)
         self.task = asyncio.create_task(self._shake_hands(context), name="TLS handshake")
         self.task.add_done_callback(self._ended)
 
@@ -101,7 +101,7 @@ class TlsHandshake:
 
     async def _shake_hands(self, context: ssl.SSLContext) -> None:
         try:
-            if self._connection.is_seated or not self._is_crowded:
+            if self._connection.is_admitted or not self._is_surplus_full:
                 await asyncio.get_running_loop().connect_accepted_socket(
                     lambda: self._connection,
                     self._socket,
@@ -115,7 +115,7 @@ class TlsHandshake:
     def _ended(self, _: asyncio.Task[None]) -> None:
         """Clean up after a handshake that failed or was cancelled, perhaps before it began."""
         if not self._connection.is_made:
-            self._connection.never_made()
+            self._connection.on_handshake_failed()
             self._socket.close()
 
 

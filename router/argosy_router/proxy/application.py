@@ -29,8 +29,8 @@ from argosy_router.auth.accounts import ANYONE, Account
 from argosy_router.auth.keys import KeyTable
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
+from argosy_router.http.interfaces import Client
 from argosy_router.http.messages import Request
-from argosy_router.http.roles import Client
 from argosy_router.metrics.registry import CONTENT_TYPE
 from argosy_router.proxy import headers
 from argosy_router.proxy.accounting import RequestAccounting

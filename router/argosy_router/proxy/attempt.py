@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Choice
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.http.errors import ConnectFailed, CoreStalled, UpstreamError
+from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.messages import Headers, first_value
 from argosy_router.proxy import headers as header_rules
 from argosy_router.proxy.call import Call

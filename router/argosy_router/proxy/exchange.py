@@ -29,12 +29,12 @@ from argosy_protocol.errors import (
     Unavailable,
 )
 from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import (
     ConnectFailed,
     ConnectionLost,
-    CoreStalled,
     FirstByteTimeout,
     UpstreamError,
 )

@@ -18,11 +18,11 @@ import logging
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.health import CONSECUTIVE_FAILURES
 from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Service
 from argosy_router.http.errors import (
     ConnectFailed,
     ConnectionLost,
-    CoreStalled,
     IdleTimeout,
     UpstreamError,
 )

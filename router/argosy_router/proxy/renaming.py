@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy_router.http.roles import Client, ClientListener
+from argosy_router.http.interfaces import Client, ClientListener
 
 
 class Renaming(NamedTuple):

@@ -15,7 +15,7 @@ from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
 from argosy_router.auth.accounts import RateLimited
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.roles import Client
+from argosy_router.http.interfaces import Client
 from argosy_router.proxy.accounting import RequestAccounting
 from argosy_router.proxy.answer import Answer
 from argosy_router.proxy.begun_stream import KeepAlive

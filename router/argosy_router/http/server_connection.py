@@ -16,13 +16,13 @@ from typing import cast
 
 from argosy_protocol.errors import ApiError, RequestTimeout, Unavailable
 from argosy_router.config import ServerLimits
-from argosy_router.http.body_room import BodyRoom
+from argosy_router.http.body_memory import BodyMemory
+from argosy_router.http.connection_limit import AddressGroups, ConnectionLimit
 from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.interfaces import Application, ClientListener
 from argosy_router.http.messages import Request, status_line
-from argosy_router.http.moderation import Moderator
+from argosy_router.http.read_coalescing import ReadCoalescer
 from argosy_router.http.request_reader import Phase, RequestReader
-from argosy_router.http.roles import Application, ClientListener
-from argosy_router.http.seats import AddressGroups, Seats
 
 REQUESTS_PER_TURN = 16
 """Requests answered on one connection per turn of the event loop (some 50 us each). Further pipelined requests wait
@@ -36,16 +36,16 @@ class ServerState:
         self.application = application
         self.limits = limits
         self.wheel = wheel
-        self.room = BodyRoom(limits.max_inflight_bytes)
-        self.seats = Seats(limits.max_connections, limits.max_silent_per_address)
+        self.body_memory = BodyMemory(limits.max_inflight_bytes)
+        self.connection_limit = ConnectionLimit(limits.max_connections, limits.max_silent_per_address)
         self.addresses = AddressGroups([ip_network(network) for network in limits.trusted_proxies])
-        self.moderator = Moderator(limits.stream_moderation_us * 1e-6)
+        self.read_coalescer = ReadCoalescer(limits.stream_moderation_us * 1e-6)
         self.connections: set[ServerConnection] = set()
         self.is_draining = False
         """Whether responses carry `connection: close`, so that clients send their next request elsewhere."""
         self._changed = asyncio.Event()
 
-    def left(self, connection: ServerConnection) -> None:
+    def remove(self, connection: ServerConnection) -> None:
         """Forget a connection that has ended."""
         self.connections.discard(connection)
         self._changed.set()
@@ -69,7 +69,7 @@ class ServerConnection(asyncio.Protocol):
         self._state = state
         self._limits = state.limits
         self._application = state.application
-        self.reader = RequestReader(state.limits, state.room, state.application.on_head)
+        self.reader = RequestReader(state.limits, state.body_memory, state.application.on_head)
         self._deadline = Deadline(state.wheel, self._on_deadline)
         """Deadline for the client's next input, or for the connection to close."""
         self._stall = Deadline(state.wheel, self._on_stall)
@@ -83,20 +83,20 @@ class ServerConnection(asyncio.Protocol):
         self._awaited: Phase | None = None
         """The phase that the deadline is armed for."""
         self._body_mark = 0
-        self._is_turning = False
+        self._is_serving = False
         self._is_write_paused = False
         self._is_read_paused = False
         """Whether reading pauses between two requests, until the client has read the earlier responses or other
         connections have had their turn."""
         self._is_known = True
         """Whether the application authorized the last request (set its `grant`)."""
-        self.is_deaf = False
+        self.is_discarding = False
         """Whether input is discarded, because the client has pipelined more than `max_held_bytes`."""
         self._is_closing = False
         self._is_chunked = False
-        self.is_seated = True
-        """Whether the connection limit admitted it."""
-        self._has_sat = False
+        self.is_admitted = True
+        """Whether the connection limit admitted it; one over the limit stays open to be refused."""
+        self._is_counted = False
         self._end_handshake: Callable[[], None] | None = None
         self.is_made = False
         self.address = ""
@@ -104,10 +104,10 @@ class ServerConnection(asyncio.Protocol):
         self.is_silent = False
         """Whether the client still has to prove itself: it has not sent a whole request head, or not the body of a
         request that needs no key."""
-        self._idle = state.seats.idle
-        self._moderator = state.moderator
+        self._idle = state.connection_limit.idle
+        self._coalescer = state.read_coalescer
         self._interval = -1
-        """The moderator's interval in which a stream on this connection last sent something."""
+        """The coalescer's interval in which a stream on this connection last sent something."""
 
     # asyncio.Protocol
 
@@ -118,24 +118,24 @@ class ServerConnection(asyncio.Protocol):
         self._awaited = Phase.IDLE
         self._deadline.set(self._limits.header_timeout_s)
         self.is_made = True
-        if not self._has_sat:
-            self.sit(transport.get_extra_info("peername"))
-        if not self.is_seated:
-            self._turn_away()
+        if not self._is_counted:
+            self.count_against_limit(transport.get_extra_info("peername"))
+        if not self.is_admitted:
+            self._refuse_next_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closing = True
         self._deadline.end()
         self._stall.end()
-        self._leave()
+        self._lose_client()
         self.reader.close()
-        self._state.seats.leave(self, is_seated=self.is_seated)
-        self._state.left(self)
+        self._state.connection_limit.release(self, is_admitted=self.is_admitted)
+        self._state.remove(self)
 
     def eof_received(self) -> None:
         # A half-closed connection counts as gone: it looks the same as one whose client has died.
         if self.exchange is not None:
-            self._leave()
+            self._lose_client()
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -143,12 +143,12 @@ class ServerConnection(asyncio.Protocol):
             return
         if self.request is None:
             self.reader.feed(data)
-            self._turn()
-        elif not self.is_deaf:
+            self._serve_requests()
+        elif not self.is_discarding:
             self._held += data
             if len(self._held) > self._limits.max_held_bytes:
                 # Pausing reads instead would hide a disconnect.
-                self.is_deaf = True
+                self.is_discarding = True
                 self._held.clear()
 
     def pause_writing(self) -> None:
@@ -162,11 +162,11 @@ class ServerConnection(asyncio.Protocol):
         self._stall.clear()
         if self.exchange is not None:
             self.exchange.on_client_resumed()
-        self._go_on()
+        self._resume_reading()
 
     # connection limit
 
-    def sit(self, peer: object, end_handshake: Callable[[], None] | None = None) -> None:
+    def count_against_limit(self, peer: object, end_handshake: Callable[[], None] | None = None) -> None:
         """Count the connection against the limit: when it is made, or before its TLS handshake.
 
         Args:
@@ -175,46 +175,48 @@ class ServerConnection(asyncio.Protocol):
         """
         state = self._state
         now = state.wheel.time()
-        self._has_sat = True
+        self._is_counted = True
         self._end_handshake = end_handshake
-        self.is_seated = state.seats.take(now)
-        if self.is_seated:
+        self.is_admitted = state.connection_limit.admit(now)
+        if self.is_admitted:
             self.address = state.addresses.of(str(peer[0])) if isinstance(peer, tuple) else ""
-            self._fall_silent(now)
+            self._begin_silence(now)
 
-    def never_made(self) -> None:
-        """Give the seat back: the handshake failed, so `connection_lost` will never be called."""
-        self._state.seats.leave(self, is_seated=self.is_seated)
+    def on_handshake_failed(self) -> None:
+        """Stop counting the connection: its handshake failed, so `connection_lost` will never be called."""
+        self._state.connection_limit.release(self, is_admitted=self.is_admitted)
 
-    def _fall_silent(self, now: float) -> None:
-        if self.is_seated and not self.is_silent:
+    def _begin_silence(self, now: float) -> None:
+        if self.is_admitted and not self.is_silent:
             self.is_silent = True
-            self._state.seats.fell_silent(self, now)
+            self._state.connection_limit.add_silent(self, now)
 
-    def _speak(self) -> None:
+    def _end_silence(self) -> None:
         self.is_silent = False
-        self._state.seats.spoke(self)
+        self._state.connection_limit.remove_silent(self)
 
     # connections over the limit, and those closed to admit others
 
-    def _turn_away(self) -> None:
+    def _refuse_next_request(self) -> None:
         """Refuse the first request once its head has arrived; a response before any request would confuse clients."""
-        if self._state.seats.is_crowded:
+        if self._state.connection_limit.is_surplus_full:
             self._transport.abort()
             return
-        self.reader = RequestReader(self._limits, self._state.room, self._on_surplus_head)
+        self.reader = RequestReader(self._limits, self._state.body_memory, self._on_surplus_head)
         self._deadline.set(self._limits.surplus_timeout_s)
 
     def _on_surplus_head(self, request: Request) -> bool:
         """Refuse what needs a body, such as completions; answer probes and metrics all the same."""
         request.keep_alive = False
         if self._application.on_head(request):
-            raise Unavailable("the router has reached its connection limit; retry later", retry_after_s=1.0)
+            raise Unavailable(
+                "the connection limit (--max-connections) is reached; retry later", retry_after_s=1.0
+            )
         return False
 
-    def give_way(self) -> bool:
-        """Close a silent connection at once, and an idle one unless its client is authorized and has not yet read all
-        of the last response. Return whether it was closed."""
+    def displace(self) -> bool:
+        """Close the connection to admit another: at once if it is silent; if it is idle, unless its client is
+        authorized and has not read all of the last response. Return whether it was closed."""
         if self.is_silent:
             self.is_silent = False
             self._is_closing = True
@@ -236,28 +238,28 @@ class ServerConnection(asyncio.Protocol):
 
     # request order
 
-    def _turn(self) -> None:
+    def _serve_requests(self) -> None:
         """Hand requests to the application until one is not answered at once or none is left."""
-        if self._is_turning:
+        if self._is_serving:
             return
         reader = self.reader
-        self._is_turning = True
+        self._is_serving = True
         num_taken = 0
         try:
             while self.request is None and not self._is_closing:
                 if self._is_write_paused and (reader.ready or self._held):
-                    self._await_reader()
+                    self._await_slow_client()
                     return
                 if num_taken >= REQUESTS_PER_TURN and (reader.ready or self._held):
                     self._pause_reading()
-                    asyncio.get_running_loop().call_soon(self._go_on)
+                    asyncio.get_running_loop().call_soon(self._resume_reading)
                     return
                 if reader.ready:
                     self._deadline.clear()
                     self._awaited = None
                     self._idle.pop(self, None)
                     if self.is_silent:
-                        self._speak()
+                        self._end_silence()
                     self.request = request = reader.ready.pop(0)
                     self._is_known = request.grant is not None
                     num_taken += 1
@@ -269,34 +271,34 @@ class ServerConnection(asyncio.Protocol):
                     self._held.clear()
                     reader.feed(held)
                 else:
-                    self._wait()
+                    self._arm_deadline()
                     return
         finally:
-            self._is_turning = False
+            self._is_serving = False
 
-    def _await_reader(self) -> None:
+    def _await_slow_client(self) -> None:
         """Leave pipelined requests until the client has read earlier responses; `_stall` bounds how long that takes."""
         self._pause_reading()
-        self._yield_seat()
+        self._become_displaceable()
 
     def _pause_reading(self) -> None:
         if not self._is_read_paused:
             self._is_read_paused = True
             self._transport.pause_reading()
 
-    def _go_on(self) -> None:
+    def _resume_reading(self) -> None:
         """Resume reading, and answer the requests that waited for it."""
         if self._is_read_paused and not self._is_write_paused and not self._is_closing:
             self._is_read_paused = False
             self._transport.resume_reading()
-            self._turn()
+            self._serve_requests()
 
-    def _yield_seat(self) -> None:
-        """Let new connections displace this one, if its client is not authorized."""
+    def _become_displaceable(self) -> None:
+        """Let new connections displace this one unless its client is authorized."""
         if not self._is_known:
-            self._fall_silent(self._state.wheel.time())
+            self._begin_silence(self._state.wheel.time())
 
-    def _wait(self) -> None:
+    def _arm_deadline(self) -> None:
         """Arm the deadline of the phase the client is in, once per phase."""
         phase, limits = self.reader.phase, self._limits
         if phase is self._awaited:
@@ -308,13 +310,13 @@ class ServerConnection(asyncio.Protocol):
             return
         self._idle.pop(self, None)
         if phase is Phase.HEAD:
-            self._fall_silent(self._state.wheel.time())
+            self._begin_silence(self._state.wheel.time())
             self._deadline.set(limits.header_timeout_s)
         else:
             if not self.reader.is_body_read:  # a route without authentication: anybody can get this far
-                self._fall_silent(self._state.wheel.time())
+                self._begin_silence(self._state.wheel.time())
             elif self.is_silent:
-                self._speak()
+                self._end_silence()
             self._body_mark = 0
             self._deadline.set(limits.body_timeout_s)
             if self.reader.wants_continue:
@@ -340,7 +342,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _reject(self, error: ApiError) -> None:
         """Answer a request whose rest is not read, because it is malformed or refused at its head, and close."""
-        self._fall_silent(
+        self._begin_silence(
             self._state.wheel.time()
         )  # a new connection need not wait until the refusal has been read
         request = self.reader.incoming
@@ -369,11 +371,11 @@ class ServerConnection(asyncio.Protocol):
 
     def _close(self) -> None:
         self._is_closing = True
-        self._yield_seat()
+        self._become_displaceable()
         self._deadline.set(self._limits.write_stall_s)  # a peer that reads nothing must not keep the socket
         self._transport.close()
 
-    def _leave(self) -> None:
+    def _lose_client(self) -> None:
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.on_client_lost()
@@ -427,10 +429,10 @@ class ServerConnection(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         """Write more bytes of a started response; `data` must not be empty."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-        moderator = self._moderator
-        if self._interval != moderator.interval:
-            self._interval = moderator.interval
-            moderator.count()
+        coalescer = self._coalescer
+        if self._interval != coalescer.interval:
+            self._interval = coalescer.interval
+            coalescer.count_stream()
 
     def finish(self) -> None:
         """End a started response."""
@@ -447,7 +449,7 @@ class ServerConnection(asyncio.Protocol):
     def cut(self) -> None:
         """Abort the connection and its exchange, as if the client had disconnected."""
         self._transport.abort()
-        self._leave()
+        self._lose_client()
 
     def drain(self) -> None:
         """Close the connection if no request is under way."""
@@ -465,7 +467,7 @@ class ServerConnection(asyncio.Protocol):
             request is not None
             and request.keep_alive
             and not request.is_http10
-            and not self.is_deaf
+            and not self.is_discarding
             and not self._state.is_draining
         )
 
@@ -478,8 +480,8 @@ class ServerConnection(asyncio.Protocol):
         assert request is not None
         self.reader.release(request)
         if keeps_alive:
-            self._turn()
-        elif self.is_deaf:
+            self._serve_requests()
+        elif self.is_discarding:
             self._linger()
         else:
             self._close()

@@ -21,7 +21,7 @@ MANY: Final = 8
 much as two or three events."""
 
 
-class Moderator:
+class ReadCoalescer:
     """Slows the event loop down to one turn per interval while at least `MANY` streams are active in each."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Moderator:
         """Number of the current interval; a stream counts once in each."""
         self.pauses = 0
 
-    def count(self) -> None:
+    def count_stream(self) -> None:
         """Count a stream that has sent something in this interval."""
         self._streams += 1
         if self._streams < MANY or self._is_due:

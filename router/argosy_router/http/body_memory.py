@@ -1,18 +1,19 @@
-"""A bound on the memory that request bodies take in all connections of a server together."""
+"""A bound on the memory of request bodies, over all connections of a server."""
 
 from __future__ import annotations
 
 from argosy_protocol.errors import Unavailable
 
 
-class BodyRoom:
-    """Counts the request body bytes that all connections of a server hold."""
+class BodyMemory:
+    """Counts the request body bytes that all connections of a server hold, up to a limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.held = 0
+        """Bytes reserved and not released."""
 
-    def take(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Reserve `size` bytes.
 
         Raises:
@@ -20,10 +21,10 @@ class BodyRoom:
         """
         if self.held + size > self._limit:
             raise Unavailable(
-                "the router has reached its limit of memory for request bodies; retry later",
+                "the limit of memory for request bodies (--max-inflight-bytes) is reached; retry later",
                 retry_after_s=1.0,
             )
         self.held += size
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         self.held -= size

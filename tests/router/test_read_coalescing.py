@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from argosy_router.config import ConfigError
-from argosy_router.http.moderation import MANY, Moderator
+from argosy_router.http.read_coalescing import MANY, ReadCoalescer
 from argosy_router.main import build_parser, config_of
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
@@ -30,15 +30,15 @@ class Time:
         self.now += seconds
 
 
-def moderator(time: Time, interval_s: float = INTERVAL_S) -> Moderator:
-    made = Moderator(interval_s, now=lambda: time.now, sleep=time.sleep)
+def coalescer(time: Time, interval_s: float = INTERVAL_S) -> ReadCoalescer:
+    made = ReadCoalescer(interval_s, now=lambda: time.now, sleep=time.sleep)
     send(made, MANY)  # the first interval begins
     return made
 
 
-def send(to: Moderator, streams: int) -> None:
+def send(to: ReadCoalescer, streams: int) -> None:
     for _ in range(streams):
-        to.count()
+        to.count_stream()
 
 
 async def turn() -> None:
@@ -48,50 +48,50 @@ async def turn() -> None:
 
 async def test_many_streams_wait_out_the_interval() -> None:
     time = Time()
-    moderated = moderator(time)
+    coalescing = coalescer(time)
     time.now += 0.25
-    send(moderated, 3 * MANY)
+    send(coalescing, 3 * MANY)
     assert time.naps == [], "what was sent in this turn leaves first"
     await turn()
     assert time.naps == [0.75]
-    send(moderated, MANY)
+    send(coalescing, MANY)
     await turn()
     assert time.naps == [0.75, 1.0]
-    assert moderated.pauses == 2
+    assert coalescing.pauses == 2
 
 
 async def test_few_streams_never_wait() -> None:
     time = Time()
-    moderated = moderator(time)
-    send(moderated, MANY - 1)
+    coalescing = coalescer(time)
+    send(coalescing, MANY - 1)
     await turn()
     assert time.naps == []
 
 
 async def test_slow_streams_never_wait() -> None:
     time = Time()
-    moderated = moderator(time)
+    coalescing = coalescer(time)
     for _ in range(3 * MANY):
         time.now += INTERVAL_S / (MANY - 1)
-        send(moderated, 1)
+        send(coalescing, 1)
         await turn()
     assert time.naps == []
 
 
 async def test_a_busy_loop_never_waits() -> None:
     time = Time()
-    moderated = moderator(time)
-    send(moderated, MANY)
+    coalescing = coalescer(time)
+    send(coalescing, MANY)
     time.now += 2 * INTERVAL_S
     await turn()
     assert time.naps == []
-    assert moderated.pauses == 0
+    assert coalescing.pauses == 0
 
 
 async def test_an_interval_of_zero_never_waits() -> None:
     time = Time()
-    moderated = moderator(time, 0.0)
-    send(moderated, 3 * MANY)
+    coalescing = coalescer(time, 0.0)
+    send(coalescing, 3 * MANY)
     await turn()
     assert time.naps == []
 
@@ -115,7 +115,7 @@ async def streamed(r: Rig, streams: int) -> list[httpx.Response]:
 def naps_of(r: Rig) -> list[float]:
     """The router's pauses from now on, none of which it takes."""
     naps: list[float] = []
-    r.router.server.moderator = Moderator(
+    r.router.server.read_coalescer = ReadCoalescer(
         DEADLINE_S, sleep=naps.append
     )  # an interval that all of the test is within
     return naps

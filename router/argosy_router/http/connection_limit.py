@@ -44,16 +44,16 @@ MAX_KNOWN_ADDRESSES = 4096
 Network = IPv4Network | IPv6Network
 
 
-class Seated(Protocol):
-    """A connection, as far as the limit looks at it."""
+class LimitedConnection(Protocol):
+    """What the connection limit needs of a connection."""
 
     @property
     def address(self) -> str:
         """Group of its client's address (`AddressGroups`)."""
         ...
 
-    def give_way(self) -> bool:
-        """Close the connection if that interrupts no request. Returns whether it was closed."""
+    def displace(self) -> bool:
+        """Close the connection to admit another, if that interrupts no request. Returns whether it was closed."""
         ...
 
 
@@ -91,40 +91,41 @@ class AddressGroups:
         return socket.inet_ntop(socket.AF_INET6, address.packed[:8] + bytes(8)) + "/64"
 
 
-class Seats:
-    """The connection limit of one server; each admitted connection has a seat. All times are of one monotonic clock."""
+class ConnectionLimit:
+    """The connection limit of one server, and the connections that close to admit others. All times are of one
+    monotonic clock."""
 
     def __init__(self, limit: int, silent_per_address: int = 0) -> None:
         """`silent_per_address` of zero stands for a share of `limit`."""
         self._limit = limit
         self._silent_per_address = silent_per_address or max(MIN_PER_ADDRESS, limit // SHARE_PER_ADDRESS)
-        self._taken = 0
+        self._admitted = 0
         self._surplus = 0
         self.refused = 0
         """Connections refused so far."""
-        self.idle: dict[Seated, None] = {}
+        self.idle: dict[LimitedConnection, None] = {}
         """Keep-alive connections between two requests, the longest idle first."""
-        self._silent: dict[Seated, float] = {}
+        self._silent: dict[LimitedConnection, float] = {}
         """Silent connection -> since when, oldest first."""
-        self._by_address: dict[str, dict[Seated, None]] = {}
+        self._by_address: dict[str, dict[LimitedConnection, None]] = {}
         """Address group -> its silent connections, oldest first."""
 
-    def take(self, now: float) -> bool:
-        """Count a new connection, which must `leave` when it ends. Returns whether it is admitted."""
-        if self._taken < self._limit or self._one_gives_way(now):
-            self._taken += 1
+    def admit(self, now: float) -> bool:
+        """Count a new connection, which must `release` when it ends. Returns whether it is admitted."""
+        if self._admitted < self._limit or self._displace_one(now):
+            self._admitted += 1
             return True
         self._surplus += 1
         self.refused += 1
         return False
 
     @property
-    def is_crowded(self) -> bool:
+    def is_surplus_full(self) -> bool:
         """Whether more than `MAX_SURPLUS` connections over the limit are open."""
         return self._surplus > MAX_SURPLUS
 
-    def fell_silent(self, connection: Seated, now: float) -> None:
-        """Note that an admitted connection still has to send a request head."""
+    def add_silent(self, connection: LimitedConnection, now: float) -> None:
+        """Add an admitted connection that still has to send a request head."""
         self._silent[connection] = now
         address = connection.address
         if not address:
@@ -135,10 +136,10 @@ class Seats:
             oldest = next(iter(same))
             if now - self._silent[oldest] < GRACE_S:
                 return
-            self._give_way(oldest)
+            self._displace(oldest)
 
-    def spoke(self, connection: Seated) -> None:
-        """Note that a silent connection has sent its head, or ends."""
+    def remove_silent(self, connection: LimitedConnection) -> None:
+        """Remove a silent connection because its head has arrived, or because it ends."""
         if self._silent.pop(connection, None) is None:
             return
         address = connection.address
@@ -146,36 +147,36 @@ class Seats:
         if same is not None and same.pop(connection, connection) is None and not same:
             del self._by_address[address]
 
-    def leave(self, connection: Seated, *, is_seated: bool) -> None:
-        """Note that a connection has ended."""
+    def release(self, connection: LimitedConnection, *, is_admitted: bool) -> None:
+        """Stop counting a connection that has ended."""
         self.idle.pop(connection, None)
-        self.spoke(connection)
-        if is_seated:
-            self._taken -= 1
+        self.remove_silent(connection)
+        if is_admitted:
+            self._admitted -= 1
         else:
             self._surplus -= 1
 
-    def _one_gives_way(self, now: float) -> bool:
-        return self._a_silent_one(now - GRACE_S) or self._an_idle_one() or self._a_silent_one(now)
+    def _displace_one(self, now: float) -> bool:
+        return self._displace_silent(now - GRACE_S) or self._displace_idle() or self._displace_silent(now)
 
-    def _a_silent_one(self, since: float) -> bool:
+    def _displace_silent(self, since: float) -> bool:
         """Close the oldest silent connection if it has been silent since `since` or before."""
         while self._silent:
             oldest = next(iter(self._silent))
             if self._silent[oldest] > since:
                 return False
-            if self._give_way(oldest):
+            if self._displace(oldest):
                 return True
         return False
 
-    def _an_idle_one(self) -> bool:
+    def _displace_idle(self) -> bool:
         while self.idle:
             longest = next(iter(self.idle))
             del self.idle[longest]
-            if longest.give_way():
+            if longest.displace():
                 return True
         return False
 
-    def _give_way(self, connection: Seated) -> bool:
-        self.spoke(connection)
-        return connection.give_way()
+    def _displace(self, connection: LimitedConnection) -> bool:
+        self.remove_silent(connection)
+        return connection.displace()

@@ -1,4 +1,4 @@
-"""The bound of client connections: who gives way, what those beyond it hear, and that nobody else pays for them."""
+"""The connection limit: which connections close to admit others, and what those over the limit are answered."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from typing import Any, cast
 import pytest
 
 from argosy_router.config import ConfigError, ServerLimits
-from argosy_router.http import seats
-from argosy_router.http.seats import MAX_DEFAULT, MIN_DEFAULT, SPARE_DESCRIPTORS, Seats, default_connections
-from argosy_router.http.server import ServerConnection
+from argosy_router.http import connection_limit
+from argosy_router.http.connection_limit import (
+    MAX_DEFAULT,
+    MIN_DEFAULT,
+    SPARE_DESCRIPTORS,
+    ConnectionLimit,
+    default_connections,
+)
+from argosy_router.http.server_connection import ServerConnection
 from argosy_router.main import build_parser, config_of
 
 from .fake_engine import Connection, FakeEngine, Received, completion
@@ -36,8 +42,8 @@ class Gate:
 
 
 @contextlib.asynccontextmanager
-async def seated(count: int, **limits: Any) -> AsyncIterator[tuple[Rig, Gate]]:
-    """A router with so many seats; who has none may be silent for as long as a test takes."""
+async def limited_to(count: int, **limits: Any) -> AsyncIterator[tuple[Rig, Gate]]:
+    """A router with this connection limit; a connection over it may be silent for as long as a test takes."""
     gate = Gate()
     given = ServerLimits(max_connections=count, **{"surplus_timeout_s": DEADLINE_S, **limits})
     async with rig([FakeEngine(script=gate)], server=given) as r:
@@ -71,7 +77,7 @@ async def keep(streams: Streams) -> None:
 
 
 async def test_one_too_many_is_told_and_costs_the_others_nothing() -> None:
-    async with seated(2) as (r, gate), raw(r.router) as a, raw(r.router) as b:
+    async with limited_to(2) as (r, gate), raw(r.router) as a, raw(r.router) as b:
         await ask(r, a)
         await ask(r, b)
         async with raw(r.router) as (reader, writer):
@@ -90,8 +96,8 @@ async def test_one_too_many_is_told_and_costs_the_others_nothing() -> None:
         assert r.metric('requests_total{code="503",model=""}') == 1
 
 
-async def test_a_seat_is_free_again_once_its_client_has_left() -> None:
-    async with seated(1) as (r, gate):
+async def test_a_client_that_leaves_makes_way_for_another() -> None:
+    async with limited_to(1) as (r, gate):
         gate.opens.set()
         for _ in range(5):
             async with raw(r.router) as (reader, writer):
@@ -102,7 +108,7 @@ async def test_a_seat_is_free_again_once_its_client_has_left() -> None:
 
 
 async def test_who_has_idled_longest_gives_way() -> None:
-    async with seated(3) as (r, gate), raw(r.router) as a, raw(r.router) as b, raw(r.router) as c:
+    async with limited_to(3) as (r, gate), raw(r.router) as a, raw(r.router) as b, raw(r.router) as c:
         await keep(a)
         await keep(b)
         await ask(r, c)
@@ -122,7 +128,7 @@ async def test_who_has_idled_longest_gives_way() -> None:
 
 
 async def test_a_request_under_way_does_not_give_way() -> None:
-    async with seated(1) as (r, gate), raw(r.router) as (reader, writer):
+    async with limited_to(1) as (r, gate), raw(r.router) as (reader, writer):
         await keep((reader, writer))
         data = request_bytes()
         writer.write(data[:-2])  # all but the end of the body
@@ -136,8 +142,8 @@ async def test_a_request_under_way_does_not_give_way() -> None:
         assert (await answer(reader))[0] == 200
 
 
-async def test_probes_are_answered_without_a_seat() -> None:
-    async with seated(1) as (r, _), raw(r.router) as busy:
+async def test_probes_are_answered_over_the_limit() -> None:
+    async with limited_to(1) as (r, _), raw(r.router) as busy:
         await ask(r, busy)
         async with raw(r.router) as (reader, writer):
             writer.write(HEALTH)
@@ -146,7 +152,7 @@ async def test_probes_are_answered_without_a_seat() -> None:
             assert await is_closed(reader)
 
 
-async def test_no_key_no_seat() -> None:
+async def test_a_request_without_a_key_gets_401_over_the_limit() -> None:
     limits = ServerLimits(max_connections=1)
     async with rig([FakeEngine(script=Gate())], server=limits, api_keys=("k",)) as r:
         key = b"\r\nauthorization: Bearer k\r\n"
@@ -158,17 +164,17 @@ async def test_no_key_no_seat() -> None:
                 assert (await answer(reader))[0] == 401
 
 
-async def test_without_a_seat_nobody_may_be_silent() -> None:
-    async with seated(1, surplus_timeout_s=0.01) as (r, _), raw(r.router) as busy:
+async def test_a_silent_connection_over_the_limit_is_closed() -> None:
+    async with limited_to(1, surplus_timeout_s=0.01) as (r, _), raw(r.router) as busy:
         await ask(r, busy)
         async with raw(r.router) as (reader, _):
             assert await is_closed(reader)
         assert r.metric("refused_connections_total") == 1
 
 
-async def test_a_crowd_at_the_door_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats, "MAX_SURPLUS", 1)
-    async with seated(1) as (r, gate), raw(r.router) as busy:
+async def test_surplus_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit, "MAX_SURPLUS", 1)
+    async with limited_to(1) as (r, gate), raw(r.router) as busy:
         await ask(r, busy)
         async with raw(r.router) as (first, writer), raw(r.router) as (second, _):
             assert await is_closed(second), "it has no time to speak"
@@ -181,28 +187,28 @@ async def test_a_crowd_at_the_door_is_reset(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Kept:
-    """A connection as seats know it."""
+    """A connection that the limit may displace."""
 
     def __init__(self, *, has_its_answer: bool = True) -> None:
         self._has_its_answer = has_its_answer
 
-    def give_way(self) -> bool:
+    def displace(self) -> bool:
         return self._has_its_answer
 
 
 def test_who_still_reads_does_not_give_way() -> None:
-    places = Seats(2)
+    limit = ConnectionLimit(2)
     slow, quick = (cast("ServerConnection", Kept(has_its_answer=value)) for value in (False, True))
     for connection in (slow, quick):
-        assert places.take(0.0)
-        places.idle[connection] = None
-    assert places.take(0.0), "for the quick one"
-    assert not places.idle, "the slow one is looked at again after its next request"
-    assert not places.take(0.0)
-    places.leave(quick, is_seated=True)
-    assert not places.take(0.0), "its seat is taken already"
-    places.leave(slow, is_seated=True)
-    assert places.take(0.0)
+        assert limit.admit(0.0)
+        limit.idle[connection] = None
+    assert limit.admit(0.0), "for the quick one"
+    assert not limit.idle, "the slow one is looked at again after its next request"
+    assert not limit.admit(0.0)
+    limit.release(quick, is_admitted=True)
+    assert not limit.admit(0.0), "another connection was admitted in its place"
+    limit.release(slow, is_admitted=True)
+    assert limit.admit(0.0)
 
 
 @pytest.mark.parametrize(
