@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from argosy_engine.config import EngineArgs, HfOverrides, ResolvedConfig
-from argosy_engine.core.grammars import structured_outputs
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.messages import (
     EngineCoreOutputs,
@@ -37,7 +36,8 @@ from argosy_engine.core.watchdog import Watchdog
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor, PendingOutput
 from argosy_engine.models.config import ModelConfig
-from argosy_engine.structured.manager import Failure
+from argosy_engine.structured.manager import GrammarFailure
+from argosy_engine.structured.manager_factory import create_structured_output_manager
 from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger("argosy.core")
@@ -115,7 +115,7 @@ class EngineCore:
             or (_MAX_NUM_MIXED_PREFILL_TOKENS if info.device == "cpu" else None),
             policy=args.scheduling_policy,
         )
-        self.structured = structured_outputs(
+        self.structured = create_structured_output_manager(
             info.model_path,
             info.config.vocab_size,
             info.config.eos_token_ids,
@@ -288,7 +288,7 @@ class EngineCore:
             else:
                 self._fail({compiled.request_id: compiled.failure})
 
-    def _fail(self, failures: Mapping[str, Failure]) -> None:
+    def _fail(self, failures: Mapping[str, GrammarFailure]) -> None:
         """Fail requests whose grammar cannot be compiled or followed."""
         for request_id, failure in failures.items():
             kind = ErrorKind.INVALID_GRAMMAR
@@ -420,7 +420,9 @@ class EngineCore:
                 self.scheduler.unblock(request_id)
             else:
                 logger.error("request %s was blocked and waited for nothing", request_id)
-                self._fail({request_id: Failure("the engine lost this request's grammar", is_fault=True)})
+                self._fail(
+                    {request_id: GrammarFailure("the engine lost this request's grammar", is_fault=True)}
+                )
 
     def call_utility(self, call: UtilityCall) -> UtilityOutput:
         """Run a utility by name. A failure is returned in the output; only `EngineDead` is raised."""

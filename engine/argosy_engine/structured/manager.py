@@ -4,7 +4,7 @@ It runs in the engine core's thread, except for `_finished`, which compile threa
 ids, but nothing of scheduling: the core asks it for bitmasks and passes it the sampled tokens.
 
 If something goes wrong with one request's grammar (an exception of native code, or a step that takes too long), only
-that request fails, with a `Failure`.
+that request fails, with a `GrammarFailure`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GrammarRequest(Struct, frozen=True, array_like=True):
     reasoning: Reasoning | None = None
 
 
-class Failure(Struct, frozen=True):
+class GrammarFailure(Struct, frozen=True):
     """Reason why a request with a grammar cannot continue."""
 
     reason: str
@@ -84,7 +84,7 @@ class Compiled(Struct, frozen=True):
     """Request that no longer waits for its grammar, because it is ready or has failed."""
 
     request_id: str
-    failure: Failure | None
+    failure: GrammarFailure | None
 
 
 class StructuredOutputManager:
@@ -190,13 +190,13 @@ class StructuredOutputManager:
                 continue  # the request was aborted
             request, output = self._waiting.pop(request_id)
             if isinstance(result, NoGrammar):
-                compiled.append(Compiled(request_id, Failure(result.reason, result.is_overload)))
+                compiled.append(Compiled(request_id, GrammarFailure(result.reason, result.is_overload)))
                 continue
             try:
                 self._states[request_id] = GrammarState(result, request.reasoning, self._eos_token_ids)
             except Exception:
                 logger.exception("the grammar of request %s cannot be followed", request_id)
-                compiled.append(Compiled(request_id, Failure(_FAULT, is_fault=True)))
+                compiled.append(Compiled(request_id, GrammarFailure(_FAULT, is_fault=True)))
                 continue
             self._specs[request_id] = request.spec
             self._replays.append((request_id, output))
@@ -229,7 +229,7 @@ class StructuredOutputManager:
             self._states.pop(request_id, None)
             self._specs.pop(request_id, None)
 
-    def replay(self, request_id: str, output: Sequence[int]) -> Failure | None:
+    def replay(self, request_id: str, output: Sequence[int]) -> GrammarFailure | None:
         """Reset a request's grammar and let it accept these tokens. Returns a failure if it cannot, else None.
 
         Does nothing if the request has no grammar or still waits for it.
@@ -241,12 +241,12 @@ class StructuredOutputManager:
             state.rollback(state.num_tokens)
         except Exception:
             logger.exception("the grammar of request %s cannot be followed", request_id)
-            return Failure(_FAULT, is_fault=True)
+            return GrammarFailure(_FAULT, is_fault=True)
         return self.accept({request_id: output}).get(request_id)
 
     def bitmask(
         self, request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
-    ) -> tuple[bytes, dict[str, Failure]]:
+    ) -> tuple[bytes, dict[str, GrammarFailure]]:
         """Compute which tokens the grammars allow next.
 
         Returns int32 [rows, ceil(vocab_size / 32)] in C order, and the requests that cannot continue. A request has a
@@ -319,10 +319,10 @@ class StructuredOutputManager:
         self._bitmask = self._bitmask.copy()
         self._bitmask[start : start + size] = -1
 
-    def accept(self, sampled: Mapping[str, Sequence[int]]) -> dict[str, Failure]:
+    def accept(self, sampled: Mapping[str, Sequence[int]]) -> dict[str, GrammarFailure]:
         """Advance grammars by the sampled tokens; return the requests that cannot continue."""
         followed = [request_id for request_id in sampled if request_id in self._states]
-        results: dict[str, Failure | None] = {}
+        results: dict[str, GrammarFailure | None] = {}
 
         def follow(request_id: str) -> None:
             results[request_id] = _follow(self._states[request_id], sampled[request_id])
@@ -335,7 +335,7 @@ class StructuredOutputManager:
         }
         return failures | self._failures({followed[index]: error for index, error in errors.items()})
 
-    def _most_expensive(self, request_ids: Sequence[str]) -> dict[str, Failure | None]:
+    def _most_expensive(self, request_ids: Sequence[str]) -> dict[str, GrammarFailure | None]:
         """Return the request to fail because all grammars together take too long; nearly always none."""
         costs = {request_id: self._states[request_id].take_cpu_s() for request_id in request_ids}
         if sum(costs.values()) <= MAX_TOTAL_CPU_S:
@@ -343,22 +343,22 @@ class StructuredOutputManager:
         request_id, cost_s = max(costs.items(), key=lambda item: item[1])
         if cost_s < MIN_BLAMED_CPU_S:
             return {}
-        return {request_id: Failure(_TOO_SLOW_TOGETHER, is_overload=True)}
+        return {request_id: GrammarFailure(_TOO_SLOW_TOGETHER, is_overload=True)}
 
-    def _failures(self, errors: Mapping[str, Exception]) -> dict[str, Failure]:
+    def _failures(self, errors: Mapping[str, Exception]) -> dict[str, GrammarFailure]:
         """Turn exceptions of matchers into failures, and drop these requests' grammar states."""
         failures, unmade = {}, list[str]()
         for request_id, error in errors.items():
             del self._states[request_id], self._specs[request_id]
             if isinstance(error, TooManyStuck):
                 unmade.append(request_id)
-                failures[request_id] = Failure(_STUCK.reason, is_overload=True)
+                failures[request_id] = GrammarFailure(_STUCK.reason, is_overload=True)
             elif isinstance(error, TookTooLong):
                 logger.warning("a step of the grammar of request %s took %s", request_id, error)
-                failures[request_id] = Failure(_TOO_SLOW)
+                failures[request_id] = GrammarFailure(_TOO_SLOW)
             else:
                 logger.error("the grammar of request %s cannot be followed", request_id, exc_info=error)
-                failures[request_id] = Failure(_FAULT, is_fault=True)
+                failures[request_id] = GrammarFailure(_FAULT, is_fault=True)
         if unmade:
             logger.warning(
                 "%d threads are stuck in steps of grammars; %d requests are failed: %s",
@@ -378,10 +378,10 @@ class StructuredOutputManager:
         self.wake()
 
 
-def _follow(state: GrammarState, token_ids: Sequence[int]) -> Failure | None:
+def _follow(state: GrammarState, token_ids: Sequence[int]) -> GrammarFailure | None:
     for token_id in token_ids:
         if state.is_terminated:
             break  # drop tokens that draft verification has sampled after the end
         if not state.accept(token_id):
-            return Failure(_NOTHING_FITS)
-    return Failure(_TOO_SLOW) if state.is_too_slow else None
+            return GrammarFailure(_NOTHING_FITS)
+    return GrammarFailure(_TOO_SLOW) if state.is_too_slow else None

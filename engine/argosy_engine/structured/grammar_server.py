@@ -1,14 +1,9 @@
-"""Fork server that compiles grammars: `python -m argosy_engine.core.grammar_process FD PARENT`.
+"""Fork server that compiles grammars: `python -m argosy_engine.structured.grammar_server FD PARENT`.
 
 It imports XGrammar and reads the vocabulary once, then forks for each grammar. Each compilation is thus a process that
 starts within milliseconds, can be killed at any time, has a memory limit, and affects nothing else if the native code
-crashes. The server has one thread and does nothing but fork; it ends with the engine core.
-
-FD is a stream socket. The core sends `GrammarProcessArgs` over it, then single bytes, each with the socket of a job.
-Over the job's socket the server sends `FORKED` with a pidfd, by which the core can kill the compilation even if its
-process is stopped. The core then sends a `Job` and nothing more, except perhaps `LOWER_PRIORITY`; closing the socket
-ends the compilation. The forked process replies with `STARTED`, one byte for the kind of answer, and the answer in
-msgpack. Both structs are preceded by their length.
+crashes. The server has one thread and does nothing but fork; it ends with the engine core. FD is the stream socket over
+which it gets its jobs (`grammar_messages`), PARENT the argument of `die_with_parent`.
 """
 
 from __future__ import annotations
@@ -25,30 +20,25 @@ import threading
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from argosy_engine.osproc.child_process import die_with_parent, open_pidfd
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
-from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.grammar_messages import (
+    COMPILED,
+    FAULT,
+    FORKED,
+    INVALID,
+    LOWER_PRIORITY,
+    STARTED,
+    TABLE,
+    CompileJob,
+    GrammarServerArgs,
+)
 from argosy_engine.structured.step_probe import check_steps
 from argosy_engine.structured.vocabulary import TokenTable, Vocabulary
 from argosy_engine.structured.xgrammar_backend import Serialized, XGrammarBackend
 
 logger = logging.getLogger("argosy.structured")
-
-FORKED = b"P"
-"""Sent with a pidfd of the forked process, if the kernel supports pidfds."""
-STARTED = b"S"
-COMPILED = b"C"
-"""Answer: the grammar, as `Serialized`."""
-TABLE = b"T"
-"""Answer: the vocabulary, as `TokenTable`."""
-INVALID = b"I"
-"""Answer: what is wrong with the grammar, as a string."""
-FAULT = b"F"
-"""Answer: why no grammar can be compiled, as a string."""
-
-LOWER_PRIORITY = b"N"
 
 MAX_MEMORY_BYTES = 2 << 30
 """Memory limit of one compilation, beyond what the process has at its start. A large tool catalogue takes 200 MB."""
@@ -56,21 +46,6 @@ NICENESS = 10
 _LONG_NICENESS = 13
 """Niceness of a long compilation, which gets half the CPU share of a new one. Not the lowest priority: if the engine
 computes on all cores, the compilation would hardly run, and a large schema would miss its deadline."""
-
-
-class GrammarProcessArgs(Struct, frozen=True):
-    model_path: str
-    vocab_size: int
-    eos_token_ids: list[int]
-    num_threads: int
-    """Native threads per compilation."""
-
-
-class Job(Struct, frozen=True):
-    deadline_s: float
-    """Seconds after which the kernel kills the compilation."""
-    spec: GrammarSpec | None = None
-    """None asks for the `TokenTable`."""
 
 
 def main() -> None:
@@ -87,7 +62,7 @@ def main() -> None:
 
 def serve(control: socket.socket) -> None:
     """Fork for each job until the other end of the socket is closed."""
-    args = msgspec.msgpack.decode(_receive(control), type=GrammarProcessArgs)
+    args = msgspec.msgpack.decode(_receive(control), type=GrammarServerArgs)
     backend = XGrammarBackend(
         lambda: Vocabulary(Path(args.model_path), args.vocab_size, args.eos_token_ids), args.num_threads
     )
@@ -141,7 +116,7 @@ def _work(socket_: socket.socket, backend: XGrammarBackend, fault: str | None) -
     # If the system runs out of memory, the kernel should kill this process first.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    job = msgspec.msgpack.decode(_receive(socket_), type=Job)
+    job = msgspec.msgpack.decode(_receive(socket_), type=CompileJob)
     # SIGALRM's default action kills the process without needing the interpreter.
     signal.setitimer(signal.ITIMER_REAL, job.deadline_s)
     _limit_memory()
@@ -153,7 +128,7 @@ def _work(socket_: socket.socket, backend: XGrammarBackend, fault: str | None) -
 
 
 def _result(
-    job: Job, backend: XGrammarBackend, fault: str | None
+    job: CompileJob, backend: XGrammarBackend, fault: str | None
 ) -> tuple[bytes, Serialized | TokenTable | str]:
     if fault is not None:
         return FAULT, fault
@@ -167,11 +142,6 @@ def _result(
         return INVALID, str(error)
     except MemoryError:
         return INVALID, f"compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
-
-
-def framed(payload: bytes) -> bytes:
-    """Prefix a message with its length (4 bytes, little endian)."""
-    return len(payload).to_bytes(4, "little") + payload
 
 
 def _receive(connection: socket.socket) -> bytes:

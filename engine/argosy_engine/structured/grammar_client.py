@@ -1,11 +1,11 @@
-"""GrammarProcess: the engine core's client of the process that compiles grammars. A `compile_queue.Backend`.
+"""GrammarClient: the engine core's client of the fork server that compiles grammars. A `compile_queue.Backend`.
 
 The process is started with the first grammar, and again after it has ended for whatever reason; engines that never use
 grammars do not start it. It ends with the core, because the socket between them closes and because the kernel kills it
 (`osproc.child_process`).
 
-A process that does not fork in time, because it is stopped or hangs in the kernel, is killed and replaced. Wall clock
-time decides, because such a process uses no CPU time. If a process is lost, the next one compiles the grammar again,
+A server that does not fork in time, because it is stopped or hangs in the kernel, is killed and replaced. Wall clock
+time decides, because such a process uses no CPU time. If a server is lost, the next one compiles the grammar again,
 once.
 """
 
@@ -24,19 +24,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from argosy_engine.core.grammar_process import (
+from argosy_engine.osproc.child_process import parent_argument
+from argosy_engine.structured.compile_queue import DEADLINE_S, BackendUnavailable
+from argosy_engine.structured.grammar_messages import (
     COMPILED,
     FAULT,
     FORKED,
     LOWER_PRIORITY,
     STARTED,
     TABLE,
-    GrammarProcessArgs,
-    Job,
+    CompileJob,
+    GrammarServerArgs,
     framed,
 )
-from argosy_engine.osproc.child_process import parent_argument
-from argosy_engine.structured.compile_queue import DEADLINE_S, BackendUnavailable
 from argosy_engine.structured.vocabulary import TokenTable
 from argosy_engine.structured.xgrammar_backend import Deserializer, Serialized
 
@@ -69,13 +69,13 @@ class ProcessLost(BackendUnavailable):
 
 
 class _ForkServer:
-    """Handle of one grammar process, from its start to its end.
+    """Handle of one fork server, from its start to its end.
 
     Raises (from the constructor):
         OSError: the process cannot be started.
     """
 
-    def __init__(self, args: GrammarProcessArgs, warm_up_timeout_s: float) -> None:
+    def __init__(self, args: GrammarServerArgs, warm_up_timeout_s: float) -> None:
         self.is_warm = False
         """Whether it has forked at least once."""
         self._is_killed = False
@@ -89,7 +89,7 @@ class _ForkServer:
                         sys.executable,
                         *safe_path,
                         "-m",
-                        "argosy_engine.core.grammar_process",
+                        "argosy_engine.structured.grammar_server",
                         str(theirs.fileno()),
                         parent_argument(),
                     ],
@@ -142,8 +142,9 @@ class _ForkServer:
             self.is_reaped(_EXIT_TIMEOUT_S)
 
 
-class GrammarProcess:
-    """
+class GrammarClient:
+    """Client of the fork server, which it starts and replaces. Thread-safe.
+
     Args:
         deadline_s: seconds after which the kernel kills a compilation that has not been killed before.
         fork_timeout_s: see `FORK_TIMEOUT_S`.
@@ -152,7 +153,7 @@ class GrammarProcess:
 
     def __init__(
         self,
-        args: GrammarProcessArgs,
+        args: GrammarServerArgs,
         deadline_s: float = DEADLINE_S,
         fork_timeout_s: float = FORK_TIMEOUT_S,
         warm_up_timeout_s: float = WARM_UP_TIMEOUT_S,
@@ -190,7 +191,9 @@ class GrammarProcess:
         with self._deserializer_lock:
             if self._deserializer is None:
                 try:
-                    answer = ForkedCompilation(self).ask(Job(min(self.deadline_s, TABLE_TIMEOUT_S)), TABLE)
+                    answer = ForkedCompilation(self).ask(
+                        CompileJob(min(self.deadline_s, TABLE_TIMEOUT_S)), TABLE
+                    )
                 except OSError as error:
                     raise BackendUnavailable(str(error)) from None
                 self._deserializer = Deserializer(msgspec.msgpack.decode(answer, type=TokenTable))
@@ -287,7 +290,7 @@ class _Connection:
                 self.job.shutdown(socket.SHUT_RDWR)
             self._kill_forked()
 
-    def ask(self, question: Job) -> None:
+    def ask(self, question: CompileJob) -> None:
         """Send the job. Raises OSError if the process has ended."""
         self.job.sendall(framed(msgspec.msgpack.encode(question)))
         with self._lock:
@@ -326,18 +329,18 @@ class _Connection:
 class ForkedCompilation:
     """Compilation of one grammar in a forked process."""
 
-    def __init__(self, process: GrammarProcess) -> None:
-        self._process = process
+    def __init__(self, client: GrammarClient) -> None:
+        self._client = client
         self._lock = threading.Lock()
-        self._connection = process.connect()
+        self._connection = client.connect()
         self._is_killed = self._is_lowered = False
 
     def run(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile the grammar. Blocks; see `compile_queue.Compilation`."""
-        answer = self.ask(Job(self._process.deadline_s, spec), COMPILED)
-        return self._process.deserializer().grammar(msgspec.msgpack.decode(answer, type=Serialized))
+        answer = self.ask(CompileJob(self._client.deadline_s, spec), COMPILED)
+        return self._client.deserializer().grammar(msgspec.msgpack.decode(answer, type=Serialized))
 
-    def ask(self, question: Job, expected: bytes) -> bytes:
+    def ask(self, question: CompileJob, expected: bytes) -> bytes:
         """Run a job and return its answer in msgpack. Tries a second time if the process was lost.
 
         Raises:
@@ -367,7 +370,7 @@ class ForkedCompilation:
             BackendUnavailable: the compilation was killed meanwhile, or no process can be started.
         """
         try:
-            connection = self._process.connect()
+            connection = self._client.connect()
         except OSError as error:
             raise BackendUnavailable(str(error)) from None
         with self._lock:
@@ -378,14 +381,14 @@ class ForkedCompilation:
             if self._is_lowered:
                 connection.lower_priority()
 
-    def _ask(self, question: Job, expected: bytes) -> bytes:
+    def _ask(self, question: CompileJob, expected: bytes) -> bytes:
         connection = self._connection
         server = connection.server
         try:
             try:
-                connection.await_fork(server.patience_s(self._process.fork_timeout_s))
+                connection.await_fork(server.patience_s(self._client.fork_timeout_s))
             except TimeoutError:
-                self._process.replace(server)
+                self._client.replace(server)
                 raise ProcessLost("the process that compiles grammars did not answer") from None
             except (EOFError, OSError):
                 raise self._lost() from None
@@ -399,7 +402,7 @@ class ForkedCompilation:
             connection.close()
         return _content(received, expected)
 
-    def _answer(self, connection: _Connection, question: Job) -> bytearray:
+    def _answer(self, connection: _Connection, question: CompileJob) -> bytearray:
         """Send the job and return all bytes received until the connection ends or breaks.
 
         Raises:

@@ -17,28 +17,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy_engine.core.grammar_client import ForkedCompilation, GrammarProcess
-from argosy_engine.core.grammar_process import GrammarProcessArgs
 from argosy_engine.models.source import resolve_model
 from argosy_engine.structured.compile_queue import BackendUnavailable
 from argosy_engine.structured.grammar import GrammarState
+from argosy_engine.structured.grammar_client import ForkedCompilation, GrammarClient
+from argosy_engine.structured.grammar_messages import GrammarServerArgs
 from argosy_engine.structured.params import GrammarSpec, StructuredOutputsParams
 
 EOS = 2
-ARGS = GrammarProcessArgs(str(resolve_model("builtin://tiny")), 1024, [EOS], 1)
+ARGS = GrammarServerArgs(str(resolve_model("builtin://tiny")), 1024, [EOS], 1)
 ENDLESS = GrammarSpec("regex", "(a|aa|aaa)*" * 2000)
 """Takes minutes; requests never get this far with it."""
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[GrammarProcess]:
-    made = GrammarProcess(ARGS)
+def client() -> Iterator[GrammarClient]:
+    made = GrammarClient(ARGS)
     yield made
     made.close()
 
 
-def compiled(process: GrammarProcess, kind: Any, text: str) -> Any:
-    return process.new_compilation().run(GrammarSpec(kind, text))
+def compiled(client: GrammarClient, kind: Any, text: str) -> Any:
+    return client.new_compilation().run(GrammarSpec(kind, text))
 
 
 def children(pid: int) -> list[int]:
@@ -69,9 +69,9 @@ def num_threads(pid: int) -> int:
         return 0
 
 
-def child_of(process: GrammarProcess) -> int:
+def child_of(client: GrammarClient) -> int:
     """The forked process that compiles now; it has begun when it has a second thread."""
-    pid, deadline = process.pid, threading.Event()
+    pid, deadline = client.pid, threading.Event()
     assert pid is not None
     timer = threading.Timer(30, deadline.set)
     timer.start()
@@ -92,95 +92,95 @@ def child_of(process: GrammarProcess) -> int:
     ],
     ids=["json", "bounded string", "regex", "choice", "structural tag"],
 )
-def test_grammars_are_the_same_as_those_compiled_here(process: GrammarProcess, spec: GrammarSpec) -> None:
+def test_grammars_are_the_same_as_those_compiled_here(client: GrammarClient, spec: GrammarSpec) -> None:
     from argosy_engine.structured.vocabulary import Vocabulary
     from argosy_engine.structured.xgrammar_backend import XGrammarBackend
 
     here = XGrammarBackend(lambda: Vocabulary(Path(ARGS.model_path), 1024, (EOS,)), 1).compile(spec)
     masks = []
-    for grammar in (here, process.new_compilation().run(spec)):
+    for grammar in (here, client.new_compilation().run(spec)):
         mask = np.zeros((1, 32), np.int32)
         GrammarState(grammar, None, (EOS,)).fill(mask, 0)
         masks.append(mask.tobytes())
     assert masks[0] == masks[1]
 
 
-def test_what_does_not_compile_is_told_and_the_process_goes_on(process: GrammarProcess) -> None:
+def test_what_does_not_compile_is_told_and_the_process_goes_on(client: GrammarClient) -> None:
     with pytest.raises(ValueError, match="not defined"):
-        compiled(process, "grammar", "root ::= missing")
-    assert compiled(process, "regex", "a") is not None
+        compiled(client, "grammar", "root ::= missing")
+    assert compiled(client, "regex", "a") is not None
 
 
-def test_a_killed_compilation_ends_at_once(process: GrammarProcess) -> None:
-    compilation = process.new_compilation()
+def test_a_killed_compilation_ends_at_once(client: GrammarClient) -> None:
+    compilation = client.new_compilation()
     running = begin(compilation)
-    child = child_of(process)
+    child = child_of(client)
     compilation.lower_priority()
     compilation.kill()
     wait_for_end(child)
     assert running.exception(30) is not None
-    assert compiled(process, "regex", "b") is not None
+    assert compiled(client, "regex", "b") is not None
 
 
-def test_a_compilation_whose_priority_is_lowered_before_it_begins_runs(process: GrammarProcess) -> None:
+def test_a_compilation_whose_priority_is_lowered_before_it_begins_runs(client: GrammarClient) -> None:
     """As that of the first grammar, when the process takes long to start."""
-    compilation = process.new_compilation()
+    compilation = client.new_compilation()
     compilation.lower_priority()
     assert compilation.run(GrammarSpec("regex", "j")) is not None
 
 
-def test_a_compilation_killed_before_it_begins_never_runs(process: GrammarProcess) -> None:
-    compilation = process.new_compilation()
+def test_a_compilation_killed_before_it_begins_never_runs(client: GrammarClient) -> None:
+    compilation = client.new_compilation()
     compilation.kill()
     with pytest.raises(BackendUnavailable):
         compilation.run(GrammarSpec("regex", "a"))
 
 
 def test_the_kernel_ends_what_nobody_killed() -> None:
-    process = GrammarProcess(ARGS, deadline_s=0.5)
+    client = GrammarClient(ARGS, deadline_s=0.5)
     try:
         with pytest.raises(ValueError, match="too much time or memory"):
-            process.new_compilation().run(ENDLESS)
+            client.new_compilation().run(ENDLESS)
     finally:
-        process.close()
+        client.close()
 
 
-def test_a_crash_of_the_native_code_costs_its_grammar_only(process: GrammarProcess) -> None:
-    running = begin(process.new_compilation())
-    os.kill(child_of(process), signal.SIGSEGV)
+def test_a_crash_of_the_native_code_costs_its_grammar_only(client: GrammarClient) -> None:
+    running = begin(client.new_compilation())
+    os.kill(child_of(client), signal.SIGSEGV)
     assert isinstance(running.exception(30), ValueError)
-    assert compiled(process, "regex", "c") is not None
+    assert compiled(client, "regex", "c") is not None
 
 
-def test_the_process_is_started_again_after_its_end(process: GrammarProcess) -> None:
-    assert compiled(process, "regex", "d") is not None
-    before = process.pid
+def test_the_process_is_started_again_after_its_end(client: GrammarClient) -> None:
+    assert compiled(client, "regex", "d") is not None
+    before = client.pid
     assert before is not None
     os.kill(before, signal.SIGKILL)
     wait_for_end(before)
-    assert compiled(process, "regex", "e") is not None
-    assert process.pid != before
+    assert compiled(client, "regex", "e") is not None
+    assert client.pid != before
 
 
 def test_a_vocabulary_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    process = GrammarProcess(GrammarProcessArgs(str(tmp_path), 1024, [EOS], 1))
+    client = GrammarClient(GrammarServerArgs(str(tmp_path), 1024, [EOS], 1))
     try:
         with pytest.raises(BackendUnavailable, match="vocabulary"):
-            compiled(process, "regex", "a")
+            compiled(client, "regex", "a")
     finally:
-        process.close()
+        client.close()
 
 
 PARENT = """
 import sys, threading
-from argosy_engine.core.grammar_client import GrammarProcess
-from argosy_engine.core.grammar_process import GrammarProcessArgs
+from argosy_engine.structured.grammar_client import GrammarClient
+from argosy_engine.structured.grammar_messages import GrammarServerArgs
 from argosy_engine.structured.params import GrammarSpec
-process = GrammarProcess(GrammarProcessArgs(sys.argv[1], 1024, [2], 1))
-process.new_compilation().run(GrammarSpec("regex", "a"))
+client = GrammarClient(GrammarServerArgs(sys.argv[1], 1024, [2], 1))
+client.new_compilation().run(GrammarSpec("regex", "a"))
 endless = GrammarSpec("regex", "(a|aa|aaa)*" * 2000)
-threading.Thread(target=process.new_compilation().run, args=(endless,), daemon=True).start()
-print(process.pid, flush=True)
+threading.Thread(target=client.new_compilation().run, args=(endless,), daemon=True).start()
+print(client.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -197,8 +197,8 @@ def test_nothing_outlives_a_killed_core(stops: bool) -> None:
         if stops:
             os.kill(pid, signal.SIGSTOP)
         parent.kill()
-    for process in (pid, *forked):
-        wait_for_end(process)
+    for ended in (pid, *forked):
+        wait_for_end(ended)
 
 
 def test_neither_torch_nor_transformers_are_loaded_for_grammars() -> None:
@@ -242,9 +242,9 @@ def test_a_grammar_whose_steps_take_too_long_is_refused() -> None:
 
 
 @pytest.fixture
-def impatient() -> Iterator[GrammarProcess]:
+def impatient() -> Iterator[GrammarClient]:
     """Replaces a process that does not fork within half a second."""
-    made = GrammarProcess(ARGS, fork_timeout_s=0.5)
+    made = GrammarClient(ARGS, fork_timeout_s=0.5)
     yield made
     made.close()
 
@@ -257,7 +257,7 @@ def stop(pid: int) -> None:
 
 
 def test_a_stopped_process_is_replaced_and_the_grammar_compiled_by_the_next(
-    impatient: GrammarProcess,
+    impatient: GrammarClient,
 ) -> None:
     assert compiled(impatient, "regex", "f") is not None
     before = impatient.pid
@@ -268,22 +268,22 @@ def test_a_stopped_process_is_replaced_and_the_grammar_compiled_by_the_next(
     wait_for_end(before)
 
 
-def test_a_process_stopped_before_it_is_warm_is_replaced(impatient: GrammarProcess) -> None:
-    process = GrammarProcess(ARGS, fork_timeout_s=0.5, warm_up_timeout_s=0.5)
+def test_a_process_stopped_before_it_is_warm_is_replaced(impatient: GrammarClient) -> None:
+    client = GrammarClient(ARGS, fork_timeout_s=0.5, warm_up_timeout_s=0.5)
     try:
-        compilation = process.new_compilation()
-        assert process.pid is not None
-        stop(process.pid)
-        before = process.pid
+        compilation = client.new_compilation()
+        assert client.pid is not None
+        stop(client.pid)
+        before = client.pid
         with contextlib.suppress(BackendUnavailable):  # half a second may be too short for the next one, too
             compilation.run(GrammarSpec("regex", "a"))
-        assert process.pid != before
+        assert client.pid != before
         wait_for_end(before)
     finally:
-        process.close()
+        client.close()
 
 
-def test_a_compilation_that_fell_with_its_process_is_begun_anew(impatient: GrammarProcess) -> None:
+def test_a_compilation_that_fell_with_its_process_is_begun_anew(impatient: GrammarClient) -> None:
     compilation = impatient.new_compilation()
     running = begin(compilation)
     first, before = child_of(impatient), impatient.pid
@@ -299,10 +299,10 @@ def test_a_compilation_that_fell_with_its_process_is_begun_anew(impatient: Gramm
     assert isinstance(running.exception(30), BackendUnavailable)
 
 
-def test_a_stopped_compilation_is_killed_with_its_request(process: GrammarProcess) -> None:
-    compilation = process.new_compilation()
+def test_a_stopped_compilation_is_killed_with_its_request(client: GrammarClient) -> None:
+    compilation = client.new_compilation()
     running = begin(compilation)
-    child = child_of(process)
+    child = child_of(client)
     stop(child)
     compilation.kill()
     assert running.exception(30) is not None
@@ -310,13 +310,13 @@ def test_a_stopped_compilation_is_killed_with_its_request(process: GrammarProces
 
 
 def test_a_stopped_compilation_is_given_up_soon_after_its_deadline() -> None:
-    process = GrammarProcess(ARGS, deadline_s=1.0)
+    client = GrammarClient(ARGS, deadline_s=1.0)
     try:
-        running = begin(process.new_compilation())
-        child = child_of(process)
+        running = begin(client.new_compilation())
+        child = child_of(client)
         stop(child)
         assert isinstance(running.exception(30), BackendUnavailable)
         wait_for_end(child)
-        assert compiled(process, "regex", "i") is not None
+        assert compiled(client, "regex", "i") is not None
     finally:
-        process.close()
+        client.close()
