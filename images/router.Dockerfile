@@ -7,7 +7,7 @@ FROM ${BASE} AS compiled
 ARG COMPILE=1
 COPY argosy-*.whl /dist/
 RUN mkdir /compiled && if [ "${COMPILE}" = 1 ]; then \
-    apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev libxxhash-dev \
+    apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev \
  && python3 -m venv /venv \
  && /venv/bin/pip install --no-cache-dir --disable-pip-version-check "$(ls /dist/argosy-*.whl)[router,compile]" \
  && /venv/bin/python -m argosy_router.compile /compiled; fi

@@ -7,7 +7,7 @@
 #include <Python.h>
 #include <limits.h>
 #define XXH_INLINE_ALL
-#include <xxhash.h>
+#include "third_party/xxhash.h"
 
 #include "_numbers.h"
 
