@@ -4,64 +4,28 @@
 
 OUTPUT gets a copy of this package with extension modules beside the sources they were made of; Python prefers them.
 Put in front on PYTHONPATH, or copied over the installed package, it is the same router, faster. It needs mypy,
-setuptools, a C compiler and xxhash's header, for some minutes; without it the router runs from its sources as it is.
+setuptools and a C compiler, for some minutes; without it the router runs from its sources as it is.
+
+Every module is compiled unless it has a line `# Not compiled: REASON.`, or its package's `__init__` has one.
 
 mypyc makes annotations binding: where an interpreted router carries a value of another type along, a compiled one
 raises TypeError. The router's tests run on both.
 """
+
+# Not compiled: it compiles the others.
 
 from __future__ import annotations
 
 import argparse
 import gc
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).parent
-COMPILED = (
-    "auth/*",
-    "fleet/candidates",
-    "fleet/fleet",
-    "fleet/health",
-    "fleet/load",
-    "fleet/prompt",
-    "fleet/prompt_lengths",
-    "fleet/replica",
-    "fleet/service",
-    "fleet/telemetry",
-    "flow_control/*",
-    "http/client",
-    "http/deadlines",
-    "http/interfaces",
-    "http/messages",
-    "http/pool",
-    "http/read_coalescing",
-    "http/request_reader",
-    "http/server_connection",
-    "http/sse",
-    "metrics/series",
-    "policy/*",
-    "prefixes/*",
-    "proxy/*",
-    "ratelimit/*",
-    "records/access_log",
-    "records/usage_ledger",
-)
-"""Modules on the path of a request or a routing decision; the speed of all others does not matter."""
-INTERPRETED = {
-    "__init__": "nothing to compile",
-    "auth/terms": "msgspec reads the annotations, which extension modules do not keep",
-    "flow_control/queued_request": "open to be derived from",
-    "prefixes/table": "a compiled router has the one in C",
-    "proxy/inner_client": "an asynchronous generator, which mypyc does not know",
-    "proxy/queued_call": "its base class is not compiled",
-    "proxy/stream_event": "as `terms`",
-}
-"""Modules in these packages that stay interpreted, and why."""
-IN_C = ("native/_hashing", "native/_table")
-"""Modules written in C. The package `native` has their substitutes in Python."""
+_MARK = re.compile(r"^# Not compiled: (\S.*)$", re.MULTILINE)
 MYPY = """\
 [mypy]
 ignore_missing_imports = true
@@ -73,13 +37,26 @@ follow_imports = skip
 
 
 def modules(package: Path) -> list[Path]:
-    """Files to compile, relative to `package`'s parent."""
-    found = [path for name in COMPILED for path in sorted(package.glob(f"{name}.py"))]
+    """Return the files to compile, relative to `package`'s parent."""
     return [
         path.relative_to(package.parent)
-        for path in found
-        if not any(path.match(f"{name}.py") for name in INTERPRETED)
+        for path in sorted(package.rglob("*.py"))
+        if path.name != "__init__.py" and reason_not_to_compile(path, package) is None
     ]
+
+
+def reason_not_to_compile(path: Path, package: Path) -> str | None:
+    """Return what a module's mark says, or that of a package around it."""
+    around = [parent / "__init__.py" for parent in path.parents if parent.is_relative_to(package)]
+    for marked in (path, *around):
+        if found := _MARK.search(marked.read_text("utf-8")):
+            return found[1]
+    return None
+
+
+def in_c(package: Path) -> list[Path]:
+    """Return the modules written in C, relative to `package`'s parent. `native` has their substitutes in Python."""
+    return [path.relative_to(package.parent) for path in sorted(package.rglob("*.c"))]
 
 
 def compile_into(output: Path) -> None:
@@ -102,9 +79,9 @@ def compile_into(output: Path) -> None:
     gc.disable()  # as mypy's own command does: its trees have millions of objects and are never freed
     extensions = mypycify(["--config-file=mypy.ini", *map(str, modules(package))], opt_level="2")
     gc.freeze()
-    for name in IN_C:
-        path = f"{SOURCE.name}/{name}"
-        extensions.append(Extension(path.replace("/", "."), [f"{path}.c"], extra_compile_args=["-O2"]))
+    for path in in_c(package):
+        name = ".".join(path.with_suffix("").parts)
+        extensions.append(Extension(name, [str(path)], extra_compile_args=["-O2"]))
     distribution = Distribution({"name": SOURCE.name, "ext_modules": extensions})
     command = distribution.get_command_obj("build_ext")
     command.inplace = True
@@ -112,9 +89,7 @@ def compile_into(output: Path) -> None:
     try:
         command.run()
     except CompileError as error:
-        raise SystemExit(
-            f"{error}: install a C compiler and the headers of Python and xxhash (libxxhash-dev), or set CC"
-        ) from None
+        raise SystemExit(f"{error}: install a C compiler and Python's headers, or set CC") from None
     shutil.rmtree("build")
     shutil.rmtree(".mypy_cache", ignore_errors=True)
     Path("mypy.ini").unlink()

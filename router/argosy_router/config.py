@@ -4,6 +4,8 @@
 description have no flag. Sizes are in bytes, times in seconds.
 """
 
+# Not compiled: read once, at the start.
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,7 @@
 """`argosy router`: read flags, environment and configuration file, and run the router until it is stopped."""
 
+# Not compiled: runs once, at the start.
+
 from __future__ import annotations
 
 import argparse

@@ -4,6 +4,8 @@ Owns: the lifecycle of one router in one event loop. Must not know: command line
 Invariant: every task has an owner here or in the fleet, and `run` returns only when all have ended.
 """
 
+# Not compiled: runs once, at the start.
+
 from __future__ import annotations
 
 import asyncio

@@ -6,7 +6,6 @@ import importlib.util
 import sysconfig
 from array import array
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +18,7 @@ from setuptools.errors import CompileError
 
 from argosy_protocol import chunk_hash
 from argosy_protocol.prompt_segments import Segment, SegmentKind
-from argosy_router.compile import IN_C, SOURCE
+from argosy_router.compile import SOURCE, in_c
 from argosy_router.native import estimate, ranking
 from argosy_router.prefixes import table
 
@@ -32,14 +31,14 @@ SLOTS = 150
 def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
     """Builds the modules and imports them by their last name. Without a compiler there are none, and no tests."""
     folder = tmp_path_factory.mktemp("native")
-    extensions = [Extension(Path(name).name, [str(SOURCE / f"{name}.c")]) for name in IN_C]
+    extensions = [Extension(path.stem, [str(SOURCE.parent / path)]) for path in in_c(SOURCE)]
     command = Distribution({"name": "native", "ext_modules": extensions}).get_command_obj("build_ext")
     command.build_lib, command.build_temp = str(folder), str(folder / "objects")
     command.ensure_finalized()
     try:
         command.run()
     except CompileError as failure:
-        pytest.skip(f"needs a C compiler, Python's headers and libxxhash-dev: {failure}")
+        pytest.skip(f"needs a C compiler and Python's headers: {failure}")
 
     def load(name: str) -> ModuleType:
         path = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"

@@ -3,6 +3,8 @@
 Owns: the names, types and bounds of terms. Must not know: requests, how terms are applied.
 """
 
+# Not compiled: msgspec reads its annotations, which extension modules do not keep.
+
 from __future__ import annotations
 
 from typing import Annotated, Literal

@@ -5,6 +5,8 @@ Invariant: samples of one name are summed over their labels, so that an engine w
 of its ranks; ratios (KV usage) are averaged.
 """
 
+# Not compiled: runs for each poll of an engine, not for each request.
+
 from __future__ import annotations
 
 import re

@@ -5,6 +5,8 @@ Invariants: only `/health` decides whether the replica is used; if its load figu
 this router sent it; the prefixes it is believed to hold are forgotten when it restarts.
 """
 
+# Not compiled: runs for each poll of an engine, not for each request.
+
 from __future__ import annotations
 
 import asyncio

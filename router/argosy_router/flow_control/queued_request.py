@@ -3,6 +3,8 @@
 Owns: what flow control needs to know of a request. Must not know: why it is queued, who answers it.
 """
 
+# Not compiled: interpreted classes derive from it.
+
 from __future__ import annotations
 
 from argosy_protocol.errors import ApiError

@@ -1,5 +1,7 @@
 """A bound on the memory of request bodies, over all connections of a server."""
 
+# Not compiled: two additions for each body.
+
 from __future__ import annotations
 
 from argosy_protocol.errors import Unavailable

@@ -17,6 +17,8 @@ connections that are silent for longer than `GRACE_S`, so that one machine canno
 proxies, which many clients share (`--trusted-proxy`), are exempt.
 """
 
+# Not compiled: a few dictionary operations for each connection.
+
 from __future__ import annotations
 
 import resource

@@ -10,6 +10,8 @@ UpstreamError
 Their messages are for the log; clients get errors of `argosy_protocol.errors`.
 """
 
+# Not compiled: only declares exceptions.
+
 from __future__ import annotations
 
 from typing import ClassVar

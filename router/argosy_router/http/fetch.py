@@ -3,6 +3,8 @@
 Owns: collecting a bounded response. Must not know: what it is for.
 """
 
+# Not compiled: serves polls, not requests.
+
 from __future__ import annotations
 
 import asyncio

@@ -5,6 +5,8 @@ Invariants: an unusable file never replaces a usable one; connections keep the c
 get the latest; nothing older than TLS 1.2, no ALPN protocol but HTTP/1.1.
 """
 
+# Not compiled: runs when certificates change.
+
 from __future__ import annotations
 
 import asyncio

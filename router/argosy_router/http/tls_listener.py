@@ -6,6 +6,8 @@ Invariants: connections that never finish their handshake are bounded and displa
 descriptors pauses accepting and then resumes.
 """
 
+# Not compiled: runs for each handshake, not for each request.
+
 from __future__ import annotations
 
 import asyncio

@@ -6,6 +6,8 @@ client sends. The series of a replica or model that left the fleet are dropped a
 scrape follows the size of the fleet.
 """
 
+# Not compiled: renders scrapes; requests pass `series` only.
+
 from __future__ import annotations
 
 import asyncio

@@ -13,6 +13,8 @@ stored once). Entries are spread over many dicts by the hash's low bits, so that
 for long; scrubbing does `SCRUB_STEP` entries at a time for the same reason.
 """
 
+# Not compiled: a compiled router has the table in C instead.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence

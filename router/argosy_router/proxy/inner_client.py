@@ -5,6 +5,8 @@ Invariant: at most `MAX_HELD_BYTES` and one write of the exchange are held; a re
 exchange as a client that disconnects does.
 """
 
+# Not compiled: has an asynchronous generator, which mypyc does not support.
+
 from __future__ import annotations
 
 import asyncio

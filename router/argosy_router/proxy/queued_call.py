@@ -4,6 +4,8 @@ Must not know: why it is queued, when its turn comes.
 Invariant: a client that leaves takes its call out of the queue at once, and the call is never sent.
 """
 
+# Not compiled: its base class is interpreted.
+
 from __future__ import annotations
 
 from collections.abc import Callable

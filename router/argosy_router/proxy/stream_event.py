@@ -1,5 +1,7 @@
 """The parts of a stream's event that the router needs to have another replica continue the stream."""
 
+# Not compiled: msgspec reads its annotations, which extension modules do not keep.
+
 from __future__ import annotations
 
 import msgspec

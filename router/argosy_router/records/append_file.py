@@ -5,6 +5,8 @@ Invariants: readers of the file see no partial line once `append` has returned o
 file has been opened again; only one process writes a file at a time. The methods block: call them in a thread.
 """
 
+# Not compiled: waits for the disk, in a thread.
+
 from __future__ import annotations
 
 import asyncio

@@ -5,6 +5,8 @@ Invariants: `write` neither blocks nor raises on a slow or closed reader; the bu
 fit are dropped whole.
 """
 
+# Not compiled: hands lines to a thread.
+
 from __future__ import annotations
 
 import logging

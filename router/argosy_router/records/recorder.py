@@ -10,6 +10,8 @@ The format is that of `argosy bench router --replay` (`replay.trace`). One recor
 equal ids within a recording and unrelated ids in another.
 """
 
+# Not compiled: runs only while requests are recorded.
+
 from __future__ import annotations
 
 import asyncio

@@ -10,6 +10,8 @@ set the sampling, the limits of the queue, and resource attributes. The semantic
 in development, so their names are used only here.
 """
 
+# Not compiled: its time goes to OpenTelemetry's SDK.
+
 from __future__ import annotations
 
 from urllib.parse import urlsplit

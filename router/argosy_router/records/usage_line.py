@@ -1,5 +1,7 @@
 """Format of the usage files."""
 
+# Not compiled: msgspec reads its annotations, which extension modules do not keep.
+
 from __future__ import annotations
 
 from msgspec import Struct

@@ -4,3 +4,5 @@ Owns: trace files, a synthetic trace, a model of an engine, and the figures that
 Must not know: sockets, clocks. Service, index, load account and policies are the production code; only engines and time
 are simulated.
 """
+
+# Not compiled: a simulator, which is no part of a running router.
