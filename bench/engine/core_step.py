@@ -32,16 +32,17 @@ from results import save
 
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.core.engine_core import EngineCore
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, group_layers
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
+from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.structured.manager import GrammarRequest
 from argosy_engine.structured.params import GrammarSpec
-from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, group_layers
-from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 MODEL = "builtin://tiny"
 BLOCK_SIZE = 16

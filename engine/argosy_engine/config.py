@@ -248,7 +248,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
 
 class MemoryBudget(Struct, frozen=True, kw_only=True):
-    """How a device's memory is divided up. `worker.memory.plan_memory` makes it."""
+    """How a device's memory is divided up. `sizing.kv_cache_sizing.plan_memory` makes it."""
 
     device: str
     """`cpu` or `cuda`."""

@@ -89,7 +89,7 @@ class Engine(Process):
         """Process id of the engine's core; 0 if there is none now."""
         with contextlib.suppress(OSError):
             for pid in children(self.pid):
-                if b"argosy_engine.core.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"argosy_engine.core.proc.core_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
         return 0
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from argosy_engine.api.serving import to_api_error
-from argosy_engine.core.messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.errors import EngineBusy, InvalidRequest
 from argosy_engine.frontend.admission import MAX_RETRY_S, AdmissionControl
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
 

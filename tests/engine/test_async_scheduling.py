@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
-from argosy_engine.core.client import InprocClient
+from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.frontend.outputs import RequestOutput
 
 SCHEMA = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from argosy_engine import LLM, SamplingParams
-from argosy_engine.core.client import InprocClient
+from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.core.request import Request
 from argosy_engine.native.library import kernels
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
-from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.core.sched.scheduler import Scheduler
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.sample.params import SamplingParams
 from scheduler_fakes import FakeWorker
 

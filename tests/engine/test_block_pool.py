@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from argosy_engine.core.block_pool import BlockPool
+from argosy_engine.core.kv_cache.block_pool import BlockPool
 
 NUM_BLOCKS = 9
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from argosy_engine import LLM, EngineArgs, LLMEngine, SamplingParams
-from argosy_engine.core.async_client import AsyncMPClient
-from argosy_engine.core.client import SyncMPClient
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.proc.async_core_client import AsyncMPClient
+from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.errors import EngineDead, UtilityFailed
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from processes import children, is_alive, wait_until
 
 ARGS: dict[str, Any] = {

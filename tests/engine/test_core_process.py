@@ -15,7 +15,9 @@ import msgspec
 import pytest
 import zmq
 
-from argosy_engine.core.messages import (
+from argosy_engine.core.proc.core_process import CoreProcess
+from argosy_engine.core.request import Request
+from argosy_engine.messages.core_messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -23,8 +25,6 @@ from argosy_engine.core.messages import (
     UtilityCall,
     UtilityOutput,
 )
-from argosy_engine.core.process import CoreProcess
-from argosy_engine.core.request import Request
 from argosy_engine.sample.params import SamplingParams
 
 
@@ -146,7 +146,7 @@ def test_a_core_that_loads_weights_is_heard_all_the_while(
         heard.extend(process._outputs.get(timeout=30) for _ in range(3))
         return UtilityOutput(call.call_id)
 
-    monkeypatch.setattr("argosy_engine.core.process.IDLE_HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("argosy_engine.core.proc.core_process.IDLE_HEARTBEAT_S", 0.01)
     monkeypatch.setattr(process.core, "call_utility", load)
     process._handle(RequestType.UTILITY, msgspec.msgpack.encode(UtilityCall(7, "wake_up", [])))
     assert heard == [EngineCoreOutputs()] * 3
@@ -162,7 +162,7 @@ def test_a_core_that_loads_weights_is_heard_all_the_while(
 def test_a_core_does_not_outlive_the_threads_it_speaks_through(tmp_path: Path, name: str) -> None:
     script = f"""
 from pathlib import Path
-from argosy_engine.core import process
+from argosy_engine.core.proc import core_process
 core = process.CoreProcess(Path({str(tmp_path)!r}), 0)
 core._input.close()
 core._outputs.put(object())

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.messages.scheduler_output import GrammarBitmask, NewRequest, SchedulerOutput
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.weights import DummyWeights
@@ -31,7 +32,6 @@ from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.model_runner import ModelRunner
-from argosy_engine.worker.step import GrammarBitmask, NewRequest, SchedulerOutput
 from argosy_engine.worker.worker import choose_device
 from random_checkpoints import KINDS
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
-from argosy_engine.core.client import InprocClient
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.executor.base import PendingOutput
-from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 
 PROMPTS = [
     "Once upon a time",

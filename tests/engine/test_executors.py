@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
-from argosy_engine.core.client import InprocClient, SyncMPClient
+from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineAsleep, EngineDead, InvalidRequest, UtilityFailed
-from argosy_engine.executor.multiproc import MultiprocExecutor
+from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 from argosy_engine.executor.worker_class import worker_class
 from argosy_engine.osproc.child_process import wait_readable
 
@@ -116,7 +116,7 @@ def check_calls(engine: LLMEngine) -> None:
 
 
 def isinstance_uni(engine: LLMEngine) -> bool:
-    from argosy_engine.executor.uniproc import UniprocExecutor
+    from argosy_engine.executor.uniproc_executor import UniprocExecutor
 
     return isinstance(engine.client, InprocClient) and isinstance(
         engine.client.core.executor, UniprocExecutor
@@ -238,7 +238,8 @@ def test_a_worker_class_must_be_one(path: str, message: str) -> None:
 def test_importing_the_package_imports_no_torch() -> None:
     code = (
         "import sys, argosy_engine; argosy_engine.EngineArgs; "
-        "import argosy_engine.core.client, argosy_engine.executor.multiproc, argosy_engine.core.engine_core; "
+        "import argosy_engine.core.proc.core_client, argosy_engine.core.engine_core; "
+        "import argosy_engine.executor.multiproc_executor; "
         "argosy_engine.LLMEngine; argosy_engine.AsyncLLM; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from argosy_engine import LLM
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.client import InprocClient
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
 from greedy_reference import differing_tokens

@@ -14,11 +14,11 @@ import pytest
 
 from argosy_engine.api.app import Engine, build_app
 from argosy_engine.config import EngineArgs
-from argosy_engine.core import residency
-from argosy_engine.core.client import InprocClient
-from argosy_engine.core.messages import EngineCoreOutputs, EngineCoreRequest
+from argosy_engine.core.kv_cache import prefix_announcer
+from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.sample.params import SamplingParams
 from container_census import census
 
@@ -139,9 +139,8 @@ async def grown() -> Counter[str]:
 
 
 def test_what_requests_leave_behind_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        residency, "MAX_CHUNKS_PER_BLOCK", 4
-    )  # blocks that all prompts begin with are soon full
+    # Blocks that all prompts begin with are soon full.
+    monkeypatch.setattr(prefix_announcer, "MAX_CHUNKS_PER_BLOCK", 4)
     # One entry for each request of one kind is EACH * ROUNDS; caches that are full breathe by less.
     growth = asyncio.run(grown())
     assert {path: entries for path, entries in growth.items() if entries >= EACH * ROUNDS} == {}

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.client import InprocClient
 from argosy_engine.core.engine_core import EngineCore
-from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.core.request import Request
 from argosy_engine.core.state_dump import describe
 from argosy_engine.errors import EngineDead
+from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.sample.params import SamplingParams
-from argosy_engine.worker.step import SchedulerOutput
 from core_fakes import BLOCK, FakeExecutor
 from scheduler_fakes import next_token
 
@@ -96,7 +96,7 @@ def test_what_leaks_is_found_when_the_engine_idles(
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> InprocClient:
     monkeypatch.setattr("argosy_engine.executor.factory.make_executor", lambda args: FakeExecutor())
-    monkeypatch.setattr("argosy_engine.core.client.CHECK_INTERVAL_S", 3600.0)
+    monkeypatch.setattr("argosy_engine.core.proc.core_client.CHECK_INTERVAL_S", 3600.0)
     return InprocClient(EngineArgs.of(model="builtin://tiny", block_size=BLOCK))
 
 

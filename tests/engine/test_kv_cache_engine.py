@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.client import InprocClient
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.sample.params import SamplingParams
 from greedy_reference import differing_tokens
 from random_checkpoints import KINDS, make_checkpoint

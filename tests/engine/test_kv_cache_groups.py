@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_engine.core.block_pool import BlockPool
-from argosy_engine.core.kv_cache_groups import make_groups
-from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.kv_cache.block_pool import BlockPool
+from argosy_engine.core.kv_cache.kv_cache_groups import make_groups
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
 from argosy_engine.errors import ConfigError
-from argosy_engine.sample.params import SamplingParams
-from argosy_engine.worker.kv_cache_interface import (
+from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.messages.kv_cache_interface import (
     FullAttentionSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
@@ -21,6 +20,7 @@ from argosy_engine.worker.kv_cache_interface import (
     group_layers,
     peak_blocks,
 )
+from argosy_engine.sample.params import SamplingParams
 
 BLOCK = 4
 FULL, SLIDING = FullAttentionSpec(100), SlidingWindowSpec(100, 6)

@@ -17,7 +17,7 @@ import pytest
 from argosy_engine.api.app import Engine
 from argosy_engine.api.serve import _drain
 from argosy_engine.api.stats_log import INTERVAL_S, StatsLog
-from argosy_engine.core.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 from processes import answers, children, cpu_share, free_port, is_alive, running, wait_until
 
 SERVE = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--device", "cpu"]

@@ -23,8 +23,8 @@ from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.headers import checkpoint_elements
 from argosy_engine.models.source import resolve_model
-from argosy_engine.worker.device import DeviceMemory, cpu_memory
-from argosy_engine.worker.memory import estimate_activations, kv_block_bytes, plan_memory
+from argosy_engine.sizing.device import DeviceMemory, cpu_memory
+from argosy_engine.sizing.kv_cache_sizing import estimate_activations, kv_block_bytes, plan_memory
 
 TINY = resolve_model("builtin://tiny")
 GIB = 1 << 30
@@ -219,7 +219,7 @@ def test_the_largest_steps_run_and_sample_every_request(
     logprobs_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What CUDA measures, run on a CPU."""
-    from argosy_engine.worker.profile import run_largest_steps
+    from argosy_engine.worker.memory_profiling import run_largest_steps
     from argosy_engine.worker.worker import Worker
 
     args = EngineArgs.of(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.client import InprocClient
+from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import UtilityFailed
 from argosy_engine.models.fingerprint import (
     COMPANIONS,

@@ -23,8 +23,8 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native import NativeAttention
 from argosy_engine.attention.torch_native import TorchAttention
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.client import InprocClient
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.models import layers
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.decoder import Decoder

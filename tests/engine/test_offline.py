@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from argosy_engine import LLM, EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
-from argosy_engine.core.messages import EngineCoreOutputs, FinishReason
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.llm import RequestOutput
 from argosy_engine.frontend.prompts import as_list, text_or_token_ids
+from argosy_engine.messages.core_messages import EngineCoreOutputs, FinishReason
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,7 @@ from hypothesis import given, settings
 from argosy_engine import LLM
 from argosy_engine.api.logprobs_format import LogprobsFormat, TextOffsets
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.client import InprocClient
-from argosy_engine.core.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-)
+from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import InvalidRequest, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.chat_template import ChatTemplate
@@ -31,6 +25,12 @@ from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Prompt, Renderer
+from argosy_engine.messages.core_messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage

@@ -9,13 +9,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import ChunkEnd, EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.core.sched.scheduler import Scheduler
+from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.sample.params import SamplingParams
-from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
 from scheduler_fakes import FakeWorker, next_token
 
 BLOCK = 4

@@ -8,18 +8,19 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.scheduler import Scheduler
-from argosy_engine.sample.params import SamplingParams
-from argosy_engine.worker.kv_cache_interface import (
+from argosy_engine.core.sched.scheduler import Scheduler
+from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.messages.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
-from argosy_engine.worker.step import ModelRunnerOutput, SchedulerOutput
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import SchedulerOutput
+from argosy_engine.sample.params import SamplingParams
 from scheduler_fakes import FakeWorker, next_token
 
 BLOCK = 4

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
-from argosy_engine.core.scheduler import Scheduler, SchedulingPolicy
+from argosy_engine.core.sched.scheduler import Scheduler, SchedulingPolicy
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.sample.params import SamplingParams
 from scheduler_fakes import FakeWorker
 

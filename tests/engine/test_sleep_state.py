@@ -8,7 +8,7 @@ import pytest
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
-from argosy_engine.core.messages import EngineCoreRequest, UtilityCall
+from argosy_engine.messages.core_messages import EngineCoreRequest, UtilityCall
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.structured.manager import GrammarRequest
 from argosy_engine.structured.params import GrammarSpec

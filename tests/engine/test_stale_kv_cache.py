@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from argosy_engine.attention.native import NativeAttention
 from argosy_engine.attention.torch_native import TorchAttention
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.client import InprocClient
-from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest
 from argosy_engine.native import build, library
 from argosy_engine.native.library import Kernels
 from argosy_engine.sample.params import SamplingParams

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
-from argosy_engine.core.client import InprocClient
-from argosy_engine.core.step_timing import StepTiming
-from argosy_engine.worker.step import SchedulerOutput
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.core.sched.step_timing import StepTiming
+from argosy_engine.messages.scheduler_output import SchedulerOutput
 
 
 def step(*tokens: int) -> SchedulerOutput:

@@ -172,7 +172,7 @@ def test_choices_of_one_prompt_differ_and_all_match(llm: LLM) -> None:
 
 def test_neighbours_are_not_touched(llm: LLM) -> None:
     """In one batch with structured requests, unconstrained ones give the very tokens they give alone."""
-    from argosy_engine.core.messages import EngineCoreRequest
+    from argosy_engine.messages.core_messages import EngineCoreRequest
 
     free = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     bound = free.replace(structured_outputs=StructuredOutputsParams(json=SCHEMAS["person"]))

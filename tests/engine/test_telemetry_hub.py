@@ -9,7 +9,7 @@ import pytest
 
 from argosy_engine.api import telemetry
 from argosy_engine.api.telemetry import TelemetryHub
-from argosy_engine.core.messages import EngineCoreOutputs, SchedulerStats
+from argosy_engine.messages.core_messages import EngineCoreOutputs, SchedulerStats
 from argosy_protocol.telemetry import FrameReader, Load
 from telemetry_hubs import make_hub
 

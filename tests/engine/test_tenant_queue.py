@@ -7,12 +7,12 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
-from argosy_engine.core.request_queue import RequestQueue
-from argosy_engine.core.scheduler import Scheduler
-from argosy_engine.core.tenant_queue import MAX_IDLE_COUNTERS, TenantQueue
+from argosy_engine.core.sched.request_queue import RequestQueue
+from argosy_engine.core.sched.scheduler import Scheduler
+from argosy_engine.core.sched.tenant_queue import MAX_IDLE_COUNTERS, TenantQueue
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.sample.params import SamplingParams
 from scheduler_fakes import FakeWorker
 

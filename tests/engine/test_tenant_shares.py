@@ -10,7 +10,7 @@ import pytest
 from argosy_engine.api.serving import Serving
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.structured.compile_queue import MAX_QUEUED_PER_KEY, CompileQueue
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import EngineCoreRequest
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.core.sched.scheduler import Scheduler
+from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.sample.params import SamplingParams
-from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from argosy_engine.worker.step import ModelRunnerOutput
 
 BLOCK = 4
 PREFIX = list(range(100, 120))

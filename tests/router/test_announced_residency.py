@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from argosy_engine.api.telemetry import TelemetryHub
-from argosy_engine.core.block_pool import BlockPool
-from argosy_engine.core.messages import EngineCoreOutputs
-from argosy_engine.core.residency import ResidencyTracker
+from argosy_engine.core.kv_cache.block_pool import BlockPool
+from argosy_engine.core.kv_cache.prefix_announcer import ResidencyTracker
+from argosy_engine.messages.core_messages import EngineCoreOutputs
 from argosy_protocol.telemetry import FrameReader
 from argosy_router.fleet.telemetry import apply_residency
 from argosy_router.prefixes.index import PrefixIndex

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy_engine.config import MemoryBudget
+from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, group_layers
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
+from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.source import resolve_model
-from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, group_layers
-from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from scheduler_fakes import FakeWorker
 
 BLOCK = 4

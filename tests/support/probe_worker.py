@@ -6,7 +6,7 @@ import os
 
 from msgspec import structs
 
-from argosy_engine.worker.info import WorkerInfo
+from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.worker.worker import Worker
 
 

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from argosy_engine.worker.kv_cache_interface import (
+from argosy_engine.messages.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
-from argosy_engine.worker.step import BlockIds, ModelRunnerOutput, SchedulerOutput
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import BlockIds, SchedulerOutput
 
 VOCAB = 7
 

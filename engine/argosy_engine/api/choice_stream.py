@@ -14,9 +14,9 @@ from contextlib import aclosing
 from typing import Generic, TypeVar
 
 from argosy_engine.api.usage import initial_totals, update_total, usage_of
-from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import GenerationRequest, Usage
 
 MAX_INLINE_TOKENS = 256

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 from argosy_engine.api.choice_stream import stream_choices, whole_response
 from argosy_engine.api.completion_format import CompletionFormat
 from argosy_engine.api.serving import Serving
-from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import Completion, CompletionRequest
 
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 
 from argosy_engine.api.beam_choices import beam_choices
-from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.render_pool import RenderPool
 from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,

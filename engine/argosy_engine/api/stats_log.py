@@ -9,8 +9,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from argosy_engine.core.messages import EngineCoreOutputs, SchedulerStats
 from argosy_engine.frontend.observer import Observer
+from argosy_engine.messages.core_messages import EngineCoreOutputs, SchedulerStats
 
 logger = logging.getLogger("argosy.stats")
 

@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from argosy_engine.config import ResolvedConfig
-from argosy_engine.core.messages import EngineCoreOutputs, ResidencyDelta, SchedulerStats
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.observer import Observer
+from argosy_engine.messages.core_messages import EngineCoreOutputs, ResidencyDelta, SchedulerStats
 from argosy_protocol import __version__
 from argosy_protocol.telemetry import (
     HEARTBEAT_INTERVAL_S,

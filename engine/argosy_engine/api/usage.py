@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import PromptTokensDetails, Usage
 
 

@@ -1,7 +1,7 @@
 """EngineCore: runs scheduler, KV cache, grammars and executor, one step per call.
 
 The same class serves both ways to run: in the caller's process (`InprocClient`) and in a process of its own
-(`core.process`). `step` raises only if the executor fails, which ends the engine; no content of a request can make it
+(`core_process`). `step` raises only if the executor fails, which ends the engine; no content of a request can make it
 raise. A fault in the bookkeeping (scheduler, KV cache) is logged, and the state is rebuilt.
 
 With async scheduling two steps are in flight: while the device computes one, the core schedules and launches the next
@@ -19,8 +19,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from argosy_engine.config import EngineArgs, HfOverrides, ResolvedConfig
-from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import (
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core.request import Request, RequestStatus
+from argosy_engine.core.sched.scheduler import Scheduler
+from argosy_engine.core.sched.step_timing import StepTiming
+from argosy_engine.core.sleep_state import SleepState
+from argosy_engine.core.watchdog import Watchdog
+from argosy_engine.errors import EngineDead, UtilityFailed
+from argosy_engine.executor.base import Executor, PendingOutput
+from argosy_engine.messages.core_messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ErrorKind,
@@ -28,17 +35,11 @@ from argosy_engine.core.messages import (
     UtilityCall,
     UtilityOutput,
 )
-from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.scheduler import Scheduler
-from argosy_engine.core.sleep import SleepState
-from argosy_engine.core.step_timing import StepTiming
-from argosy_engine.core.watchdog import Watchdog
-from argosy_engine.errors import EngineDead, UtilityFailed
-from argosy_engine.executor.base import Executor, PendingOutput
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.models.config import ModelConfig
 from argosy_engine.structured.manager import GrammarFailure
 from argosy_engine.structured.manager_factory import create_structured_output_manager
-from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger("argosy.core")
 

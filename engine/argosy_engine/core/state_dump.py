@@ -14,7 +14,7 @@ from typing import Any
 
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.request import Request
-from argosy_engine.worker.step import SchedulerOutput
+from argosy_engine.messages.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger("argosy.core")
 

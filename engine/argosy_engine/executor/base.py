@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
+from argosy_engine.messages.worker_info import WorkerInfo
 
 
 class PendingOutput(Protocol):

@@ -13,9 +13,9 @@ def make_executor(args: EngineArgs) -> Executor:
         ConfigError: `--worker-cls` is not a worker, or the system does not support the backend.
     """
     if args.distributed_executor_backend == "mp":
-        from argosy_engine.executor.multiproc import MultiprocExecutor
+        from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 
         return MultiprocExecutor(args)
-    from argosy_engine.executor.uniproc import UniprocExecutor
+    from argosy_engine.executor.uniproc_executor import UniprocExecutor
 
     return UniprocExecutor(args)

@@ -22,8 +22,8 @@ from msgspec import Struct
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastReader, Framed, ReaderEnds
+from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.osproc.child_process import die_with_parent
-from argosy_engine.worker.step import GrammarBitmask, SchedulerOutput
 from argosy_protocol.program.log_format import configure_logging
 
 if TYPE_CHECKING:

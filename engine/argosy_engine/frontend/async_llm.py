@@ -14,8 +14,7 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.async_client import AsyncMPClient
-from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.errors import EngineAsleep, EngineDead, EngineError, RequestFailed
 from argosy_engine.frontend.admission import AdmissionControl
 from argosy_engine.frontend.input_processor import InputProcessor
@@ -23,6 +22,7 @@ from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 logger = logging.getLogger("argosy.frontend")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from argosy_engine.core.messages import ChunkEnd
+from argosy_engine.messages.core_messages import ChunkEnd
 from argosy_protocol.chunk_hash import chunk_ends, chunk_hashes
 from argosy_protocol.prompt_segments import Segment, SegmentKind
 

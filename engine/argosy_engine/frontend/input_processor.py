@@ -14,7 +14,6 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from argosy_engine.config import ResolvedConfig
-from argosy_engine.core.messages import EngineCoreRequest
 from argosy_engine.errors import InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.renderer import Prompt, Renderer
 from argosy_engine.frontend.request_params import (
@@ -22,6 +21,7 @@ from argosy_engine.frontend.request_params import (
     num_logprobs,
     to_sampling_params,
 )
+from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.sample.interface import LogitsProcessor, load_logits_processors
 from argosy_engine.sample.params import MAX_BAD_WORDS_TOKENS, SamplingParams
 from argosy_engine.structured.manager import GrammarRequest

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.client import InprocClient, SyncClient, SyncMPClient
+from argosy_engine.core.proc.core_client import InprocClient, SyncClient, SyncMPClient
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.budget import budget_table
 from argosy_engine.frontend.input_processor import InputProcessor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from argosy_engine.core.messages import EngineCoreOutputs
+from argosy_engine.messages.core_messages import EngineCoreOutputs
 
 
 class RequestTimings:

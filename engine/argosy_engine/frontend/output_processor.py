@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
 from argosy_engine.errors import EngineBusy, EngineError, InvalidRequest, RequestFailed
 from argosy_engine.frontend.admission import AdmissionControl
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
@@ -24,6 +23,7 @@ from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import RequestOutput
 from argosy_engine.frontend.request_state import RequestState
 from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
 
 logger = logging.getLogger("argosy.frontend")
 

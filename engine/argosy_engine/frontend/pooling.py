@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from argosy_engine.core.client import SyncClient
-from argosy_engine.core.messages import EngineCoreRequest, FinishReason
+from argosy_engine.core.proc.core_client import SyncClient
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.outputs import log_failures
 from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.messages.core_messages import EngineCoreRequest, FinishReason
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
 

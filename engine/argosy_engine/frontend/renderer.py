@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from argosy_engine.config import ResolvedConfig
-from argosy_engine.core.messages import ChunkEnd
 from argosy_engine.errors import InvalidRequest, PromptTooLong
 from argosy_engine.frontend.chat_parser import END_THINK, THINK
 from argosy_engine.frontend.chat_template import ChatTemplate
@@ -20,6 +19,7 @@ from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
 from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
+from argosy_engine.messages.core_messages import ChunkEnd
 from argosy_engine.structured.reasoning import Reasoning, reasoning_after
 from argosy_protocol.chunk_hash import chain_seed
 from argosy_protocol.openai import (

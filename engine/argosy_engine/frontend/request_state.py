@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from argosy_engine.core.messages import EngineCoreOutput, EngineCoreRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.observer import RequestTimings
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import GenerationOutput, RequestOutput
+from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest
 
 
 class RequestState:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from argosy_engine.messages.scheduler_output import BlockIds, NewRequest
 from argosy_engine.sample.sampler import Sampler, SamplerOptions
-from argosy_engine.worker.step import BlockIds, NewRequest
 
 
 class InputBatch:

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import GrammarBitmask
 from argosy_engine.sample.sampler import GrammarMask
 from argosy_engine.worker.drawn_tokens import DrawnTokens, OnTheWay, Verified
 from argosy_engine.worker.input_batch import InputBatch
-from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput
 
 
 class UnsettledSteps:

@@ -13,6 +13,8 @@ import torch
 
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError
+from argosy_engine.messages.scheduler_output import SchedulerOutput
+from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.fingerprint import fingerprint
@@ -22,13 +24,16 @@ from argosy_engine.models.source import resolve_model
 from argosy_engine.native.library import kernels
 from argosy_engine.sample.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions
-from argosy_engine.worker.device import DeviceMemory, choose_dtype, cpu_memory
-from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.memory import estimate_activations, estimate_weights, plan_memory, wanted_model_len
+from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory
+from argosy_engine.sizing.kv_cache_sizing import (
+    estimate_activations,
+    estimate_weights,
+    plan_memory,
+    wanted_model_len,
+)
+from argosy_engine.worker.memory_profiling import measure_activations
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
-from argosy_engine.worker.profile import measure_activations
-from argosy_engine.worker.step import SchedulerOutput
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy_engine.worker.step import BlockIds, NewRequest, SchedulerOutput
+from argosy_engine.messages.scheduler_output import BlockIds, NewRequest, SchedulerOutput
 
 
 class StepPlan:

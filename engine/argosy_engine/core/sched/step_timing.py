@@ -6,7 +6,7 @@ previous step ended if that was later: with two steps in flight, the second one 
 
 from __future__ import annotations
 
-from argosy_engine.worker.step import SchedulerOutput
+from argosy_engine.messages.scheduler_output import SchedulerOutput
 
 _KEPT = 0.8
 """Weight of the previous average when a step is added."""

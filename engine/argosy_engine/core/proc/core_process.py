@@ -1,4 +1,4 @@
-"""CoreProcess: the process of the engine core, `python -m argosy_engine.core.process DIRECTORY PARENT`.
+"""CoreProcess: the process of the engine core, `python -m argosy_engine.core.proc.core_process DIRECTORY PARENT`.
 
 It has three threads: input (decodes the client's messages and hashes their prompts), the busy loop (owns the core), and
 output (encodes and sends). The process lives exactly as long as its client: standard input is a pipe from the client,
@@ -24,8 +24,10 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from argosy_engine.core.launch import START_TIMEOUT_S
-from argosy_engine.core.messages import (
+from argosy_engine.core.proc.core_handle import START_TIMEOUT_S
+from argosy_engine.core.request import Request
+from argosy_engine.errors import ConfigError, EngineBusy
+from argosy_engine.messages.core_messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -41,11 +43,9 @@ from argosy_engine.core.messages import (
     UtilityCall,
     UtilityOutput,
 )
-from argosy_engine.core.request import Request
-from argosy_engine.errors import ConfigError, EngineBusy
 from argosy_engine.osproc.child_process import die_with_parent
 from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
-from argosy_engine.worker.memory import check_model
+from argosy_engine.sizing.kv_cache_sizing import check_model
 from argosy_protocol.program.log_format import configure_logging
 
 logger = logging.getLogger("argosy.core")

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from argosy_engine.core.request import Request
-from argosy_engine.core.request_queue import MIN_STALE, RequestQueue
-from argosy_engine.core.tenant_queue import TenantQueue
+from argosy_engine.core.sched.request_queue import MIN_STALE, RequestQueue
+from argosy_engine.core.sched.tenant_queue import TenantQueue
 
 _Rank = tuple[int, int, int, int]
 """Order among waiting calls: priority, seats held, turn and order of arrival of the call's next sequence."""

@@ -1,7 +1,7 @@
-"""Scheduler output and model runner output: the messages between scheduler and worker for each step.
+"""SchedulerOutput: what the scheduler tells the workers to compute in a step.
 
-They are diffs, as in vLLM V1: a request's prompt is sent once (`NewRequest`), afterwards only changes. They contain
-token ids and block ids; no text, no hashes.
+It is a diff, as in vLLM V1: a request's prompt is sent once (`NewRequest`), afterwards only changes. It contains token
+ids and block ids; no text, no hashes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from msgspec import Struct
 
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
-from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 BlockIds = list[list[int]]
 """One list per KV cache group of block ids in token order; 0 (the null block) for a block that is no longer read."""
@@ -67,20 +66,3 @@ class SchedulerOutput(Struct, array_like=True, gc=False):
     grammar: GrammarBitmask | None = None
     awaits_grammar: bool = False
     """Whether the bitmask follows later (`PendingOutput.sample`), because it depends on tokens that are in flight."""
-
-
-class ModelRunnerOutput(Struct, array_like=True, gc=False):
-    request_ids: list[str]
-    sampled_token_ids: list[list[int]]
-    """New tokens of each request: none during its prefill, several if drafts were accepted."""
-    logprobs: dict[str, list[TokenLogprobs]] = {}
-    """Request id -> entries of the new tokens, for requests that asked for them."""
-    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
-    """Request id -> (number of earlier entries, entries computed in this step). Every prompt token except the first has
-    an entry."""
-    draft_token_ids: dict[str, list[int]] = {}
-    """Request id -> proposed draft tokens, which the next step verifies."""
-    pooler_output: dict[str, list[float]] = {}
-    """Request id -> vector, for pooling requests whose prompts are complete with this step."""
-    errors: dict[str, str] = {}
-    """Request id -> reason why the request cannot continue."""

@@ -1,12 +1,12 @@
-"""WorkerInfo: what a worker reports when it has started. In its own module, so that the core need not import torch."""
+"""WorkerInfo: what a worker reports once it has started, before its first step."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 from argosy_engine.config import MemoryBudget
+from argosy_engine.messages.kv_cache_interface import KVCacheGroup
 from argosy_engine.models.config import ModelConfig
-from argosy_engine.worker.kv_cache_interface import KVCacheGroup
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ Invariant: a router that applies every delta in the order of its fields has exac
 
 from __future__ import annotations
 
-from argosy_engine.core.messages import ChunkEnd, ResidencyDelta
+from argosy_engine.messages.core_messages import ChunkEnd, ResidencyDelta
 
 MAX_CHUNKS_PER_BLOCK = 32
 """A block of 16 tokens holds the ends of a few chunks for each distinct way to split the same text; the cap bounds the

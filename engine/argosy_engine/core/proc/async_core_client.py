@@ -1,4 +1,4 @@
-"""AsyncMPClient: the asyncio client of an engine core that runs in its own process. See `core.client`."""
+"""AsyncMPClient: the asyncio client of an engine core that runs in its own process. See `core_client`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import zmq
 import zmq.asyncio
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
-from argosy_engine.core.client import POLL_MS, bind, close_all, result_of
-from argosy_engine.core.launch import START_TIMEOUT_S, CoreHandle
-from argosy_engine.core.messages import (
+from argosy_engine.core.proc.core_client import POLL_MS, bind, close_all, result_of
+from argosy_engine.core.proc.core_handle import START_TIMEOUT_S, CoreHandle
+from argosy_engine.errors import EngineDead, UtilityFailed
+from argosy_engine.messages.core_messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     RequestType,
     UtilityCall,
     UtilityOutput,
 )
-from argosy_engine.errors import EngineDead, UtilityFailed
 
 
 class AsyncMPClient:

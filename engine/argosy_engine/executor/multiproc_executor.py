@@ -22,9 +22,10 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastWriter, Framed
 from argosy_engine.executor.worker_process import CALL, EXECUTE, FAILED, INIT, SAMPLE, Call, Failure
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
+from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.osproc.child_process import describe_exit, parent_argument
-from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.step import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 _EXIT_TIMEOUT_S = 5.0
 

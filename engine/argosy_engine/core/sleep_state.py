@@ -6,8 +6,8 @@ resident. Block ids stay valid, so the scheduler continues with the same pool af
 
 from __future__ import annotations
 
-from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.errors import EngineAsleep, UtilityFailed
 from argosy_engine.executor.base import Executor
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from argosy_engine.worker.step import SchedulerOutput
+from argosy_engine.messages.scheduler_output import SchedulerOutput
 
 
 class StepsInFlight:

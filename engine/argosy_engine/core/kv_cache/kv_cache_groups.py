@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from argosy_engine.core.block_pool import BlockPool
-from argosy_engine.worker.kv_cache_interface import (
+from argosy_engine.core.kv_cache.block_pool import BlockPool
+from argosy_engine.messages.kv_cache_interface import (
     KVCacheSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,

@@ -4,7 +4,7 @@ All of them exchange the same messages with the same `EngineCore`:
 
 InprocClient    direct calls, for offline use and tests
 SyncMPClient    blocking, for offline use with the core in its own process
-AsyncMPClient   asyncio, for the API server (`core.async_client`)
+AsyncMPClient   asyncio, for the API server (`async_core_client`)
 
 A client owns the core's lifetime: when it closes or dies, the core ends. When the core dies, every call raises
 `EngineDead` instead of waiting, except for aborts, which then have no effect.
@@ -23,15 +23,15 @@ import msgspec
 import zmq
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
-from argosy_engine.core.launch import START_TIMEOUT_S, CoreHandle
-from argosy_engine.core.messages import (
+from argosy_engine.core.proc.core_handle import START_TIMEOUT_S, CoreHandle
+from argosy_engine.errors import EngineDead, UtilityFailed
+from argosy_engine.messages.core_messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     RequestType,
     UtilityCall,
     UtilityOutput,
 )
-from argosy_engine.errors import EngineDead, UtilityFailed
 
 POLL_MS = 200
 """Interval at which a client checks that the core is alive, where the system has no pidfd."""

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
-from argosy_engine.core.messages import (
+from argosy_engine.errors import ConfigError, EngineDead
+from argosy_engine.messages.core_messages import (
     Failed,
     Handshake,
     HandshakeMessage,
@@ -25,7 +26,6 @@ from argosy_engine.core.messages import (
     Ready,
     RequestType,
 )
-from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.osproc.child_process import describe_exit, open_pidfd, parent_argument
 from argosy_engine.osproc.file_descriptors import require_free
 
@@ -64,7 +64,7 @@ class CoreHandle:
                 sys.executable,
                 *safe_path,
                 "-m",
-                "argosy_engine.core.process",
+                "argosy_engine.core.proc.core_process",
                 str(self._directory),
                 parent_argument(),
             ],

@@ -12,7 +12,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from argosy_engine.worker.step import MultimodalFeature
+from argosy_engine.messages.scheduler_output import MultimodalFeature
 
 
 def root_hash(cache_salt: str | None, adapter: str | None = None) -> bytes:

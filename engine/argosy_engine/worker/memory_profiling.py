@@ -12,10 +12,10 @@ import torch
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
+from argosy_engine.messages.scheduler_output import GrammarBitmask, NewRequest, SchedulerOutput
 from argosy_engine.sample.params import SamplingParams
-from argosy_engine.worker.device import DeviceMemory
+from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.worker.model_runner import ModelRunner
-from argosy_engine.worker.step import GrammarBitmask, NewRequest, SchedulerOutput
 
 
 def measure_activations(

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit
+from argosy_engine.messages.kv_cache_interface import KVCacheGroup, block_bytes, kv_cache_groups, peak_blocks
 from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.source import resolve_model
-from argosy_engine.worker.device import DeviceMemory
-from argosy_engine.worker.kv_cache_interface import KVCacheGroup, block_bytes, kv_cache_groups, peak_blocks
+from argosy_engine.sizing.device import DeviceMemory
 
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 """The CPU default lets a laptop run two replicas and a browser beside them."""

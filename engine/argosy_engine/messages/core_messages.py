@@ -12,11 +12,11 @@ from typing import Any
 from msgspec import Struct
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.messages.scheduler_output import MultimodalFeature
 from argosy_engine.sample.params import SamplingParams
 from argosy_engine.sample.pooling_params import PoolingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.structured.manager import GrammarRequest
-from argosy_engine.worker.step import MultimodalFeature
 
 
 class RequestType:

@@ -9,8 +9,8 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import UtilityFailed
 from argosy_engine.executor.base import PendingOutput
 from argosy_engine.executor.worker_class import public_method, worker_class
-from argosy_engine.worker.info import WorkerInfo
-from argosy_engine.worker.step import SchedulerOutput
+from argosy_engine.messages.scheduler_output import SchedulerOutput
+from argosy_engine.messages.worker_info import WorkerInfo
 
 
 class UniprocExecutor:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from argosy_engine.core.block_pool import BlockPool
-from argosy_engine.core.kv_cache_groups import NULL_BLOCK, FullAttentionGroup, make_groups
+from argosy_engine.core.kv_cache.block_pool import BlockPool
+from argosy_engine.core.kv_cache.kv_cache_groups import NULL_BLOCK, FullAttentionGroup, make_groups
+from argosy_engine.core.kv_cache.prefix_announcer import ResidencyTracker
+from argosy_engine.core.kv_cache.waiting_tokens import WaitingTokens
 from argosy_engine.core.request import Request
-from argosy_engine.core.residency import ResidencyTracker
-from argosy_engine.core.waiting_tokens import WaitingTokens
-from argosy_engine.worker.kv_cache_interface import FullAttentionSpec, KVCacheSpec
-from argosy_engine.worker.step import BlockIds
+from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from argosy_engine.messages.scheduler_output import BlockIds
 
 
 class KVCacheManager:
@@ -29,7 +29,7 @@ class KVCacheManager:
         block_size: tokens per block.
         watermark: share of the pool (0..1) that admission leaves free while other requests run, so that a nearly full
             cache does not admit requests that would be preempted a few steps later.
-        specs: one per KV cache group (`worker.kv_cache_interface`).
+        specs: one per KV cache group (`messages.kv_cache_interface`).
         max_num_batched_tokens: token budget of a step; bounds the blocks that a sliding window holds during a prefill.
     """
 

@@ -26,15 +26,16 @@ import time
 from collections.abc import Iterable
 from typing import Literal
 
-from argosy_engine.core.call_queue import CallQueue
-from argosy_engine.core.kv_cache_manager import KVCacheManager
-from argosy_engine.core.messages import EngineCoreOutput, ErrorKind, FinishReason
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
-from argosy_engine.core.request_queue import TurnClock
-from argosy_engine.core.step_plan import StepPlan
-from argosy_engine.core.steps_in_flight import StepsInFlight
+from argosy_engine.core.sched.call_queue import CallQueue
+from argosy_engine.core.sched.request_queue import TurnClock
+from argosy_engine.core.sched.step_plan import StepPlan
+from argosy_engine.core.sched.steps_in_flight import StepsInFlight
+from argosy_engine.messages.core_messages import EngineCoreOutput, ErrorKind, FinishReason
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
 from argosy_engine.sample.token_logprobs import TokenLogprobs
-from argosy_engine.worker.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from argosy_engine.core.request import Request
-from argosy_engine.core.request_queue import RequestQueue
+from argosy_engine.core.sched.request_queue import RequestQueue
 
 MAX_IDLE_COUNTERS = 1024
 """Counters kept of tenants that do not wait; beyond it, those that no longer matter are dropped."""
