@@ -64,7 +64,7 @@ attack: $(INSTALLED_DEV) ## attack a local fleet for ATTACK_S seconds (an hour) 
 	PYTHONPATH=tests:tests/support $(BIN)/python -P -m attack --seconds $(ATTACK_S) $(ATTACK_ARGS)
 
 generate: $(INSTALLED_DEV) ## write the CRD, the dashboard, the alert rules and docs/reference anew
-	$(BIN)/python -P -m argosy_operator.resource.crd
+	$(BIN)/python -P -m argosy_resource.crd
 	PYTHONPATH=charts $(BIN)/python -P -m dashboards charts/argosy/files
 	PYTHONPATH=docs $(BIN)/python -P -m docs_reference docs/reference
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from argosy_engine.models.registry import architectures
-from argosy_operator.resource.validation import load_manifests
 from argosy_protocol.embeddings import EmbeddingRequest
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import (
@@ -19,6 +18,7 @@ from argosy_protocol.openai import (
     unsupported,
 )
 from argosy_protocol.tokenization import DetokenizeRequest, TextTokenizeRequest
+from argosy_resource.validation import load_manifests
 
 DOCS = Path(__file__).parent.parent / "docs"
 TEXT = (DOCS / "api.md").read_text("utf-8")

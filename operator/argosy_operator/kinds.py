@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from argosy_operator.resource import types
+from argosy_resource import types
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON."""

@@ -1,6 +1,7 @@
 """Names, labels and annotations of the objects that the operator owns.
 
-Owns every string by which operator, router and cluster find each other's objects. Knows no object's content.
+Owns the strings by which the operator, the router and the cluster find objects; those about engines, which a local
+fleet needs as well, are in `argosy_resource.engine_address`. Must not know any object's content.
 Invariant: a generated name is a DNS label of at most 63 characters, and so are the names that Kubernetes derives from
 it (ReplicaSet, Pod); long names end in a hash, so that two resources never share a child.
 """
@@ -11,15 +12,14 @@ from typing import Final
 
 import xxhash
 
-from argosy_operator.resource.types import GROUP, InferenceService
+from argosy_resource.engine_address import selector, service_label
+from argosy_resource.types import GROUP, InferenceService
 
 FIELD_MANAGER: Final = "argosy-operator"
 
 ROUTABLE_GATE: Final = f"{GROUP}/routable"
 """Readiness gate, and the pod condition of the same name. The operator is its sole writer."""
 
-SERVICE_LABEL: Final = f"{GROUP}/service"
-"""On every child: the name of the resource that owns it. Kubernetes discovery selects by it."""
 REVISION_LABEL: Final = f"{GROUP}/revision"
 """On every pod: hash of the pod template that it was created from."""
 APPLIED_ANNOTATION: Final = f"{GROUP}/applied"
@@ -33,17 +33,13 @@ HELD_ANNOTATION: Final = f"{GROUP}/held-revision"
 TURN_ANNOTATION: Final = f"{GROUP}/has-turn"
 """On the one Deployment to which a change of the operator's is being rolled out."""
 
-COMPONENT_LABEL: Final = "app.kubernetes.io/component"
 NAME_LABEL: Final = "app.kubernetes.io/name"
 INSTANCE_LABEL: Final = "app.kubernetes.io/instance"
 MANAGED_BY_LABEL: Final = "app.kubernetes.io/managed-by"
 
-ENGINE_PORT: Final = 8000
 ROUTER_ADMIN_PORT: Final = 8081
 FLEET_CONFIGMAP: Final = "argosy-fleet"
 FLEET_KEY: Final = "fleet.json"
-API_KEY_ENV: Final = "ARGOSY_API_KEY"
-"""Environment variable, and field of the service's Secret, that holds the engines' internal key."""
 
 _POD_SUFFIX: Final = len("-0123456789-abcde")
 """Length of what ReplicaSet (template hash) and Pod (random) append to a Deployment's name."""
@@ -59,16 +55,6 @@ def shorten(name: str, limit: int) -> str:
 def child_name(service: InferenceService, suffix: str = "engine") -> str:
     """Name of a child object: `NAME-SUFFIX`."""
     return f"{shorten(service.metadata.name, 63 - _POD_SUFFIX - len(suffix) - 1)}-{suffix}"
-
-
-def service_label(service: InferenceService) -> str:
-    """Value of `SERVICE_LABEL`: the resource's name, which a CEL rule limits to the length of a label."""
-    return service.metadata.name
-
-
-def selector(service: InferenceService) -> dict[str, str]:
-    """Labels that select the service's pods inside its namespace."""
-    return {COMPONENT_LABEL: "engine", SERVICE_LABEL: service_label(service)}
 
 
 def child_labels(service: InferenceService) -> dict[str, str]:

@@ -22,6 +22,7 @@ ADVICE = sorted(
         "charts/argosy/**/*.json",
         "router/argosy_router/**/*.py",
         "operator/argosy_operator/**/*.py",
+        "operator/argosy_resource/**/*.py",
         "engine/argosy_engine/**/*.py",
         "cli/argosy/**/*.py",
     )

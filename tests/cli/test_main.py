@@ -12,7 +12,15 @@ from argosy import main as cli
 from argosy.main import COMMANDS, Command, main
 
 HEAVY = ("torch", "numpy", "fastapi", "uvicorn", "kopf", "kubernetes", "rich", "yaml", "jsonschema", "celpy")
-HEAVY_OF_OURS = ("argosy_engine", "argosy_router", "argosy_operator", "asyncio", "argparse", "difflib")
+HEAVY_OF_OURS = (
+    "argosy_engine",
+    "argosy_router",
+    "argosy_operator",
+    "argosy_resource",
+    "asyncio",
+    "argparse",
+    "difflib",
+)
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.local.plan import Goal, Member, goal, next_step, revision, threads_per_replica
-from argosy_operator.resource.types import InferenceService, parse
+from argosy_resource.types import InferenceService, parse
 
 OLD, NEW = "old", "new"
 

@@ -20,7 +20,7 @@ from argosy_operator.cluster.api import ObjectList
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, EVENTS, INFERENCE_SERVICES, PODS, Kind, kind_of
 from argosy_operator.names import FIELD_MANAGER, ROUTABLE_GATE
-from argosy_operator.resource.validation import apply_defaults, validate_manifest
+from argosy_resource.validation import apply_defaults, validate_manifest
 
 Object = dict[str, Any]
 Key = tuple[Kind, str, str]
@@ -430,7 +430,7 @@ def _validate(manifest: bytes) -> None:
 
 @functools.cache
 def _isvc_schema() -> Object:
-    from argosy_operator.resource import crd
+    from argosy_resource import crd
 
     return crd.schema()
 

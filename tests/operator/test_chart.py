@@ -18,7 +18,7 @@ import yaml
 from chart_rules import helper_rules
 
 from argosy_operator.reconcile.controller import WATCHED
-from argosy_operator.resource.validation import load_manifests
+from argosy_resource.validation import load_manifests
 from argosy_router.main import build_parser, config_of
 
 ROOT = Path(__file__).parents[2]

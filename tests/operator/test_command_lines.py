@@ -8,7 +8,7 @@ from pathlib import Path
 from builders import isvc
 
 from argosy_engine.api.serve import parse_args
-from argosy_operator.desired.engine_command import engine_args
+from argosy_resource.engine_command import engine_args
 from argosy_router.main import build_parser, config_of
 
 ROOT = Path(__file__).parents[2]

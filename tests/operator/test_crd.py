@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from argosy_operator.resource import crd
+from argosy_resource import crd
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", crd.FILES)
 def test_files_are_what_the_types_say(name: str) -> None:
-    assert (ROOT / name).read_text(encoding="utf-8") == crd.render(), (
-        "run: python -m argosy_operator.resource.crd"
-    )
+    assert (ROOT / name).read_text(encoding="utf-8") == crd.render(), "run: python -m argosy_resource.crd"
 
 
 def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -12,7 +12,7 @@ from argosy_operator.desired.plan import desired
 from argosy_operator.kinds import SERVICES, Kind, Name, kind_of, object_name
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Problem
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.types import InferenceService
 
 Children = dict[tuple[Kind, Name], Any]
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from builders import CONFIG, isvc, pod
 
-from argosy_operator.desired.engine_command import engine_args, engine_env
 from argosy_operator.desired.plan import Plan, desired
 from argosy_operator.desired.rollout import no_gpu_for_surge
-from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE, SERVICE_LABEL
+from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
-from argosy_operator.resource.types import InferenceService
 from argosy_protocol.bearer_keys import internal_key
+from argosy_resource.engine_address import SERVICE_LABEL
+from argosy_resource.engine_command import engine_args, engine_env
+from argosy_resource.types import InferenceService
 
 NOTHING = Observation()
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
-from argosy_operator.desired.engine_command import engine_args
-from argosy_operator.resource import crd
-from argosy_operator.resource.schema_types import CACHE_PATTERN, quantity_bytes
+from argosy_resource import crd
+from argosy_resource.engine_command import engine_args
+from argosy_resource.schema_types import CACHE_PATTERN, quantity_bytes
 
 ENGINE: dict[str, Any] = crd.schema()["properties"]["spec"]["properties"]["engine"]["properties"]
 NUMBERS = {

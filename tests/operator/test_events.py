@@ -13,8 +13,8 @@ from virtual_time import virtual_time
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import EVENTS
 from argosy_operator.reconcile.event_recorder import EVENT_BURST, EVENT_REFILL_SECONDS, EventRecorder
-from argosy_operator.resource.types import Condition, ConditionStatus
 from argosy_operator.status.events import Event, news
+from argosy_resource.types import Condition, ConditionStatus
 
 
 def condition(kind: str, status: ConditionStatus, reason: str, message: str = "m") -> Condition:

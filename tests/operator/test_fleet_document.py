@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from builders import isvc, isvc_object
 
-from argosy_operator.desired.fleet_document import fleet_document, fleet_service, name_conflicts
-from argosy_operator.names import selector
-from argosy_operator.resource.types import parse
 from argosy_protocol.fleet import (
     Canary,
     Endpoint,
@@ -15,6 +12,9 @@ from argosy_protocol.fleet import (
     encode_fleet,
     resolve_names,
 )
+from argosy_resource.engine_address import selector
+from argosy_resource.fleet_document import fleet_document, fleet_service, name_conflicts
+from argosy_resource.types import parse
 
 
 def test_fleet_service() -> None:

@@ -11,7 +11,7 @@ from harness import Operator, new_cluster
 from virtual_time import virtual_time
 
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, SECRETS
-from argosy_operator.names import API_KEY_ENV
+from argosy_resource.engine_address import API_KEY_ENV
 
 SECRET = (SECRETS, "team", "tiny-engine-key")
 RESYNC = 400

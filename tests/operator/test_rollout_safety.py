@@ -18,7 +18,7 @@ from virtual_time import virtual_time
 from argosy_operator.desired.rollout import input_digest
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS
-from argosy_operator.names import SERVICE_LABEL
+from argosy_resource.engine_address import SERVICE_LABEL
 
 GPU: dict[str, Any] = {"resources": {"gpu": {}}}
 DEFAULT_IMAGE = "argosy-engine:test"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_operator.resource.schema_types import quantity_bytes
+from argosy_resource.schema_types import quantity_bytes
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from builders import CONFIG, NOW, gate_condition, isvc_object, pod, pod_object
 from argosy_operator.desired.plan import desired
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem, read_pod
-from argosy_operator.resource.types import InferenceServiceStatus, parse
 from argosy_operator.status.report import invalid_status, status
 from argosy_protocol.fleet import NameConflict
+from argosy_resource.types import InferenceServiceStatus, parse
 
 REVISION = desired(parse(isvc_object()), Observation(), CONFIG).revision
 ALIVE = Routers(known=True, alive=1)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from argosy_operator.resource.validation import ManifestError, load_manifests, validate_manifest
+from argosy_resource.validation import ManifestError, load_manifests, validate_manifest
 from manifests_table import CASES, TINY, Case, manifest
 
 
@@ -99,6 +99,6 @@ def test_the_callers_document_stays_as_it_is() -> None:
 def test_import_is_light() -> None:
     """The command line imports it to print help; heavy libraries wait for the first manifest."""
     heavy = "{'kopf', 'kubernetes', 'jsonschema', 'celpy', 'torch', 'aiohttp'}"
-    code = f"import argosy_operator.resource.validation, sys; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import argosy_resource.validation, sys; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

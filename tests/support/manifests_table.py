@@ -1,6 +1,6 @@
 """Valid and invalid manifests, with the error that an API server with our CRD gives for the invalid ones.
 
-The fast tests pass them through `argosy_operator.resource.validation`, the end-to-end tests through a real API server
+The fast tests pass them through `argosy_resource.validation`, the end-to-end tests through a real API server
 (`kubectl apply --dry-run=server`, which validates strictly). An expected error is a part of the message that both have
 in common; None means that the manifest is accepted.
 """

@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> int:
         prog="argosy crd", description="Print the CustomResourceDefinition of InferenceService as YAML."
     )
     parser.parse_args(argv)
-    from argosy_operator.resource.crd import render
+    from argosy_resource.crd import render
 
     sys.stdout.write(render())
     return OK

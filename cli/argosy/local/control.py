@@ -11,7 +11,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.types import InferenceService
 
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 """A thousand services with long pod templates take less."""

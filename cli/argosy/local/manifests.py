@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from argosy.errors import UsageError
-from argosy_operator.desired.engine_command import claim_name, model_path
-from argosy_operator.desired.fleet_document import fleet_document, without_canary
-from argosy_operator.resource.types import InferenceService
-from argosy_operator.resource.validation import ManifestError, load_manifests
 from argosy_protocol.fleet import resolve_names
+from argosy_resource.engine_command import claim_name, model_path
+from argosy_resource.fleet_document import fleet_document, without_canary
+from argosy_resource.types import InferenceService
+from argosy_resource.validation import ManifestError, load_manifests
 
 
 def read_services(names: Sequence[str], *, gpus: int) -> tuple[InferenceService, ...]:

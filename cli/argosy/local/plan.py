@@ -18,9 +18,9 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from argosy_operator.desired.engine_command import engine_args, engine_env
-from argosy_operator.desired.rollout import may_replace_in_place
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.engine_command import engine_args, engine_env
+from argosy_resource.rollout_policy import may_replace_in_place
+from argosy_resource.types import InferenceService
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from argosy.local.process import Process
 from argosy.local.settings import HOST, Settings, backoff_s, free_port
 from argosy.local.state import StateDir
 from argosy.local.waiting import first_of
-from argosy_operator.desired.engine_command import engine_args, engine_env
-from argosy_operator.names import API_KEY_ENV
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.engine_address import API_KEY_ENV
+from argosy_resource.engine_command import engine_args, engine_env
+from argosy_resource.types import InferenceService
 
 _READY_POLL_S: Final = 0.1
 _PROBE_TIMEOUT_S: Final = 5.0

@@ -29,10 +29,10 @@ from argosy.local.replica import Replica
 from argosy.local.router import RouterProcess
 from argosy.local.settings import Settings
 from argosy.local.state import StateDir
-from argosy_operator.desired.fleet_document import fleet_service
-from argosy_operator.resource.types import InferenceService
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_resource.fleet_document import fleet_service
+from argosy_resource.types import InferenceService
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from argosy_operator.kinds import (
     Object,
     object_name,
 )
-from argosy_operator.names import SERVICE_LABEL
+from argosy_resource.engine_address import SERVICE_LABEL
 
 
 class Listing(Struct):

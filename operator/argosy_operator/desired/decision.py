@@ -23,7 +23,7 @@ from argosy_operator.kinds import Kind, Object, kind_of, object_name
 from argosy_operator.names import KEY_ANNOTATION
 from argosy_operator.observed.observation import Observation, is_owned
 from argosy_operator.observed.pod import Pod
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.types import InferenceService
 
 
 class GateChange(Struct, frozen=True):

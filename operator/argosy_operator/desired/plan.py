@@ -17,16 +17,11 @@ from msgspec import Struct
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.pod_template import Manifest, key_secret_name, pod_template
 from argosy_operator.desired.rollout import MIN_READY_SECONDS, Rollout, plan_rollout
-from argosy_operator.names import (
-    API_KEY_ENV,
-    ENGINE_PORT,
-    child_labels,
-    child_name,
-    selector,
-)
+from argosy_operator.names import child_labels, child_name
 from argosy_operator.observed.observation import Observation
-from argosy_operator.resource.types import API_VERSION, KIND, InferenceService
 from argosy_protocol.bearer_keys import internal_key
+from argosy_resource.engine_address import API_KEY_ENV, ENGINE_PORT, selector
+from argosy_resource.types import API_VERSION, KIND, InferenceService
 
 
 class Plan(Struct, frozen=True, kw_only=True):

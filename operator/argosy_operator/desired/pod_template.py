@@ -13,18 +13,17 @@ import msgspec
 import xxhash
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.engine_command import MODEL_MOUNT, claim_name, engine_args
 from argosy_operator.names import (
-    API_KEY_ENV,
-    ENGINE_PORT,
     KEY_ANNOTATION,
     REVISION_LABEL,
     ROUTABLE_GATE,
     child_labels,
     child_name,
 )
-from argosy_operator.resource.overlay import ENGINE_CONTAINER
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.engine_address import API_KEY_ENV, ENGINE_PORT
+from argosy_resource.engine_command import MODEL_MOUNT, claim_name, engine_args
+from argosy_resource.overlay import ENGINE_CONTAINER
+from argosy_resource.types import InferenceService
 
 Manifest = dict[str, Any]
 

@@ -33,7 +33,8 @@ from argosy_operator.names import (
 )
 from argosy_operator.observed.observation import Object, Observation
 from argosy_operator.observed.pod import Pod
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.rollout_policy import may_replace_in_place
+from argosy_resource.types import InferenceService
 
 MIN_READY_SECONDS: Final = 10
 """How long a new replica must be ready before the next one is replaced. A replica that crashes at its first requests
@@ -136,13 +137,6 @@ def _failed_replacements(observed: Observation, revision: str) -> list[Pod]:
         if pod.is_alive and pod.revision == revision and pod.problem is not None and not pod.is_routable
     ]
     return sorted(failed, key=lambda pod: pod.name)
-
-
-def may_replace_in_place(service: InferenceService) -> bool:
-    """Whether a replica may be removed before its successor exists, although the rollout was to surge. A Deployment
-    with maxUnavailable 1 and two or more replicas never removes the last available one."""
-    explicit = service.spec.rollout.max_unavailable
-    return service.spec.replicas > 1 if explicit is None else explicit > 0
 
 
 def no_gpu_for_surge(service: InferenceService, observed: Observation, revision: str) -> bool:

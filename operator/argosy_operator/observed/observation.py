@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from argosy_operator.kinds import BUDGETS, DEPLOYMENTS, SERVICES, Kind, Name
 from argosy_operator.observed.pod import Pod
-from argosy_operator.resource.types import InferenceService
 from argosy_protocol.fleet import NameConflict
+from argosy_resource.types import InferenceService
 
 Object = Mapping[str, Any]
 """A Kubernetes object as JSON, read only."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
-from argosy_operator.resource.overlay import ENGINE_CONTAINER
+from argosy_resource.overlay import ENGINE_CONTAINER
 
 Object = Mapping[str, Any]
 

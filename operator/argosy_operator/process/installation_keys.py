@@ -17,7 +17,8 @@ from typing import Final
 from argosy_operator.cluster.api import Api
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError, OperatorError
-from argosy_operator.names import COMPONENT_LABEL, FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
+from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
+from argosy_resource.engine_address import COMPONENT_LABEL
 
 logger = logging.getLogger(__name__)
 

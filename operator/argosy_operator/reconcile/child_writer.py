@@ -20,7 +20,7 @@ from argosy_operator.kinds import Kind, Name, Object, kind_of, object_name
 from argosy_operator.names import APPLIED_ANNOTATION
 from argosy_operator.observed.observation import is_owned
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.types import InferenceService
 
 logger = logging.getLogger(__name__)
 

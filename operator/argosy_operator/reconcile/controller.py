@@ -33,16 +33,12 @@ from argosy_operator.kinds import (
     Object,
     object_name,
 )
-from argosy_operator.names import (
-    COMPONENT_LABEL,
-    FIELD_MANAGER,
-    MANAGED_BY_LABEL,
-    NAME_LABEL,
-)
+from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reconciler import Reconciler
 from argosy_operator.reconcile.workqueue import WorkQueue
+from argosy_resource.engine_address import COMPONENT_LABEL
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from msgspec import Struct
 from argosy_operator.cluster.api import Api
 from argosy_operator.errors import ApiError
 from argosy_operator.names import FIELD_MANAGER
-from argosy_operator.resource.types import API_VERSION, KIND, InferenceService
 from argosy_operator.status.events import Event
+from argosy_resource.types import API_VERSION, KIND, InferenceService
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,13 @@ from argosy_operator.cluster.api import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.drift import must_apply, with_applied_hash
-from argosy_operator.desired.fleet_document import fleet_document, without_canary
 from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES, Name, Object, object_name
-from argosy_operator.names import COMPONENT_LABEL, FLEET_CONFIGMAP, FLEET_KEY, NAME_LABEL
+from argosy_operator.names import FLEET_CONFIGMAP, FLEET_KEY, NAME_LABEL
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_operator.resource.types import InferenceService, parse
 from argosy_protocol.fleet import NameConflict, encode_fleet, resolve_names
+from argosy_resource.engine_address import COMPONENT_LABEL
+from argosy_resource.fleet_document import fleet_document, without_canary
+from argosy_resource.types import InferenceService, parse
 
 logger = logging.getLogger(__name__)
 

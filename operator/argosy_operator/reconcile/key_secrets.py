@@ -17,7 +17,7 @@ from argosy_operator.kinds import SECRETS, Object, object_name
 from argosy_operator.names import FIELD_MANAGER
 from argosy_operator.observed.observation import is_owned
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.types import InferenceService
 
 
 class KeySecrets:

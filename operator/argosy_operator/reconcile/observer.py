@@ -14,8 +14,8 @@ from argosy_operator.names import child_name
 from argosy_operator.observed.observation import CHILD_KINDS, Observation, Routers, is_owned
 from argosy_operator.observed.pod import read_pod
 from argosy_operator.reconcile.rollout_turn import RolloutTurn
-from argosy_operator.resource.types import InferenceService
 from argosy_protocol.fleet import NameConflict
+from argosy_resource.types import InferenceService
 
 
 class Observer:

@@ -29,8 +29,8 @@ from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.observer import Observer
 from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.reconcile.rollout_turn import RolloutTurn
-from argosy_operator.resource.types import InferenceService, parse
 from argosy_protocol.fleet import NameConflict
+from argosy_resource.types import InferenceService, parse
 
 _REPORTED: Final = (400, 403, 422)
 """HTTP statuses of refusals that do not go away by themselves, so a user should read of them."""

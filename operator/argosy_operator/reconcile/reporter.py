@@ -20,10 +20,10 @@ from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
 from argosy_operator.reconcile.event_recorder import EventRecorder
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_operator.resource.types import InferenceService
 from argosy_operator.status.events import news
 from argosy_operator.status.replica_problems import seconds_until_degraded
 from argosy_operator.status.report import invalid_status, status
+from argosy_resource.types import InferenceService
 
 
 class Reporter:

@@ -19,7 +19,6 @@ from typing import Final
 
 from msgspec import Struct
 
-from argosy_operator.resource.types import ConditionStatus, ConditionType
 from argosy_operator.status.replica_problems import (
     container_problem,
     failed_create,
@@ -28,6 +27,7 @@ from argosy_operator.status.replica_problems import (
     unschedulable_too_long,
 )
 from argosy_operator.status.view import ServiceView
+from argosy_resource.types import ConditionStatus, ConditionType
 
 NO_ROUTER: Final = "no router answers; routers run in the operator's namespace"
 

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from argosy_operator.resource.types import Condition
+from argosy_resource.types import Condition
 
 _PROGRESS: Final = {
     "RolloutHalted": "Warning",

@@ -14,17 +14,17 @@ import msgspec
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.plan import Plan
-from argosy_operator.names import selector
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
-from argosy_operator.resource.types import (
+from argosy_operator.status.conditions import ConditionState, condition_states
+from argosy_operator.status.view import Counts, ServiceView
+from argosy_resource.engine_address import selector
+from argosy_resource.types import (
     Condition,
     ConditionType,
     InferenceService,
     InferenceServiceStatus,
 )
-from argosy_operator.status.conditions import ConditionState, condition_states
-from argosy_operator.status.view import Counts, ServiceView
 
 
 def status(

@@ -15,7 +15,7 @@ from argosy_operator.desired.plan import Plan
 from argosy_operator.desired.rollout import serving_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod, Problem
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.types import InferenceService
 
 
 class Counts(Struct, frozen=True, kw_only=True):

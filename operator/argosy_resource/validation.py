@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import msgspec
 from msgspec import Struct
 
-from argosy_operator.resource.types import API_VERSION, KIND, InferenceService, parse
+from argosy_resource.types import API_VERSION, KIND, InferenceService, parse
 
 if TYPE_CHECKING:
     import celpy
@@ -120,7 +120,7 @@ def validate_manifest(document: object, *, default_namespace: str = "default") -
 
 @functools.cache
 def _schema() -> Schema:
-    from argosy_operator.resource import crd
+    from argosy_resource import crd
 
     schema = crd.schema()
     schema["properties"]["metadata"] = _METADATA_SCHEMA

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from argosy_operator.names import ENGINE_PORT
-from argosy_operator.resource.types import InferenceService
+from argosy_resource.engine_address import ENGINE_PORT
+from argosy_resource.types import InferenceService
 
 MODEL_MOUNT: Final = "/model"
 """Mount path of the volume of a `pvc://` source."""

@@ -13,8 +13,16 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_operator.resource.overlay import EnvVar, PodTemplate
-from argosy_operator.resource.schema_types import (
+from argosy_protocol.engine_limits import (
+    BlockSize,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    Threads,
+)
+from argosy_protocol.fleet import RoutingPolicy
+from argosy_resource.overlay import EnvVar, PodTemplate
+from argosy_resource.schema_types import (
     MAP_BY_NAME,
     MAP_BY_TYPE,
     SET,
@@ -30,14 +38,6 @@ from argosy_operator.resource.schema_types import (
     quantity_bytes,
     rules_of,
 )
-from argosy_protocol.engine_limits import (
-    BlockSize,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    Threads,
-)
-from argosy_protocol.fleet import RoutingPolicy
 
 GROUP: Final = "inference.argosy.dev"
 VERSION: Final = "v1alpha1"

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from argosy_operator.desired.engine_command import engine_model
-from argosy_operator.names import ENGINE_PORT, selector
-from argosy_operator.resource.types import InferenceService, RouterLimits
 from argosy_protocol.fleet import (
     Canary,
     Endpoint,
@@ -21,6 +18,9 @@ from argosy_protocol.fleet import (
     ServiceLimits,
     resolve_names,
 )
+from argosy_resource.engine_address import ENGINE_PORT, selector
+from argosy_resource.engine_command import engine_model
+from argosy_resource.types import InferenceService, RouterLimits
 
 
 def fleet_service(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Struct
 
-from argosy_operator.resource.schema_types import (
+from argosy_resource.schema_types import (
     MAP_BY_NAME,
     AnnotationValue,
     LabelKey,

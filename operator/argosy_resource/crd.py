@@ -4,7 +4,7 @@ Owns the translation of the structs in `types` into a structural schema (types, 
 descriptions), the printer columns and the subresources. Knows nothing of single fields.
 Invariant: the files in the repository are what `render()` returns; a test compares them.
 
-    python -m argosy_operator.resource.crd [REPOSITORY]     writes both copies
+    python -m argosy_resource.crd [REPOSITORY]     writes both copies
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, Final
 import msgspec.inspect
 import yaml
 
-from argosy_operator.resource import types
-from argosy_operator.resource.schema_types import rule_schema
+from argosy_resource import types
+from argosy_resource.schema_types import rule_schema
 
 Schema = dict[str, Any]
 
 FILES: Final = ("crds/inferenceservices.yaml", "charts/argosy/templates/crd-inferenceservices.yaml")
 """Files that hold the CRD. The chart has it as a template, because Helm never upgrades the files in a chart's crds/."""
 
-HEADER: Final = "# Generated from operator/argosy_operator/resource by `make generate`; do not edit.\n"
+HEADER: Final = "# Generated from operator/argosy_resource by `make generate`; do not edit.\n"
 
 _INT32_MAX: Final = 2**31 - 1
 _CONDITION: Final = '.status.conditions[?(@.type=="Ready")]'

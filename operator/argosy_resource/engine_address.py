@@ -1,0 +1,28 @@
+"""How the engines of a service are found and called: their labels, port and key.
+
+Owns the strings about engines on which operator, router and local fleet agree. Must not know how pods are made.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from argosy_resource.types import GROUP, InferenceService
+
+ENGINE_PORT: Final = 8000
+API_KEY_ENV: Final = "ARGOSY_API_KEY"
+"""Environment variable, and field of the service's Secret, that holds the engines' internal key."""
+
+COMPONENT_LABEL: Final = "app.kubernetes.io/component"
+SERVICE_LABEL: Final = f"{GROUP}/service"
+"""On every child: the name of the resource that owns it. Kubernetes discovery selects by it."""
+
+
+def service_label(service: InferenceService) -> str:
+    """Value of `SERVICE_LABEL`: the resource's name, which a CEL rule limits to the length of a label."""
+    return service.metadata.name
+
+
+def selector(service: InferenceService) -> dict[str, str]:
+    """Labels that select the service's pods inside its namespace."""
+    return {COMPONENT_LABEL: "engine", SERVICE_LABEL: service_label(service)}
