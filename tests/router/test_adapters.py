@@ -16,7 +16,7 @@ from argosy_router.discovery import census
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.tls import ClientTls
-from argosy_router.proxy.model_names import may_use
+from argosy_router.proxy.request.model_names import may_use
 
 from .fake_engine import Connection, FakeEngine, Received, completion, event
 from .harness import Rig, rig

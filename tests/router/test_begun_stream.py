@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_router.proxy.begun_stream import BegunStream
+from argosy_router.proxy.downstream.commented_stream import BegunStream
 
 
 class Client:

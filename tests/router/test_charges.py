@@ -110,7 +110,10 @@ async def test_what_a_request_held_goes_with_it(script: Any, stream: bool) -> No
 
 HOLDERS = {
     f"argosy_router.proxy.{module}"
-    for module in ("answer", "attempt", "call", "exchange", "migration", "outcome", "relay")
+    for module in (
+        *("accounting.outcome", "downstream.answer", "exchange", "request.call"),
+        *("upstream.attempt", "upstream.relay", "upstream.stream_transcript"),
+    )
 }
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from argosy_router.config import FlowControlLimits, ServerLimits
-from argosy_router.proxy.decisions import DecisionLog
+from argosy_router.proxy.upstream.attempt_log import DecisionLog
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import raw, read_all, rig, until

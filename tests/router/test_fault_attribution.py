@@ -10,7 +10,7 @@ import pytest
 from argosy_protocol.fleet import Endpoint, FleetDocument
 from argosy_protocol.telemetry import Load
 from argosy_router.fleet import health
-from argosy_router.proxy import retry_budget
+from argosy_router.proxy.resilience import retry_budget
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, rig, service

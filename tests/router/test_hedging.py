@@ -16,8 +16,8 @@ from argosy_protocol.fleet import FleetDocument, ServiceLimits
 from argosy_router.config import ClientLimits, ConfigError
 from argosy_router.http.deadlines import Deadline
 from argosy_router.main import build_parser, config_of
-from argosy_router.proxy import hedging
-from argosy_router.proxy.decisions import DecisionRecord
+from argosy_router.proxy.resilience import hedging
+from argosy_router.proxy.upstream.attempt_log import DecisionRecord
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally
 from .harness import Rig, chat, raw, read_all, rig, service

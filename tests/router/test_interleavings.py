@@ -21,7 +21,7 @@ import pytest
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
 from argosy_router.fleet.replica import Replica
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.proxy import hedging
+from argosy_router.proxy.resilience import hedging
 
 from .fake_engine import MODEL, Connection, Received, completion
 from .harness import DEADLINE_S, Rig, service

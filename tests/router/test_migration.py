@@ -15,8 +15,9 @@ from argosy_protocol.fleet import ServiceLimits
 from argosy_protocol.headers import RESPONSE_ID, RESUME
 from argosy_protocol.openai import CompletionRequest, StreamOptions
 from argosy_router.config import ClientLimits
-from argosy_router.proxy import migration
-from argosy_router.proxy.migration import StreamShape, Transcript, resumable_shape
+from argosy_router.proxy.request.stream_shape import StreamShape, resumable_shape
+from argosy_router.proxy.upstream import stream_transcript
+from argosy_router.proxy.upstream.stream_transcript import Transcript
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received
 from .harness import Rig, chat, rig
@@ -76,7 +77,7 @@ async def test_a_death_at_any_event_leaves_no_trace(path: str, body: dict[str, A
     st.integers(1, 4),
     st.booleans(),
     st.booleans(),
-    st.sampled_from([1, 200, migration.READ_BYTES]),
+    st.sampled_from([1, 200, stream_transcript.READ_BYTES]),
 )
 def test_transcripts_of_any_pieces_continue_the_stream(
     data: st.DataObject, n: int, has_usage: bool, has_logprobs: bool, read_bytes: int
@@ -88,7 +89,7 @@ def test_transcripts_of_any_pieces_continue_the_stream(
     sent: list[bytes] = []
     transcript = Transcript(StreamShape(n, has_usage))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(migration, "READ_BYTES", read_bytes)
+        patch.setattr(stream_transcript, "READ_BYTES", read_bytes)
         first, lives = True, data.draw(st.integers(1, 4), label="lives")
         for life in range(lives):
             if not first:
@@ -136,7 +137,7 @@ def test_what_says_too_little_is_not_resumed(events_sent: bytes) -> None:
 
 
 def test_a_transcript_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migration, "MAX_TOKENS", 3)
+    monkeypatch.setattr(stream_transcript, "MAX_TOKENS", 3)
     transcript = Transcript(StreamShape(1, False))
     for count, resumable in ((3, True), (1, False)):
         ids = ",".join("5" * count)

@@ -21,9 +21,9 @@ from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.headers import RESPONSE_ID
 from argosy_protocol.openai import decode_request
 from argosy_router.config import ClientLimits, ServerLimits
-from argosy_router.proxy import retry_budget
-from argosy_router.proxy.headers import error_headers
-from argosy_router.proxy.relay import MAX_BUFFERED_BYTES
+from argosy_router.proxy.downstream.error_headers import error_headers
+from argosy_router.proxy.resilience import retry_budget
+from argosy_router.proxy.upstream.relay import MAX_BUFFERED_BYTES
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import chat, raw, read_all, rig, service

@@ -436,7 +436,7 @@ async def test_streams_count_though_their_client_wants_no_usage(tmp_path: Path) 
 def first_prompt(r: Rig) -> int:
     """Tokens the router takes the prompt of `chat()` for."""
     from argosy_protocol.openai import decode_request
-    from argosy_router.proxy.call_decoding import prompt_of
+    from argosy_router.proxy.request.call_decoding import prompt_of
 
     tiny = r.router.fleet.service_of(MODEL)
     assert tiny is not None

@@ -25,8 +25,8 @@ from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.sse import MAX_EVENT_BYTES, EventCutter, EventTooLarge
 from argosy_router.http.tls import ClientTls
-from argosy_router.proxy.retry_budget import MAX_CREDIT, RetryBudget
-from argosy_router.proxy.usage import find_usage
+from argosy_router.proxy.resilience.retry_budget import MAX_CREDIT, RetryBudget
+from argosy_router.proxy.upstream.usage_scan import find_usage
 
 # load
 

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from argosy_protocol.headers import RESUME
-from argosy_router.proxy.usage import TAIL_BYTES, TokenUsage, UsageFinder, find_usage, without_usage
+from argosy_router.proxy.upstream.usage_scan import (
+    TAIL_BYTES,
+    TokenUsage,
+    UsageFinder,
+    find_usage,
+    without_usage,
+)
 from argosy_router.records.append_file import AppendFile
 from argosy_router.records.usage_ledger import UsageLedger
 

@@ -35,12 +35,12 @@ from argosy_router.admin.overview import Overviews
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.http.messages import Request as RouterRequest
 from argosy_router.metrics.registry import CONTENT_TYPE, Metrics
+from argosy_router.proxy.accounting.outcome import CLIENT_GONE
 from argosy_router.proxy.application import RouterApplication
-from argosy_router.proxy.call_decoding import SESSION_HEADER, prompt_of, session_of
-from argosy_router.proxy.decisions import CAPACITY, DecisionLog
-from argosy_router.proxy.inner_client import InnerClient
-from argosy_router.proxy.model_names import find_service
-from argosy_router.proxy.outcome import CLIENT_GONE
+from argosy_router.proxy.downstream.playground_client import InnerClient
+from argosy_router.proxy.request.call_decoding import SESSION_HEADER, prompt_of, session_of
+from argosy_router.proxy.request.model_names import find_service
+from argosy_router.proxy.upstream.attempt_log import CAPACITY, DecisionLog
 
 MAX_WAIT_S = 60.0
 HANDSHAKE_TIMEOUT_S = 10.0

@@ -1,15 +1,18 @@
 """From a client's request to a replica's answer.
 
 Owns: the routes of the main port, model names, attempts and their retries, what is forwarded, what is accounted for.
-Must not know: how bytes are framed, how replicas are found, how the choice is made.
+Must not know: how bytes are framed, how replicas are discovered, how a policy chooses.
 Invariant: each request is answered exactly once, and its charge is released exactly once, on every path.
 
     application      routes and authentication
-    call_decoding    request -> call
-    request_handler  a call's way: rate limits, flow control, exchange, accounting
-    exchange         attempts, retries, hedging, migration
-    answer           what the client is sent
+    request_handler  the steps of a request: rate limits, flow control, exchange, accounting
+    queued_call      a request in the queue of flow control
+    exchange         one request from dispatch to its end: attempts, retries, hedging, migration
     dispatcher       the choice of a replica for each attempt
-    attempt          a request at one replica
-    outcome          what became of a request, for accounting
+
+    downstream       the client's side: the answer
+    resilience       retries, hedging, outlier detection
+    accounting       outcomes, and what is counted, logged and billed
+    upstream         the replica's side: one attempt and its response
+    request          decoding and rewriting of the client's request
 """

@@ -32,11 +32,12 @@ from argosy_router.fleet.service import Service
 from argosy_router.http.interfaces import Client
 from argosy_router.http.messages import Request
 from argosy_router.metrics.registry import CONTENT_TYPE
-from argosy_router.proxy import headers
-from argosy_router.proxy.accounting import RequestAccounting
-from argosy_router.proxy.call_decoding import RoutedEndpoint, decode_call
-from argosy_router.proxy.model_names import may_use, unknown_model
-from argosy_router.proxy.renaming import RenamingClient
+from argosy_router.proxy.accounting.request_accounting import RequestAccounting
+from argosy_router.proxy.downstream.error_headers import error_headers
+from argosy_router.proxy.downstream.model_renaming import RenamingClient
+from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_call
+from argosy_router.proxy.request.model_names import may_use, unknown_model
+from argosy_router.proxy.request.request_id import request_id_for
 from argosy_router.proxy.request_handler import RequestHandler
 
 if TYPE_CHECKING:
@@ -101,11 +102,11 @@ class RouterApplication:
 
     def on_refused(self, error: ApiError, request: Request | None) -> bytes:
         return self._refusal(
-            headers.request_id(None if request is None else request.header(b"x-request-id")), error
+            request_id_for(None if request is None else request.header(b"x-request-id")), error
         )
 
     def on_request(self, client: Client, request: Request) -> None:
-        request_id = headers.request_id(request.header(b"x-request-id"))
+        request_id = request_id_for(request.header(b"x-request-id"))
         try:
             self._route(client, request, request_id)
         except ApiError as error:
@@ -113,7 +114,7 @@ class RouterApplication:
 
     def chat(self, client: Client, request: Request) -> None:
         """Answer a chat of a client that was authorised elsewhere."""
-        request_id = headers.request_id(None)
+        request_id = request_id_for(None)
         try:
             self._generate(client, request, "chat/completions", request_id, ANYONE)
         except ApiError as error:
@@ -130,7 +131,7 @@ class RouterApplication:
     def _refusal(self, request_id: bytes, error: ApiError) -> bytes:
         """Count a refusal and return its header lines."""
         self._accounting.count_rejection(request_id, error.http_status)
-        return headers.error_headers(error) + b"x-request-id: %b\r\n" % request_id
+        return error_headers(error) + b"x-request-id: %b\r\n" % request_id
 
     def _route(self, client: Client, request: Request, request_id: bytes) -> None:
         path = request.path

@@ -17,8 +17,8 @@ from argosy_router.fleet.service import Choice
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import Deadline
 from argosy_router.metrics.registry import Metrics
-from argosy_router.proxy.call import Call
-from argosy_router.proxy.hedging import Hedging
+from argosy_router.proxy.request.call import Call
+from argosy_router.proxy.resilience.hedging import Hedging
 
 TTFT_FACTOR = 4.0
 """A first token is overdue after this many times its expected time: a prediction off by as much raises an alert."""

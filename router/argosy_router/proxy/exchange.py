@@ -38,17 +38,17 @@ from argosy_router.http.errors import (
     FirstByteTimeout,
     UpstreamError,
 )
-from argosy_router.proxy.accounting import RequestAccounting
-from argosy_router.proxy.answer import Answer
-from argosy_router.proxy.attempt import Attempt, AttemptListener
+from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
+from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.dispatcher import Dispatcher
-from argosy_router.proxy.migration import Transcript
-from argosy_router.proxy.outcome import CLIENT_GONE, RequestOutcome
-from argosy_router.proxy.outlier_detection import OutlierDetector, Suspects
-from argosy_router.proxy.relay import StreamRelay, UnaryRelay
-from argosy_router.proxy.response_status import EngineError, Refused, is_error, refusal
-from argosy_router.proxy.retry_budget import RetryBudget
-from argosy_router.proxy.upstream_ids import UpstreamIds
+from argosy_router.proxy.downstream.answer import Answer
+from argosy_router.proxy.resilience.outlier_detection import OutlierDetector, Suspects
+from argosy_router.proxy.resilience.retry_budget import RetryBudget
+from argosy_router.proxy.upstream.attempt import Attempt, AttemptListener
+from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
+from argosy_router.proxy.upstream.response_status import EngineError, Refused, is_error, refusal
+from argosy_router.proxy.upstream.stream_transcript import Transcript
+from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
 
 MAX_ATTEMPTS = 3
 """Before the answer begins."""

@@ -16,18 +16,18 @@ from argosy_router.auth.accounts import RateLimited
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.interfaces import Client
-from argosy_router.proxy.accounting import RequestAccounting
-from argosy_router.proxy.answer import Answer
-from argosy_router.proxy.begun_stream import KeepAlive
-from argosy_router.proxy.call import Call
+from argosy_router.proxy.accounting.outcome import RequestOutcome
+from argosy_router.proxy.accounting.request_accounting import RequestAccounting
+from argosy_router.proxy.accounting.reservations import Reservations
 from argosy_router.proxy.dispatcher import Dispatcher
+from argosy_router.proxy.downstream.answer import Answer
+from argosy_router.proxy.downstream.commented_stream import KeepAlive
 from argosy_router.proxy.exchange import Exchange
-from argosy_router.proxy.outcome import RequestOutcome
-from argosy_router.proxy.outlier_detection import OutlierDetector
 from argosy_router.proxy.queued_call import QueuedCall
-from argosy_router.proxy.reservations import Reservations
-from argosy_router.proxy.retry_budget import RetryBudgets
-from argosy_router.proxy.upstream_ids import UpstreamIds
+from argosy_router.proxy.request.call import Call
+from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
+from argosy_router.proxy.resilience.retry_budget import RetryBudgets
+from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
 
 
 class RequestHandler:

@@ -1,6 +1,6 @@
 """Token usage of an answer, found without parsing it.
 
-Owns: asking every stream for its usage, finding it, and hiding it from clients that did not ask.
+Owns: finding the usage, and hiding it from clients that did not ask for it.
 Must not know: anything else about answers.
 
 A quote inside a JSON string is escaped, so `"usage":` unescaped can only be a key.
@@ -11,8 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Final
-
-from argosy_router.proxy.body import with_another
 
 TAIL_BYTES: Final = 2048
 """Longest usage that is found; with details it takes a few hundred bytes."""
@@ -92,11 +90,6 @@ class UsageFinder:
 def num_events(events: bytes) -> int:
     """Count whole events: no JSON string contains a line break."""
     return events.count(b"\n\n") or events.count(b"\n\r\n")
-
-
-def asking_usage(body: bytes) -> bytes:
-    """Have the stream report its usage; `body` is the JSON object of a request without stream options."""
-    return with_another(body, b'"stream_options":{"include_usage":true}')
 
 
 def without_usage(events: bytes) -> bytes:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from argosy_router.auth.accounts import Reservation
 from argosy_router.fleet.service import Choice
-from argosy_router.proxy.call import Call
-from argosy_router.proxy.decisions import DecisionRecord
-from argosy_router.proxy.usage import TokenUsage
+from argosy_router.proxy.request.call import Call
+from argosy_router.proxy.upstream.attempt_log import DecisionRecord
+from argosy_router.proxy.upstream.usage_scan import TokenUsage
 
 CLIENT_GONE = 499
 """nginx's status for a client that left before its answer began."""

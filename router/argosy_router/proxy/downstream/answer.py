@@ -13,9 +13,9 @@ from collections.abc import Callable
 from argosy_protocol.errors import ApiError, InternalError
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.interfaces import Client
-from argosy_router.proxy.begun_stream import COMMENT, STREAM_HEADERS, BegunStream, KeepAlive
-from argosy_router.proxy.headers import error_headers
-from argosy_router.proxy.outcome import RequestOutcome
+from argosy_router.proxy.accounting.outcome import RequestOutcome
+from argosy_router.proxy.downstream.commented_stream import COMMENT, STREAM_HEADERS, BegunStream, KeepAlive
+from argosy_router.proxy.downstream.error_headers import error_headers
 
 log = logging.getLogger(__name__)
 

@@ -7,25 +7,18 @@ Invariant: nothing but that value changes: quotes inside of JSON strings are esc
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import msgspec
 
 from argosy_router.http.interfaces import Client, ClientListener
-
-
-class Renaming(NamedTuple):
-    """The two names of one model."""
-
-    engine: str
-    client: str
+from argosy_router.proxy.request.model_names import Renaming
 
 
 class RenamingClient:
     """Wraps a client, and renames the model in everything that it is sent.
 
-    Data comes in whole events or as a whole answer, except for answers over `relay.MAX_BUFFERED_BYTES`: if one is cut
-    within the field, the field keeps the engine's name.
+    Data comes in whole events or as a whole answer, except for answers over `upstream.relay.MAX_BUFFERED_BYTES`: if
+    such an answer is split within the field, the field keeps the engine's name.
     """
 
     def __init__(self, client: Client, renaming: Renaming) -> None:

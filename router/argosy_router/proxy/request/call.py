@@ -19,11 +19,11 @@ from argosy_router.auth.accounts import Account
 from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
-from argosy_router.proxy.body import with_fields
-from argosy_router.proxy.foreign_body import foreign_body
-from argosy_router.proxy.migration import StreamShape
-from argosy_router.proxy.renaming import Renaming
-from argosy_router.proxy.token_estimate import TokenEstimate
+from argosy_router.proxy.request.body_rewrite import with_fields
+from argosy_router.proxy.request.foreign_body import foreign_body
+from argosy_router.proxy.request.model_names import Renaming
+from argosy_router.proxy.request.stream_shape import StreamShape
+from argosy_router.proxy.request.token_estimate import TokenEstimate
 
 if TYPE_CHECKING:
     from argosy_router.records.tracing import Trace

@@ -15,14 +15,14 @@ from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.messages import Headers, first_value
-from argosy_router.proxy import headers as header_rules
-from argosy_router.proxy.call import Call
-from argosy_router.proxy.decisions import DecisionRecord
-from argosy_router.proxy.migration import Transcript
-from argosy_router.proxy.relay import StreamRelay, UnaryRelay
-from argosy_router.proxy.response_status import Refused
-from argosy_router.proxy.upstream_ids import UpstreamIds
-from argosy_router.proxy.upstream_request import request_head
+from argosy_router.proxy.request.call import Call
+from argosy_router.proxy.request.header_policy import returned as returned_headers
+from argosy_router.proxy.upstream.attempt_log import DecisionRecord
+from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
+from argosy_router.proxy.upstream.request_head import request_head
+from argosy_router.proxy.upstream.response_status import Refused
+from argosy_router.proxy.upstream.stream_transcript import Transcript
+from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
 
 
 class AttemptListener:
@@ -203,7 +203,7 @@ class Attempt:
         content_type = first_value(headers, b"content-type") or b""
         is_stream = status == 200 and content_type.startswith(b"text/event-stream")
         self.status = status
-        self.headers = header_rules.returned(headers)
+        self.headers = returned_headers(headers)
         if is_stream:
             self._listener.on_stream_accepted()
         if self._is_resuming:

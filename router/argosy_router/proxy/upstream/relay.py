@@ -10,9 +10,15 @@ from typing import Final
 
 from argosy_router.http.errors import ConnectionLost, MalformedResponse, UpstreamError
 from argosy_router.http.sse import EventCutter, EventTooLarge, without_comments
-from argosy_router.proxy.migration import DONE, Transcript
-from argosy_router.proxy.response_status import Refused
-from argosy_router.proxy.usage import TokenUsage, UsageFinder, find_usage, num_events, without_usage
+from argosy_router.proxy.upstream.response_status import Refused
+from argosy_router.proxy.upstream.stream_transcript import DONE, Transcript
+from argosy_router.proxy.upstream.usage_scan import (
+    TokenUsage,
+    UsageFinder,
+    find_usage,
+    num_events,
+    without_usage,
+)
 
 MAX_BUFFERED_BYTES: Final = 1024 * 1024
 """Unary answers up to this size reach the client whole or not at all; longer ones are streamed and cannot be retried

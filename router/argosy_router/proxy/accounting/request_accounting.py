@@ -14,9 +14,9 @@ import time
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Choice
 from argosy_router.metrics.registry import Metrics
-from argosy_router.proxy.call import Call
-from argosy_router.proxy.decisions import DecisionLog, DecisionRecord, HedgeOutcome
-from argosy_router.proxy.outcome import CLIENT_GONE, RequestOutcome
+from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
+from argosy_router.proxy.request.call import Call
+from argosy_router.proxy.upstream.attempt_log import DecisionLog, DecisionRecord, HedgeOutcome
 from argosy_router.records.access_log import AccessEntry, AccessLog
 from argosy_router.records.recorder import Recorded, Recorder
 from argosy_router.records.usage_ledger import UsageLedger

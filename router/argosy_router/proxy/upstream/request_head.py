@@ -9,7 +9,7 @@ from typing import Final
 
 from argosy_protocol import headers
 from argosy_router.fleet.replica import Replica
-from argosy_router.proxy.call import Call
+from argosy_router.proxy.request.call import Call
 
 _RESUME: Final = f"{headers.RESUME}: 1\r\n".encode()
 

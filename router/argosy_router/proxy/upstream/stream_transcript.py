@@ -1,30 +1,23 @@
-"""Stream migration: the transcript of a stream, from which another replica can continue it.
+"""Stream transcript: what the client has of a stream, from which another replica can continue it.
 
 Owns: the token ids that a stream's events carry, and the request that continues behind them.
 Must not know: connections, replicas, retries.
 Invariants: only whole events count, and only those that the client was sent. An engine's output is a function of the
 ids before it, so what was sent and what a continuation adds are together the stream of an undisturbed run. A stream
 costs a reference per read until `READ_BYTES` have come together; then they are parsed, and four bytes per token stay.
-
-Not continued, because the ids do not say what is left: streams without ids (foreign replicas), beam search, and n > 1
-with `echo` and `logprobs`, where a choice's first chunk repeats what only the first choice computes.
+A stream without ids, such as a foreign replica's, cannot be continued; nor can those that `request.stream_shape` names.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
 
 import msgspec
 
-from argosy_protocol.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    Resume,
-    ResumedChoice,
-)
-from argosy_router.proxy.stream_event import decode_chunk
-from argosy_router.proxy.usage import num_events
+from argosy_protocol.openai import Resume, ResumedChoice
+from argosy_router.proxy.request.stream_shape import StreamShape
+from argosy_router.proxy.upstream.stream_event import decode_chunk
+from argosy_router.proxy.upstream.usage_scan import num_events
 
 READ_BYTES = 32 * 1024
 """Some 120 events: most streams end before, and are never parsed. 5,000 open ones hold 160 MB at most."""
@@ -32,31 +25,6 @@ MAX_TOKENS = 1 << 20
 """Of all choices. A longer stream is not continued: 4 MB of memory, 7 MB of request."""
 DONE = b"data: [DONE]\n\n"
 _DATA = b"data: "
-
-
-class StreamShape(NamedTuple):
-    """What must come for a stream to be complete."""
-
-    choices: int
-    has_usage: bool
-    """Whether a last chunk reports the usage."""
-
-
-def resumable_shape(request: ChatCompletionRequest | CompletionRequest) -> StreamShape | None:
-    """Return the shape of the stream that answers `request`; None if it is no stream or cannot be continued.
-
-    Raises:
-        BadRequest: the prompts of a batch are of different kinds, or too many.
-    """
-    if not request.stream or request.use_beam_search:
-        return None
-    choices = request.n or 1
-    if isinstance(request, CompletionRequest):
-        if choices > 1 and request.echo and request.logprobs is not None:
-            return None
-        choices *= len(request.prompts())
-    options = request.stream_options
-    return StreamShape(choices, options is not None and options.include_usage)
 
 
 class Transcript:

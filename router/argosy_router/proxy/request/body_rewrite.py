@@ -1,6 +1,6 @@
-"""Changes to a few fields of a request's JSON object, while all others keep their bytes.
+"""Rewriting of a few fields of a request's JSON object, while all others keep their bytes.
 
-Must not know: which fields, and why.
+Must not know: which request needs it, and why.
 """
 
 from __future__ import annotations
@@ -31,3 +31,8 @@ def with_another(body: bytes, field: bytes) -> bytes:
     Nothing is decoded for this. If `body` has a field of that name already, as null, the last one counts.
     """
     return b"%b,%b}" % (body[: body.rindex(b"}")], field)
+
+
+def with_usage_requested(body: bytes) -> bytes:
+    """Have the stream report its usage; `body` is the JSON object of a request without stream options."""
+    return with_another(body, b'"stream_options":{"include_usage":true}')

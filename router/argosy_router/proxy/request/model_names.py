@@ -5,11 +5,20 @@ Owns: the rules of names in requests. Must not know: bodies, connections, how a 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from argosy_protocol.errors import BadRequest, NotFound
 from argosy_protocol.openai import GenerationRequest
 from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
+
+
+class Renaming(NamedTuple):
+    """The two names of one model."""
+
+    engine: str
+    client: str
 
 
 def find_service(fleet: Fleet, decoded: GenerationRequest) -> tuple[Service, str]:

@@ -30,14 +30,18 @@ from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Request
-from argosy_router.proxy import headers
-from argosy_router.proxy.body import with_another, with_fields
-from argosy_router.proxy.call import Call
-from argosy_router.proxy.migration import resumable_shape
-from argosy_router.proxy.model_names import engine_name, find_service, may_use, unknown_model
-from argosy_router.proxy.renaming import Renaming
-from argosy_router.proxy.token_estimate import estimate_of
-from argosy_router.proxy.usage import asking_usage
+from argosy_router.proxy.request.body_rewrite import with_another, with_fields, with_usage_requested
+from argosy_router.proxy.request.call import Call
+from argosy_router.proxy.request.header_policy import forwarded as forwarded_headers
+from argosy_router.proxy.request.model_names import (
+    Renaming,
+    engine_name,
+    find_service,
+    may_use,
+    unknown_model,
+)
+from argosy_router.proxy.request.stream_shape import resumable_shape
+from argosy_router.proxy.request.token_estimate import estimate_of
 
 SESSION_HEADER = b"x-session-id"
 """The header llm-d's and Dynamo's clients use too."""
@@ -105,13 +109,13 @@ def decode_call(
     if asked is None and salt is not None:
         body = with_another(body, b'"cache_salt":"%b"' % salt.encode())  # hexadecimal
     if hides_usage and options is None:
-        body = asking_usage(body)
+        body = with_usage_requested(body)
     prompt = prompt_of(service, decoded, session, adapter)
     call = Call(
         service,
         prompt,
         request_id,
-        headers.forwarded(request.headers),
+        forwarded_headers(request.headers),
         body,
         request.path,
         account,

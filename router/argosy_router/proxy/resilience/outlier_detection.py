@@ -27,7 +27,7 @@ from argosy_router.http.errors import (
     UpstreamError,
 )
 from argosy_router.metrics.registry import Metrics
-from argosy_router.proxy.response_status import CONSECUTIVE_ERRORS, Refused, is_error, is_fault
+from argosy_router.proxy.upstream.response_status import CONSECUTIVE_ERRORS, Refused, is_error, is_fault
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argosy_protocol.openai import MAX_TOKENS
 from argosy_router.auth.accounts import RateLimited
 from argosy_router.metrics.series import Counter, Series
-from argosy_router.proxy.outcome import CLIENT_GONE, RequestOutcome
+from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 
 
 class Reservations:

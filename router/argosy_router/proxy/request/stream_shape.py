@@ -1,0 +1,36 @@
+"""Stream shapes: which streams another replica can continue, and when such a stream is complete.
+
+Token ids do not tell how to continue a beam search, nor n > 1 with `echo` and `logprobs`, where a choice's first chunk
+repeats what only the first choice computes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest
+
+
+class StreamShape(NamedTuple):
+    """What must come for a stream to be complete."""
+
+    choices: int
+    has_usage: bool
+    """Whether a last chunk reports the usage."""
+
+
+def resumable_shape(request: ChatCompletionRequest | CompletionRequest) -> StreamShape | None:
+    """Return the shape of the stream that answers `request`; None if it is no stream or cannot be continued.
+
+    Raises:
+        BadRequest: the prompts of a batch are of different kinds, or too many.
+    """
+    if not request.stream or request.use_beam_search:
+        return None
+    choices = request.n or 1
+    if isinstance(request, CompletionRequest):
+        if choices > 1 and request.echo and request.logprobs is not None:
+            return None
+        choices *= len(request.prompts())
+    options = request.stream_options
+    return StreamShape(choices, options is not None and options.include_usage)
