@@ -3,6 +3,8 @@
 Must not know: attempts, retries.
 """
 
+# Not compiled: only declares exceptions.
+
 from __future__ import annotations
 
 from argosy_router.http.errors import UpstreamError
