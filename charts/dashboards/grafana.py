@@ -190,7 +190,9 @@ def rows(registry: Registry) -> list[Row]:
                     ],
                 ),
                 Panel(
-                    "Versions", "short", [(e.gauge("build_info", "version", has_model=False), "{{version}}")]
+                    "Versions",
+                    "short",
+                    [(e.gauge("build_info", "version, build", has_model=False), "{{version}} {{build}}")],
                 ),
             ),
         ),

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from argosy_protocol import __version__
 from argosy_protocol.program.listen import BACKLOG, explain_listen_errors, listen
 from argosy_router.admin.app import AdminServer, admin_keys, build_admin
 from argosy_router.admin.history import History
@@ -36,6 +37,7 @@ from argosy_router.http.tls import watch as watch_tls
 from argosy_router.http.tls_listener import TlsListener
 from argosy_router.metrics.registry import Metrics
 from argosy_router.metrics.series import Reading
+from argosy_router.native.build_kind import BUILD_KIND
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.accounting.reservations import Reservations
 from argosy_router.proxy.application import RouterApplication
@@ -221,7 +223,7 @@ class Router:
         """
         async with self.serving():
             with self._signals():
-                log.info("router on %s", self.url)
+                log.info("router on %s (argosy %s, %s build)", self.url, __version__, BUILD_KIND)
                 await self.stopping.wait()
                 await self._drain()
 

@@ -23,6 +23,7 @@ from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
 from argosy_router.metrics.series import PREFIX, Counter, Histogram, Labels, Reading, Rows, Series
+from argosy_router.native.build_kind import BUILD_KIND
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -169,7 +170,12 @@ class Metrics:
             model,
             self._by_model(lambda service: service.candidates.is_in_panic),
         )
-        self._gauge("build_info", "Always 1.", ("version",), lambda: [((__version__,), 1.0)])
+        self._gauge(
+            "build_info",
+            "Always 1, by version and build: compiled, or pure (Python sources, twice the CPU per request).",
+            ("version", "build"),
+            lambda: [((__version__, BUILD_KIND), 1.0)],
+        )
 
         self._process = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._process)
