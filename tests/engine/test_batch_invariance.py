@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from argosy_engine import LLM, SamplingParams
-from argosy_engine.core.proc.core_client import InprocClient
-from argosy_engine.core.request import Request
 from argosy_engine.native.library import kernels
+from preemptions import PreemptionCounter
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="torch's sums depend on the shape of the batch")
 
@@ -76,17 +75,8 @@ def test_a_request_gets_the_same_in_any_company(
     changes: dict[str, Any], is_preempted: bool, alone: list[Any]
 ) -> None:
     llm = make(**changes)
-    assert isinstance(llm.engine.client, InprocClient)
-    scheduler = llm.engine.client.core.scheduler
-    victims: list[str] = []
-    preempt = scheduler._preempt
-
-    def spy(request: Request, num_computed_tokens: int) -> None:
-        victims.append(request.request_id)
-        preempt(request, num_computed_tokens)
-
-    scheduler._preempt = spy  # type: ignore[method-assign]
+    preemptions = PreemptionCounter(llm.client)
     assert answers(llm, REQUESTS) == alone, "cold"
     backwards = answers(llm, REQUESTS[::-1])  # over prefixes that are cached now
     assert backwards[::-1] == alone, "warm"
-    assert bool(victims) == is_preempted
+    assert bool(preemptions.total) == is_preempted

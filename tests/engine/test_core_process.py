@@ -57,12 +57,16 @@ class FakeCore:
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[CoreProcess]:
-    made = CoreProcess(tmp_path, 0)
+    context = zmq.Context()
+    made = CoreProcess(tmp_path, 0, context)
     made.core = FakeCore()  # type: ignore[assignment]
     yield made
-    made._input.close(0)
-    made._output.close(0)
-    made._input.context.term()
+    context.destroy(linger=0)
+
+
+def handle(process: CoreProcess, kind: bytes, payload: bytes) -> None:
+    process.receive(kind, payload)
+    process.drain_inputs()
 
 
 def add(request_id: str, **changed: Any) -> bytes:
@@ -75,34 +79,34 @@ def test_a_request_that_cannot_be_read_is_answered(
     process: CoreProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    process._handle(RequestType.ADD, add("bad prompt", **{"1": "text"}))
-    process._handle(RequestType.ADD, add("refused"))
-    process._handle(RequestType.ADD, add("good"))
+    handle(process, RequestType.ADD, add("bad prompt", **{"1": "text"}))
+    handle(process, RequestType.ADD, add("refused"))
+    handle(process, RequestType.ADD, add("good"))
     assert process.core.added == ["good"]  # type: ignore[attr-defined]
-    answers = [process._outputs.get_nowait() for _ in range(2)]
+    answers = [process.output_queue.get_nowait() for _ in range(2)]
     assert [(out.request_id, out.finish_reason) for message in answers for out in message.outputs] == [  # type: ignore[union-attr]
         ("bad prompt", FinishReason.ERROR),
         ("refused", FinishReason.ERROR),
     ]
-    assert process._outputs.empty()
+    assert process.output_queue.empty()
 
 
 def test_requests_are_decoded_and_hashed_outside_of_the_busy_loop(tmp_path: Path) -> None:
     context = zmq.Context()
     client = context.socket(zmq.PUSH)
     client.bind(f"ipc://{tmp_path}/input")
-    process = CoreProcess(tmp_path, 0)
+    process = CoreProcess(tmp_path, 0, zmq.Context())
     process.core = core = FakeCore()  # type: ignore[assignment]
-    thread = threading.Thread(target=process._receive, name="input", daemon=True)
+    thread = threading.Thread(target=process.process_input_socket, name="input", daemon=True)
     thread.start()
     client.send_multipart([RequestType.ADD, add("one")])
     client.send_multipart([RequestType.ADD, add("two", **{"1": "no tokens"})])
     client.send_multipart([RequestType.ADD, add("three")])
     while len(core.added) < 2:
-        process._act(process._inputs.get(timeout=30))
+        process.wait_for_input()
     assert core.added == ["one", "three"]
     assert core.preprocessed == {"one": thread, "three": thread}
-    refusal = process._outputs.get(timeout=30)
+    refusal = process.output_queue.get(timeout=30)
     assert refusal is not None
     assert [output.request_id for output in refusal.outputs] == ["two"]
     client.close(0)
@@ -115,10 +119,10 @@ def test_junk_is_dropped(
     process: CoreProcess, kind: bytes, payload: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    process._handle(kind, payload)
-    assert process._outputs.empty()
-    process._handle(RequestType.UTILITY, msgspec.msgpack.encode(UtilityCall(7, "x", [1])))
-    answer = process._outputs.get_nowait()
+    handle(process, kind, payload)
+    assert process.output_queue.empty()
+    handle(process, RequestType.UTILITY, msgspec.msgpack.encode(UtilityCall(7, "x", [1])))
+    answer = process.output_queue.get_nowait()
     assert answer is not None
     assert answer.utility == UtilityOutput(7, None, [1])
 
@@ -129,8 +133,8 @@ def test_a_result_that_cannot_be_sent_is_a_failure_of_its_call(
     monkeypatch.setattr(
         process.core, "call_utility", lambda call: UtilityOutput(call.call_id, None, {"x": object()})
     )
-    process._handle(RequestType.UTILITY, msgspec.msgpack.encode(UtilityCall(7, "x", [])))
-    answer = process._outputs.get_nowait()
+    handle(process, RequestType.UTILITY, msgspec.msgpack.encode(UtilityCall(7, "x", [])))
+    answer = process.output_queue.get_nowait()
     assert answer is not None
     assert answer.utility is not None
     assert (answer.utility.call_id, answer.utility.result) == (7, None)
@@ -143,30 +147,32 @@ def test_a_core_that_loads_weights_is_heard_all_the_while(
     heard: list[Any] = []
 
     def load(call: UtilityCall) -> UtilityOutput:
-        heard.extend(process._outputs.get(timeout=30) for _ in range(3))
+        heard.extend(process.output_queue.get(timeout=30) for _ in range(3))
         return UtilityOutput(call.call_id)
 
     monkeypatch.setattr("argosy_engine.core.proc.core_process.IDLE_HEARTBEAT_S", 0.01)
     monkeypatch.setattr(process.core, "call_utility", load)
-    process._handle(RequestType.UTILITY, msgspec.msgpack.encode(UtilityCall(7, "wake_up", [])))
+    handle(process, RequestType.UTILITY, msgspec.msgpack.encode(UtilityCall(7, "wake_up", [])))
     assert heard == [EngineCoreOutputs()] * 3
-    while (answer := process._outputs.get_nowait()) == EngineCoreOutputs():
+    while (answer := process.output_queue.get_nowait()) == EngineCoreOutputs():
         pass
     assert answer is not None
     assert answer.utility == UtilityOutput(7)
-    assert process._outputs.empty()
+    assert process.output_queue.empty()
     assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize("name", ["_receive", "_send"])
-def test_a_core_does_not_outlive_the_threads_it_speaks_through(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["process_input_socket", "process_output_socket"])
+def test_a_core_does_not_outlive_its_input_and_output_threads(tmp_path: Path, name: str) -> None:
     script = f"""
 from pathlib import Path
-from argosy_engine.core.proc import core_process
-core = process.CoreProcess(Path({str(tmp_path)!r}), 0)
-core._input.close()
-core._outputs.put(object())
-process._or_die(core.{name})
+import zmq
+from argosy_engine.core.proc.core_process import CoreProcess
+context = zmq.Context()
+core = CoreProcess(Path({str(tmp_path)!r}), 0, context)
+context.destroy(linger=0)
+core.output_queue.put(object())
+core.{name}()
 """
     ended = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1

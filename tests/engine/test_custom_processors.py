@@ -15,7 +15,7 @@ import torch
 from argosy_engine import LLM, LogitsProcessor, SamplingParams
 from argosy_engine.errors import ConfigError, InvalidRequest, RequestFailed
 from argosy_engine.frontend.input_processor import check_extra_args
-from argosy_engine.sample.interface import load_logits_processors, processor_path
+from argosy_engine.sample.interface import Rows, load_logits_processors, processor_path
 from argosy_engine.sample.sampler import Sampler, SamplerOptions
 from probe_processors import Faulty, NeverTwice
 
@@ -23,12 +23,12 @@ VOCAB, SLOTS = 11, 6
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def faulty_sampler() -> Sampler:
+def sampler_with(processor: type[LogitsProcessor]) -> Sampler:
     return Sampler(
         np.zeros((SLOTS, 32), np.int32),
         (1,),
         torch.device("cpu"),
-        SamplerOptions(logits_processors=(Faulty,)),
+        SamplerOptions(logits_processors=(processor,)),
     )
 
 
@@ -43,23 +43,35 @@ def greedy(**extra_args: Any) -> SamplingParams:
 
 
 def test_a_processor_sees_the_rows_that_use_it_and_no_others() -> None:
-    sampler = faulty_sampler()
+    applied_to: list[list[int]] = []
+
+    class Recording(Faulty):
+        """Records the slots of each call of `apply`."""
+
+        reads_tokens = True
+
+        def apply(self, logits: torch.Tensor, rows: Rows) -> None:
+            applied_to.append(rows.slots.tolist())
+            super().apply(logits, rows)
+
+    sampler = sampler_with(Recording)
     for slot, params in enumerate([greedy(), greedy(harmless=True), greedy(), greedy(harmless=True)]):
         sampler.add(slot, params, [7], 1)
     out = step(sampler, [0, 1, 2, 3])
     assert out.token_ids.tolist() == [5, 3, 5, 3]
     step(sampler, [2, 0])
     step(sampler, [3, 2])
+    assert sampler.reads_tokens
     sampler.remove(1)
     sampler.remove(3)
+    assert not sampler.reads_tokens, "no request uses the processor any more"
     step(sampler, [0, 2])
-    assert sampler._isolated[0]._processor.seen == [[1, 3], [3]]
-    assert not sampler._isolated[0], "nobody uses it any more"
+    assert applied_to == [[1, 3], [3]]
 
 
 @pytest.mark.parametrize("where", ["apply", "update_state", "is_used_by"])
 def test_a_fault_costs_the_request_that_causes_it(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    sampler = faulty_sampler()
+    sampler = sampler_with(Faulty)
     for slot, params in enumerate([greedy(harmless=True), greedy(fail_in=where), greedy()]):
         sampler.add(slot, params, [7], 1)
     with caplog.at_level(logging.CRITICAL):

@@ -21,6 +21,7 @@ from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.models.source import resolve_model
 from argosy_engine.sample.params import SamplingParams
 from greedy_reference import differing_tokens
+from preemptions import PreemptionCounter
 
 ARCHITECTURES = ("qwen3-tied", "qwen2-bias", "llama")
 EXACT = {"dtype": "float32", "device": "cpu", "threads": 1}
@@ -92,7 +93,7 @@ def test_tiny_model_equals_transformers(
     mode: str, prompts: list[list[int]], reference: torch.nn.Module
 ) -> None:
     llm = LLM("builtin://tiny", **EXACT, **MODES[mode])
-    preemptions = _count_preemptions(llm.client)
+    preemptions = PreemptionCounter(llm.client)
     results = llm.generate(prompts, GREEDY, use_tqdm=False)
     llm.client.core.scheduler.check()
     wrong = {}
@@ -103,7 +104,7 @@ def test_tiny_model_equals_transformers(
     assert not wrong, json.dumps(wrong, indent=1)
     cached = sum(result.num_cached_tokens for result in results)
     assert (cached > 1000) == (mode != "no-prefix-caching"), f"{cached} cached tokens"
-    assert bool(preemptions) == (mode == "preempted")
+    assert bool(preemptions.total) == (mode == "preempted")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -161,16 +162,3 @@ def test_a_context_that_cannot_fit_says_what_would(random_checkpoint: Any) -> No
     path, _ = random_checkpoint("llama")
     with pytest.raises(ConfigError, match=r"use --max-model-len \d+ or less"):
         InprocClient(EngineArgs.of(model=str(path), kv_cache_memory_bytes=1 << 18, **EXACT))
-
-
-def _count_preemptions(client: InprocClient) -> list[str]:
-    """A list that grows with every preemption."""
-    seen: list[str] = []
-    preempt = client.core.scheduler._preempt
-
-    def counting(request: Any, num_computed_tokens: int) -> None:
-        seen.append(request.request_id)
-        preempt(request, num_computed_tokens)
-
-    client.core.scheduler._preempt = counting  # type: ignore[method-assign]
-    return seen

@@ -157,8 +157,8 @@ def test_the_watchdog_forgets_requests_with_the_last_of_them() -> None:
     noted = census(client)
     while client.has_work:
         client.step()
-    assert noted["_Mark.position"] >= 20
-    assert census(client)["_Mark.position"] == 0
+    assert noted["Progress.position"] >= 20
+    assert census(client)["Progress.position"] == 0
     client.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -142,34 +141,39 @@ def test_a_fault_that_comes_back_at_once_ends_in_errors_not_in_a_loop(core: Engi
     assert not core.scheduler.has_unfinished_requests
 
 
-def test_tokens_booked_before_a_fault_are_delivered(core: EngineCore) -> None:
+def test_tokens_processed_before_a_fault_are_delivered(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = {name: add(core, name, [token] * 10) for name, token in (("a", 1), ("b", 2))}
     received: dict[str, list[int]] = {}
-    book = core.scheduler._book
+    append_output, failed = Request.append_output, list[str]()
 
-    def failing(request: Request, *args: Any) -> EngineCoreOutput:
-        if request.request_id == "b":
-            core.scheduler._book = book  # type: ignore[method-assign]
+    def fail_once(request: Request, token_id: int) -> None:
+        if request.request_id == "b" and not failed:
+            failed.append(request.request_id)
             raise RuntimeError("half-way")
-        return book(request, *args)
+        append_output(request, token_id)
 
-    core.scheduler._book = failing  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(Request, "append_output", fail_once)
     run(core, received)
+    assert failed
     assert received == expected
 
 
-def test_slots_of_the_finished_are_freed_although_their_release_fell_to_a_fault(core: EngineCore) -> None:
+def test_slots_of_finished_requests_are_freed_after_a_fault_in_the_step_that_frees_them(
+    core: EngineCore,
+) -> None:
     add(core, "ends", [1] * 10)
     run(core, {})
     expected, received = add(core, "a", [2] * 10), dict[str, list[int]]()
-    masks = core._grammar_bitmask
+    schedule = core.scheduler.schedule
 
-    def failing(step: SchedulerOutput) -> None:
-        core._grammar_bitmask = masks  # type: ignore[method-assign]
-        raise RuntimeError("no mask")
+    def fail_once() -> SchedulerOutput:
+        core.scheduler.schedule = schedule  # type: ignore[method-assign]
+        schedule()
+        raise RuntimeError("the planned step is lost")
 
-    core._grammar_bitmask = failing  # type: ignore[method-assign]
-    core.structured._states["?"] = None  # type: ignore[assignment]  # so that there are masks to make
+    core.scheduler.schedule = fail_once  # type: ignore[method-assign]
     run(core, received)
     assert received["a"] == expected
     add(core, "b", [3])
@@ -178,20 +182,14 @@ def test_slots_of_the_finished_are_freed_although_their_release_fell_to_a_fault(
     assert set(core.executor.worker.rows) <= {"a", "b"}
 
 
-def test_a_dying_core_tells_every_step_that_was_under_way(core: EngineCore) -> None:
+def test_a_dying_core_describes_every_step_in_flight(core: EngineCore) -> None:
     add(core, "a", [1] * 10)
     core.step()
-
-    def dies(_: object) -> None:
-        raise EngineDead("in the forward pass")
-
-    for launched in core._launched:
-        launched.pending.get = dies.__get__(launched.pending)  # type: ignore[method-assign]
-    if not core._launched:
-        core.executor.execute = dies  # type: ignore[method-assign, assignment]
+    assert isinstance(core.executor, FakeExecutor)
+    core.executor.is_dead = True
     with pytest.raises(EngineDead):
         core.step()
     name = next(iter(core.scheduler.requests))
     steps = describe(core).split("last step: ")[1:]
-    assert len(steps) == core._max_in_flight
+    assert len(steps) == (2 if core.config.async_scheduling else 1)
     assert all(f"{name}: " in step for step in steps)

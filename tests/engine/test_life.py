@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from argosy_engine.api.app import Engine
-from argosy_engine.api.serve import _drain
+from argosy_engine.api.serve import drain
 from argosy_engine.api.stats_log import INTERVAL_S, StatsLog
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 from processes import answers, children, cpu_share, free_port, is_alive, running, wait_until
@@ -145,19 +145,19 @@ async def test_a_drain_ends_with_the_last_request_the_timeout_or_a_second_signal
 ) -> None:
     engine, llm, hurry = Engine(("m",)), FakeLLM(), asyncio.Event()
     engine.llm = llm  # type: ignore[assignment]
-    drain = asyncio.create_task(_drain(engine, timeout_s, hurry))
+    draining = asyncio.create_task(drain(engine, timeout_s, hurry))
     await asyncio.sleep(0)
     if timeout_s:
         while not engine.is_draining:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert not drain.done()
+        assert not draining.done()
         assert not engine.is_ready
         assert engine.is_healthy
     if finishes:
         llm.finished.set()
     if signals == 2:
         hurry.set()
-    await asyncio.wait_for(drain, 30)
+    await asyncio.wait_for(draining, 30)
     assert [record.getMessage() for record in caplog.records] == ([message] if message else [])
 
 

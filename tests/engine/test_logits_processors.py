@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from argosy_engine.sample.interface import Added, BatchUpdate, Rows
 from argosy_engine.sample.params import SamplingParams
+from argosy_engine.sample.penalties import Penalties
 from argosy_engine.sample.sampler import GrammarMask, Sampler, SamplerOptions
 from argosy_engine.sample.token_logprobs import LogprobsMode
 
@@ -159,25 +161,19 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     logits = torch.randn(SLOTS, VOCAB)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(prompt, logits.clone())
     batch = Batch()
+    added: list[Added] = []
     for slot in range(SLOTS):
         params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
         batch.add(slot, params, prompt[slot].tolist(), [])
+        added.append(Added(slot, params, prompt[slot].tolist(), len(prompt[slot])))
+    penalties = Penalties(SLOTS, CPU)
+    penalties.update_state(BatchUpdate(added=added))
     changed = logits.clone()
+    penalties.apply(changed, Rows(np.arange(SLOTS), np.full(SLOTS, prompt.shape[1]), SLOTS))
+    torch.testing.assert_close(changed, expected)
     batch.step(list(range(SLOTS)), logits)
-    batch.sampler._penalties.apply(changed, _rows(batch, -1))
-    # The second application sees the token that the step drew as well, which transformers does not.
     for slot in range(SLOTS):
-        drawn = batch.tokens[slot][-1]
-        keep = [token for token in range(VOCAB) if token != drawn]
-        torch.testing.assert_close(changed[slot, keep], expected[slot, keep])
-        assert drawn == expected[slot].argmax().item()
-
-
-def _rows(batch: Batch, offset: int) -> Any:
-    from argosy_engine.sample.interface import Rows
-
-    positions = np.array([len(batch.tokens[slot]) + offset for slot in range(SLOTS)])
-    return Rows(np.arange(SLOTS), positions, SLOTS)
+        assert batch.tokens[slot][-1] == expected[slot].argmax().item()
 
 
 def test_logprobs_are_those_of_the_model_not_of_what_the_request_made_of_them() -> None:

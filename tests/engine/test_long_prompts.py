@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy_engine.api.app import Engine, build_app
-from argosy_engine.api.serving import Serving
+from argosy_engine.api.app import build_app
 from argosy_engine.errors import InvalidRequest, PromptTooLong
 from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.models.source import resolve_model
 from argosy_protocol.openai import decode_request
+from stub_engine import StubEngine
 
 LONG = "hello there " * 5000
 TOOL = {"type": "function", "function": {"name": "f", "description": LONG}}
@@ -82,9 +82,7 @@ async def test_long_prompts_are_tokenised_in_a_thread(
         admission=SimpleNamespace(check=lambda num_reqs: None),
         renderer=SimpleNamespace(render_chat=prompt, render_completion=prompt),
     )
-    engine = Engine(("tiny",))
-    engine.llm, engine._serving = llm, Serving(llm, ("tiny",))  # type: ignore[assignment, arg-type]
-    transport = httpx.ASGITransport(app=build_app(engine))
+    transport = httpx.ASGITransport(app=build_app(StubEngine(llm)))
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         answer = await client.post(f"/v1/{path}", json={**body, "stream": stream})
     assert answer.json()["error"]["message"] == "enough seen"

@@ -218,18 +218,24 @@ def test_attention_by_torch_asks_for_room_to_gather(config: ModelConfig) -> None
 def test_the_largest_steps_run_and_sample_every_request(
     logprobs_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What CUDA measures, run on a CPU."""
+    """The memory profile of a CUDA device, run on a CPU."""
+    from argosy_engine.worker import worker as worker_module
     from argosy_engine.worker.memory_profiling import run_largest_steps
-    from argosy_engine.worker.worker import Worker
 
+    runners: list[Any] = []
+
+    class KeptRunner(worker_module.ModelRunner):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            runners.append(self)
+
+    monkeypatch.setattr(worker_module, "ModelRunner", KeptRunner)
     args = EngineArgs.of(
         model="builtin://tiny", device="cpu", max_num_batched_tokens=64, max_num_seqs=5, num_gpu_blocks_override=4,
         threads=1, logprobs_mode=logprobs_mode,
     )  # fmt: skip
-    worker = Worker(args)
-    worker.start()
-    runner = worker._runner
-    assert runner is not None
+    worker_module.Worker(args).start()
+    runner = runners[-1]
     seen: list[tuple[int, list[int], list[int]]] = []
     forward = runner.model.forward
 

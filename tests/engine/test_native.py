@@ -362,7 +362,7 @@ def test_engines_that_start_together_compile_once(tmp_path: Path, monkeypatch: p
     directory = paths[0].parent
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert sorted(path.name for path in directory.iterdir()) == sorted(["lock", paths[0].name])
-    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-DOTHER"))
+    monkeypatch.setattr(build, "BASE_FLAGS", (*build.BASE_FLAGS, "-DOTHER"))
     assert build.library_path() != paths[0]
 
 

@@ -18,9 +18,20 @@ from telemetry_hubs import make_hub
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a hub whose heartbeat stays out of the way."""
     monkeypatch.setattr(telemetry, "HEARTBEAT_INTERVAL_S", 3600.0)
-    monkeypatch.setattr(telemetry, "_LOAD_INTERVAL_S", 0.02)
+    monkeypatch.setattr(telemetry, "LOAD_INTERVAL_S", 0.02)
 
     return make_hub
+
+
+class AskedLLM:
+    """Counts how often its heartbeat's age is read, which is once for each load frame."""
+
+    asked = 0
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        self.asked += 1
+        return 0.0
 
 
 def running(count: int) -> EngineCoreOutputs:
@@ -48,11 +59,15 @@ async def test_the_last_load_is_told_however_close_it_follows_the_one_before(hub
 
 
 async def test_nothing_is_sent_after_the_end(hub: Any) -> None:
-    made: TelemetryHub = hub()
+    llm = AskedLLM()
+    made: TelemetryHub = hub(llm)
     stream = made.stream()
     await anext(stream)
     made.on_core_outputs(running(1))
     made.on_core_outputs(running(0))
     made.close()
-    assert made._next_load is None
+    asked, has_passed = llm.asked, asyncio.Event()
+    asyncio.get_running_loop().call_later(telemetry.LOAD_INTERVAL_S, has_passed.set)  # after the load was due
+    await has_passed.wait()
+    assert llm.asked == asked
     await stream.aclose()

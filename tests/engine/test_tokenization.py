@@ -10,11 +10,11 @@ import httpx
 import msgspec
 import pytest
 
-from argosy_engine.api.app import Engine, build_app
-from argosy_engine.api.serving import Serving
+from argosy_engine.api.app import build_app
 from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.models.source import resolve_model
 from argosy_protocol.openai import decode_request
+from stub_engine import StubEngine
 
 LIMIT = 64
 TEXT = "The quick brown fox"
@@ -36,9 +36,7 @@ def renderer() -> Renderer:
 @pytest.fixture
 async def http(renderer: Renderer) -> AsyncIterator[httpx.AsyncClient]:
     llm = SimpleNamespace(is_dead=False, heartbeat_age_s=0.0, is_sleeping=False, renderer=renderer)
-    engine = Engine(("tiny",))
-    engine.llm, engine._serving = llm, Serving(llm, ("tiny",))  # type: ignore[assignment, arg-type]
-    transport = httpx.ASGITransport(app=build_app(engine))
+    transport = httpx.ASGITransport(app=build_app(StubEngine(llm)))
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         yield client
 

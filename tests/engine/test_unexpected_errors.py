@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from argosy_engine.api.app import Engine, build_app
-from argosy_engine.api.serving import Serving
+from argosy_engine.api.app import build_app
 from argosy_engine.errors import InvalidRequest
 from argosy_protocol.program.log_format import MAX_TRACEBACK_BYTES
+from stub_engine import StubEngine
 
 SECRET = "my diagnosis is"
 
@@ -29,9 +29,7 @@ async def answer_of(error: Exception, *, stream: bool) -> httpx.Response:
         admission=SimpleNamespace(check=lambda num_reqs: None),
         renderer=SimpleNamespace(render_chat=render_chat),
     )
-    engine = Engine(("tiny",))
-    engine.llm, engine._serving = llm, Serving(llm, ("tiny",))  # type: ignore[assignment, arg-type]
-    transport = httpx.ASGITransport(app=build_app(engine))
+    transport = httpx.ASGITransport(app=build_app(StubEngine(llm)))
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         body = {"messages": [{"role": "user", "content": SECRET}], "stream": stream}
         return await client.post("/v1/chat/completions", json=body)

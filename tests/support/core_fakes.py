@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy_engine.config import MemoryBudget
+from argosy_engine.errors import EngineDead
 from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, group_layers
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
@@ -18,14 +19,17 @@ BLOCK = 4
 
 
 class FakePending:
-    """A pending step whose output is already known. It ignores grammars."""
+    """A pending step whose output is already known, unless its executor dies. It ignores grammars."""
 
-    def __init__(self, output: ModelRunnerOutput) -> None:
+    def __init__(self, executor: FakeExecutor, output: ModelRunnerOutput) -> None:
+        self._executor = executor
         self._output = output
 
     def sample(self, grammar: GrammarBitmask | None) -> None: ...
 
     def get(self) -> ModelRunnerOutput:
+        if self._executor.is_dead:
+            raise EngineDead("in the forward pass")
         return self._output
 
 
@@ -35,6 +39,8 @@ class FakeExecutor:
     def __init__(self) -> None:
         self.worker = FakeWorker(BLOCK)
         self.is_asleep = False
+        self.is_dead = False
+        """Set it to make every step fail from now on, those in flight included."""
 
     def start(self) -> WorkerInfo:
         path = resolve_model("builtin://tiny")
@@ -56,7 +62,7 @@ class FakeExecutor:
 
     def execute(self, step: SchedulerOutput) -> FakePending:
         assert not self.is_asleep
-        return FakePending(self.worker.execute(step))
+        return FakePending(self, self.worker.execute(step))
 
     def collective_rpc(
         self,

@@ -9,15 +9,10 @@ from argosy_engine.sample.interface import BatchUpdate, ProcessorConfig, Rows
 
 
 class Faulty(LogitsProcessor):
-    """Raises in the method that `extra_args["fail_in"]` names, and never for `extra_args["harmless"]`.
-
-    Attributes:
-        seen: the slots of each call of `apply`.
-    """
+    """Raises in the method that `extra_args["fail_in"]` names, and never for `extra_args["harmless"]`."""
 
     def __init__(self, config: ProcessorConfig) -> None:
         self.fails: dict[int, str] = {}
-        self.seen: list[list[int]] = []
 
     @classmethod
     def is_used_by(cls, params: SamplingParams) -> bool:
@@ -44,7 +39,6 @@ class Faulty(LogitsProcessor):
             self.fails[added.slot] = where
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> None:
-        self.seen.append(rows.slots.tolist())
         logits[:, 3] = 1e9
         if "apply" in {self.fails[slot] for slot in rows.slots.tolist()}:
             raise RuntimeError("as asked")

@@ -8,7 +8,7 @@ from typing import Any, cast
 from argosy_engine.api.telemetry import TelemetryHub
 
 
-def make_hub() -> TelemetryHub:
+def make_hub(llm: object = None) -> TelemetryHub:
     config = SimpleNamespace(
         epoch="e",
         model_name="m",
@@ -19,4 +19,5 @@ def make_hub() -> TelemetryHub:
         scheduling_policy="fcfs",
         memory=SimpleNamespace(kv_cache_tokens=1),
     )
-    return TelemetryHub(cast("Any", SimpleNamespace(heartbeat_age_s=0.0)), cast("Any", config))
+    llm = llm or SimpleNamespace(heartbeat_age_s=0.0)
+    return TelemetryHub(cast("Any", llm), cast("Any", config))

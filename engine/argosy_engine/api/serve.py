@@ -117,7 +117,7 @@ async def _serve(
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done() and not stop.is_set():
             return 1  # uvicorn has said why
-        await _drain(engine, options.shutdown_timeout, hurry)
+        await drain(engine, options.shutdown_timeout, hurry)
         return 1 if engine.llm is not None and engine.llm.is_dead else 0
     finally:
         for task in (loading, stopping):
@@ -137,7 +137,7 @@ async def _load(engine: Engine, args: EngineArgs, stop: asyncio.Event, started: 
     _print_start_up(llm.config, url, before - started, time.perf_counter() - started)
 
 
-async def _drain(engine: Engine, timeout_s: float, hurry: asyncio.Event) -> None:
+async def drain(engine: Engine, timeout_s: float, hurry: asyncio.Event) -> None:
     """Lets running requests finish, until the timeout or a second signal; what is left is aborted.
 
     Meanwhile /ready answers 503 (`draining`), /health 200, and new requests get 503 with a retry hint.

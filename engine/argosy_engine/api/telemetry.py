@@ -32,7 +32,7 @@ from argosy_protocol.telemetry import (
 
 MAX_READERS = 64
 _QUEUE_FRAMES = 4096
-_LOAD_INTERVAL_S = 0.1
+LOAD_INTERVAL_S = 0.1
 """Load frames ride along with the core's statistics at most this often, and the last of them is always sent: a
 replica that has become idle must not look busy until the next heartbeat. The router corrects between them."""
 
@@ -85,7 +85,7 @@ class TelemetryHub(Observer):
         if outputs.stats is not None:
             self._stats = outputs.stats
             loop = asyncio.get_running_loop()
-            due = self._last_load + _LOAD_INTERVAL_S
+            due = self._last_load + LOAD_INTERVAL_S
             if loop.time() >= due:
                 self._send_load()
             elif self._next_load is None:

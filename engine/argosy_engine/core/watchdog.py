@@ -19,7 +19,7 @@ CHECK_INTERVAL_S = 5.0
 """Seconds between two checks of all requests; a check costs about a microsecond per request."""
 
 
-class _Mark:
+class Progress:
     """Progress of a request at the last check, and for how many seconds it has not changed."""
 
     __slots__ = ("position", "still_s")
@@ -40,7 +40,7 @@ class Watchdog:
         self.timeout_s = timeout_s
         self._clock = clock
         self._checked_at = clock()
-        self._marks: dict[str, _Mark] = {}
+        self._marks: dict[str, Progress] = {}
         self._num_computed = 0
 
     @property
@@ -58,17 +58,17 @@ class Watchdog:
         # In a longer gap the loop was busy with something else.
         elapsed = min(now - self._checked_at, 2 * CHECK_INTERVAL_S)
         self._checked_at = now
-        marks, before = dict[str, _Mark](), self._marks
+        marks, before = dict[str, Progress](), self._marks
         has_moved, self._num_computed = num_computed > self._num_computed, num_computed
-        standing: list[tuple[Request, _Mark]] = []
+        standing: list[tuple[Request, Progress]] = []
         for request in requests:
             position = _position(request)
             mark = before.get(request.request_id)
             if mark is None:
-                mark = _Mark(position)
+                mark = Progress(position)
             elif mark.position != position:
                 has_moved = has_moved or _has_grown(mark.position, position)
-                mark = _Mark(position)
+                mark = Progress(position)
             else:
                 standing.append((request, mark))
             marks[request.request_id] = mark

@@ -25,7 +25,7 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 
 _COMPILE_TIMEOUT_S = 300.0
 """An idle machine takes a few seconds, a busy one with one core a minute."""
-_FLAGS = (
+BASE_FLAGS = (
     "-std=c++17",
     "-O3",
     "-fno-math-errno",
@@ -136,7 +136,7 @@ def cache_directory() -> Path:
 
 def compile_library(compiler: str, variant: Variant, target: Path, extra_flags: tuple[str, ...] = ()) -> None:
     """Compile the sources in parallel, link them and move the result to `target` atomically."""
-    flags = (*_FLAGS, *variant.compile_flags, *extra_flags)
+    flags = (*BASE_FLAGS, *variant.compile_flags, *extra_flags)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
         sources = sorted(SOURCES.glob("*.cc"))
         objects = [f"{scratch}/{source.stem}.o" for source in sources]
@@ -186,7 +186,7 @@ def _run(*commands: list[str]) -> None:
 
 
 def _digest(variant: Variant, toolchain: str) -> str:
-    digest = hashlib.sha256("\0".join((*_FLAGS, *variant.compile_flags, toolchain)).encode())
+    digest = hashlib.sha256("\0".join((*BASE_FLAGS, *variant.compile_flags, toolchain)).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]

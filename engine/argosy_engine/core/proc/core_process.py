@@ -8,6 +8,7 @@ private directory, which is deleted once both are connected; messages are typed 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -17,9 +18,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -79,11 +80,11 @@ class CoreProcess:
     Args:
         directory: directory in which the client has bound its sockets.
         parent: see `child_process.parent_argument`.
+        context: owner of this process's ends of the sockets.
     """
 
-    def __init__(self, directory: Path, parent: int) -> None:
+    def __init__(self, directory: Path, parent: int, context: zmq.Context[Any]) -> None:
         self._parent = parent
-        context = zmq.Context()
         self._output = context.socket(zmq.PUSH)
         self._output.setsockopt(zmq.LINGER, _LINGER_MS)
         self._output.setsockopt(zmq.SNDHWM, 0)
@@ -91,8 +92,9 @@ class CoreProcess:
         self._input = context.socket(zmq.PULL)
         self._input.setsockopt(zmq.RCVHWM, 0)
         self._input.connect(f"ipc://{directory}/input")
-        self._inputs: queue.SimpleQueue[_Input] = queue.SimpleQueue()
-        self._outputs: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
+        self._input_queue: queue.SimpleQueue[_Input] = queue.SimpleQueue()
+        self.output_queue: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
+        """Messages to the client; None ends the output thread."""
         self._add_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._abort_decoder = msgspec.msgpack.Decoder(list[str])
         self._utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
@@ -130,7 +132,7 @@ class CoreProcess:
             logger.exception("the engine core could not start")
             self._tell(Failed(f"{type(error).__name__}: {error}", False))
             return 1
-        self.core.structured.wake = lambda: self._inputs.put(None)
+        self.core.structured.wake = lambda: self._input_queue.put(None)
         config = self.core.config
         phases = (("import torch" if "torch" in sys.modules else "imports", imported), *config.startup_phases)
         # Most objects of the start live as long as the process: exclude them from later garbage collections.
@@ -138,8 +140,8 @@ class CoreProcess:
         gc.freeze()
         describe_on_signal(self._describe)
         self._tell(Ready(msgspec.structs.replace(config, startup_phases=phases)))
-        threading.Thread(target=_or_die, args=(self._receive,), daemon=True, name="input").start()
-        sender = threading.Thread(target=_or_die, args=(self._send,), name="output")
+        threading.Thread(target=self.process_input_socket, daemon=True, name="input").start()
+        sender = threading.Thread(target=self.process_output_socket, name="output")
         sender.start()
         code = 0
         try:
@@ -147,9 +149,9 @@ class CoreProcess:
         except Exception as error:
             logger.exception("the engine core died")
             log_dump(self.core)
-            self._outputs.put(EngineCoreOutputs(dead=f"{type(error).__name__}: {error}"))
+            self.output_queue.put(EngineCoreOutputs(dead=f"{type(error).__name__}: {error}"))
             code = 1
-        self._outputs.put(None)
+        self.output_queue.put(None)
         sender.join()
         self.core.shutdown()
         return code
@@ -159,16 +161,16 @@ class CoreProcess:
         while True:
             self._turned_at = time.monotonic()
             core.tick()
-            if not core.has_work and not self._wait_for_input():
+            if not core.has_work and not self.wait_for_input():
                 core.check_when_idle()
-                self._outputs.put(core.idle_outputs())
+                self.output_queue.put(core.idle_outputs())
                 continue
-            self._drain_inputs()
+            self.drain_inputs()
             if not core.has_work:
                 continue
             outputs = core.step()
             if outputs.stats is not None:  # without stats a step was launched and none was processed
-                self._outputs.put(outputs)
+                self.output_queue.put(outputs)
 
     def _describe(self) -> str:
         """Describe the process for SIGUSR1. Called in a separate thread."""
@@ -178,30 +180,33 @@ class CoreProcess:
         return (
             f"{describe(self.core, 'state of the engine core')}\n"
             f"  loop: turned {now - self._turned_at:.3f} s ago\n"
-            f"  reader: unread={self._inputs.qsize()} last message {now - self._received_at:.3f} s ago\n"
-            f"  writer: unsent={self._outputs.qsize()} last message {now - self._sent_at:.3f} s ago"
+            f"  reader: unread={self._input_queue.qsize()} last message {now - self._received_at:.3f} s ago\n"
+            f"  writer: unsent={self.output_queue.qsize()} last message {now - self._sent_at:.3f} s ago"
         )
 
-    def _wait_for_input(self) -> bool:
+    def wait_for_input(self) -> bool:
         """Wait for the next message and handle it. Returns False after a heartbeat interval without one."""
         try:
-            message = self._inputs.get(timeout=IDLE_HEARTBEAT_S)
+            message = self._input_queue.get(timeout=IDLE_HEARTBEAT_S)
         except queue.Empty:
             return False
         self._act(message)
         return True
 
-    def _drain_inputs(self) -> None:
+    def drain_inputs(self) -> None:
+        """Handle all messages that have arrived."""
         while True:
             try:
-                message = self._inputs.get_nowait()
+                message = self._input_queue.get_nowait()
             except queue.Empty:
                 return
             self._act(message)
 
-    def _handle(self, kind: bytes, payload: bytes) -> None:
-        """Handle one message of the client. A malformed message fails at most its own request."""
-        self._act(self._read(kind, payload))
+    def receive(self, kind: bytes, payload: bytes) -> None:
+        """Decode a message of the client and queue it for the loop. A malformed message fails at most its request."""
+        message = self._read(kind, payload)
+        if message is not None:
+            self._input_queue.put(message)
 
     def _read(self, kind: bytes, payload: bytes) -> _Input:
         """Decode a message in the input thread; None if it was malformed and has been answered or dropped."""
@@ -236,7 +241,7 @@ class CoreProcess:
                 self.core.abort_requests(message)
             case UtilityCall():
                 result = self._call(message)
-                self._outputs.put(
+                self.output_queue.put(
                     EngineCoreOutputs(utility=result, residency=self.core.kv.residency.take_delta())
                 )
 
@@ -256,7 +261,7 @@ class CoreProcess:
         """Send heartbeats in place of the loop while it loads weights, but no longer than a start may take."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ended.wait(IDLE_HEARTBEAT_S) and time.monotonic() < deadline:
-            self._outputs.put(EngineCoreOutputs())
+            self.output_queue.put(EngineCoreOutputs())
 
     def _add(self, addition: _Addition) -> None:
         request_id = addition.message.request_id
@@ -270,22 +275,24 @@ class CoreProcess:
 
     def _refuse(self, request_id: str, error: str, kind: ErrorKind) -> None:
         refused = EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error, error_kind=kind)
-        self._outputs.put(EngineCoreOutputs(outputs=[refused]))
+        self.output_queue.put(EngineCoreOutputs(outputs=[refused]))
 
-    def _receive(self) -> None:
-        while True:
-            kind, payload = self._input.recv_multipart()
-            self._received_at = time.monotonic()
-            message = self._read(kind, payload)
-            if message is not None:
-                self._inputs.put(message)
+    def process_input_socket(self) -> None:
+        """Receive the client's messages for ever. Runs in the input thread; a failure ends the process."""
+        with _ending_process():
+            while True:
+                kind, payload = self._input.recv_multipart()
+                self._received_at = time.monotonic()
+                self.receive(kind, payload)
 
-    def _send(self) -> None:
-        encoder = msgspec.msgpack.Encoder()
-        while (outputs := self._outputs.get()) is not None:
-            self._output.send(encoder.encode(outputs))
-            self._sent_at = time.monotonic()
-        self._output.close()  # lingers until the client has everything
+    def process_output_socket(self) -> None:
+        """Send the output queue until its end. Runs in the output thread; a failure ends the process."""
+        with _ending_process():
+            encoder = msgspec.msgpack.Encoder()
+            while (outputs := self.output_queue.get()) is not None:
+                self._output.send(encoder.encode(outputs))
+                self._sent_at = time.monotonic()
+            self._output.close()  # lingers until the client has everything
 
     def _tell(self, message: HandshakeMessage) -> None:
         self._output.send(msgspec.msgpack.encode(message))
@@ -300,13 +307,14 @@ def _sendable(output: UtilityOutput) -> UtilityOutput:
     return output
 
 
-def _or_die(thread: Callable[[], None]) -> None:
-    """Run the input or output thread, and end the process if it fails.
+@contextlib.contextmanager
+def _ending_process() -> Iterator[None]:
+    """End the process if the block fails.
 
-    Without these threads the core cannot communicate, but would still look healthy.
+    Without its input and output threads the core cannot communicate, but would still look healthy.
     """
     try:
-        thread()
+        yield
     except Exception:
         logger.exception("the thread %s died", threading.current_thread().name)
         os._exit(1)
@@ -329,7 +337,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     directory, parent = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_exit_with_parent, args=(directory,), daemon=True, name="parent").start()
-    code = CoreProcess(directory, parent).run()
+    code = CoreProcess(directory, parent, zmq.Context()).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

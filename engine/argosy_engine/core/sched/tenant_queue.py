@@ -42,6 +42,11 @@ class TenantQueue:
         """Iterate over the requests in no particular order."""
         return chain.from_iterable(self._tenants.values())
 
+    @property
+    def num_counters(self) -> int:
+        """Number of tenants whose counter is kept, those that do not wait included."""
+        return len(self._counters)
+
     def push(self, request: Request) -> None:
         queue = self._tenants.get(request.tenant)
         if queue is None:

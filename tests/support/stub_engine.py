@@ -1,0 +1,21 @@
+"""An engine of the API server in front of a stand-in for its model, for tests of the endpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from argosy_engine.api.app import Engine
+from argosy_engine.api.serving import Serving
+
+
+class StubEngine(Engine):
+    """Serves requests with `llm`, without metrics and telemetry."""
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(("tiny",))
+        self.llm = llm
+        self._stub_serving = Serving(llm, self.names)
+
+    @property
+    def serving(self) -> Serving:
+        return self._stub_serving
