@@ -2,11 +2,11 @@
 
     python bench/router/clocked_engine.py PORT[,PORT...] [--prefill-tokens-per-s 8000] [--kv-cache-tokens 12288]
 
-Each is the replay's engine (`argosy_router.replay.engine`: speed, batch, prefix cache with LRU eviction) on the event
-loop's clock, behind HTTP and our telemetry. Its events have absolute due times that are computed from one another, so a
-busy machine may delay an answer by milliseconds but does not slow the engine. A token is four bytes of the prompt. A
-stream has one event for the first token, when it is due, and one for all others at the end. One process serves all
-ports.
+Each is the simulation's engine (`argosy_router.simulation.simulated_engine`: speed, batch, prefix cache with LRU
+eviction) on the event loop's clock, behind HTTP and our telemetry. Its events have absolute due times that are computed
+from one another, so a busy machine may delay an answer by milliseconds but does not slow the engine. A token is
+four bytes of the prompt. A stream has one event for the first token, when it is due, and one for all others at the end.
+One process serves all ports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine_http import DONE, STREAM_END, STREAM_HEAD, EngineConnection, answer,
 from prompts import as_trace
 
 from argosy_protocol.telemetry import Load
-from argosy_router.replay.engine import CacheChange, EngineModel, Job, SimulatedEngine
+from argosy_router.simulation.simulated_engine import CacheChange, EngineModel, Job, SimulatedEngine
 
 KV_CACHE_TOKENS = 12_288
 

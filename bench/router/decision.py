@@ -21,8 +21,8 @@ from argosy_protocol.openai import decode_request
 from argosy_protocol.prompt_segments import SegmentKind, prompt_segments
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.service import Service
-from argosy_router.prefixes.residency import Residency
-from argosy_router.replay.simulator import unused_pool
+from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
+from argosy_router.simulation.simulator import unused_pool
 
 PROMPT_BYTES = 8192
 PREFIXES = 1000
@@ -36,7 +36,7 @@ def build(replicas: int, chunks: int, prefixes: list[bytes]) -> tuple[Service, f
     service = Service(FleetService(namespace="n", name="s", uid="u", model="tiny"), "", chunks)
     for number in range(replicas):
         member = Member(f"r{number:03}", "", "http://unused")
-        residency = Residency(service.index)
+        residency = ReplicaPrefixes(service.index)
         replica = Replica("n/s", member, unused_pool(member.url), residency)
         replica.link = "synced"
         replica.load.report(requests=number % 7, tokens=number * 13 % 2000, prefill_tokens_per_s=8000.0)
@@ -48,10 +48,10 @@ def build(replicas: int, chunks: int, prefixes: list[bytes]) -> tuple[Service, f
     for prefix in prefixes:
         hashes = chunk_hashes([(SegmentKind.TEXT, prefix)], chain_seed(service.spec.model))
         for replica in rng.sample(fleet, min(HOLDERS, replicas)):
-            replica.residency.stored(hashes, [64 * (position + 1) for position in range(len(hashes))])
+            replica.prefixes.stored(hashes, [64 * (position + 1) for position in range(len(hashes))])
     while len(service.index) < chunks * 0.95:
         hashes = [rng.getrandbits(64) for _ in range(4096)]
-        rng.choice(fleet).residency.stored(hashes, range(64, 64 * 4097, 64))
+        rng.choice(fleet).prefixes.stored(hashes, range(64, 64 * 4097, 64))
     size = (tracemalloc.get_traced_memory()[0] - before) / len(service.index)
     tracemalloc.stop()
     return service, size
@@ -90,7 +90,7 @@ def measure(replicas: int, chunks: int, prefixes: list[bytes], rng: random.Rando
         hashing.append(hashed - started)
     count = len(service.index)
     pauses = []
-    next(iter(service.replicas.values())).residency.close()
+    next(iter(service.replicas.values())).prefixes.close()
     is_dirty = True
     while is_dirty:
         started = time.thread_time()

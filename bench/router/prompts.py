@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, chunk_offsets
 from argosy_protocol.prompt_segments import SegmentKind
-from argosy_router.replay.trace import TraceRequest
+from argosy_router.simulation.trace import TraceRequest
 
 MODEL = "tiny"
 BYTES_PER_TOKEN = 4

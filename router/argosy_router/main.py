@@ -16,10 +16,10 @@ from typing import Any
 
 from argosy_protocol.program.flags import FlagParser, InvalidValue
 from argosy_protocol.program.log_format import configure_logging
-from argosy_router.admin.diagnostics import describe_on_signal, signal_held
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.connection_limit import SPARE_DESCRIPTORS, default_connections, open_files_limit
-from argosy_router.records.line_writer import LineHandler, LineWriter
+from argosy_router.observability.debug_signal import describe_on_signal, signal_held
+from argosy_router.observability.line_writer import LineHandler, LineWriter
 
 EXIT_USAGE = 2
 EXIT_ADDRESS = 3

@@ -24,9 +24,9 @@ from argosy_router.admin.history import History
 from argosy_router.admin.overview import Overviews
 from argosy_router.auth.key_file import ApiKeys
 from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig
-from argosy_router.discovery.base import Discovery
 from argosy_router.discovery.dns import DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
+from argosy_router.discovery.source import Discovery
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
 from argosy_router.flow_control.controller import FlowController
@@ -38,6 +38,10 @@ from argosy_router.http.tls_listener import TlsListener
 from argosy_router.metrics.registry import Metrics
 from argosy_router.metrics.series import Reading
 from argosy_router.native.build_kind import BUILD_KIND
+from argosy_router.observability.access_log import AccessLog
+from argosy_router.observability.line_writer import LineWriter
+from argosy_router.observability.trace_capture import TraceCapture
+from argosy_router.observability.usage_ledger import UsageLedger
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.accounting.reservations import Reservations
 from argosy_router.proxy.application import RouterApplication
@@ -49,13 +53,9 @@ from argosy_router.proxy.request_handler import RequestHandler
 from argosy_router.proxy.resilience.hedging import Hedging
 from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
 from argosy_router.proxy.resilience.retry_budget import RetryBudgets
-from argosy_router.records.access_log import AccessLog
-from argosy_router.records.line_writer import LineWriter
-from argosy_router.records.recorder import Recorder
-from argosy_router.records.usage_ledger import UsageLedger
 
 if TYPE_CHECKING:
-    from argosy_router.records.tracing import Tracer
+    from argosy_router.observability.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -373,11 +373,11 @@ def _gauge(name: str, text: str, value: Callable[[], float]) -> Reading:
     return Reading("gauge", name, text, (), lambda: [((), value())])
 
 
-def _recorder(config: RouterConfig) -> Recorder | None:
+def _recorder(config: RouterConfig) -> TraceCapture | None:
     if config.record is None:
         return None
     try:
-        return Recorder(config.record, config.record_max_bytes)
+        return TraceCapture(config.record, config.record_max_bytes)
     except OSError as error:
         raise ConfigError(f"--record {config.record} cannot be written: {error.strerror}") from None
 
@@ -386,7 +386,7 @@ def _tracer(config: RouterConfig) -> Tracer | None:
     if not config.otlp_traces_endpoint:
         return None
     try:
-        from argosy_router.records.tracing import Tracer
+        from argosy_router.observability.tracing import Tracer
     except ImportError:
         raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'argosy[otlp]'") from None
     return Tracer(config.otlp_traces_endpoint, socket.gethostname())

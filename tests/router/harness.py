@@ -14,7 +14,7 @@ import httpx
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from argosy_protocol.routable_report import ReplicaState
 from argosy_router.config import RouterConfig
-from argosy_router.discovery.base import Publish, snapshot_of
+from argosy_router.discovery.source import Publish, snapshot_of
 from argosy_router.fleet.replica import Replica
 from argosy_router.server import Router
 

@@ -16,7 +16,7 @@ from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits, encode
 from argosy_router.auth.accounts import Account
 from argosy_router.auth.terms import KeyTerms
 from argosy_router.config import FlowControlLimits
-from argosy_router.discovery.base import snapshot_of
+from argosy_router.discovery.source import snapshot_of
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.fleet.service import Service

@@ -12,7 +12,7 @@ import pytest
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.auth.accounts import Account
 from argosy_router.auth.terms import KeyTerms
-from argosy_router.discovery import census
+from argosy_router.discovery import model_discovery
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.tls import ClientTls
@@ -116,7 +116,7 @@ async def test_models_are_listed_with_their_adapters() -> None:
 
 
 async def test_an_adapter_that_is_loaded_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(census, "RECHECK_S", 0.005)
+    monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
     engine = vllm()
     async with routing(engine) as r:
         assert (await r.chat(model="tiny:sql")).status_code == 404

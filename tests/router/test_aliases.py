@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from argosy_protocol.fleet import FleetDocument
-from argosy_router.discovery import census
+from argosy_router.discovery import model_discovery
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, chat, rig, service
@@ -68,7 +68,7 @@ async def test_its_prefixes_are_the_model_s() -> None:
 
 
 async def test_what_all_list_is_an_alias_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(census, "RECHECK_S", 0.005)
+    monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
     plain, named = engine(), engine("small")
     async with routing(plain, named) as r:
         assert partial(r) == {"small"}

@@ -1,6 +1,7 @@
 """What a router believes a replica's prefix cache holds, against the block pool's truth, under random events.
 
-The path is the real one: block pool -> `ResidencyTracker` -> `TelemetryHub` -> frames -> the router's `Residency`.
+The path is the real one: block pool -> `ResidencyTracker` -> `TelemetryHub` -> frames -> the router's
+`ReplicaPrefixes`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from argosy_engine.messages.core_messages import EngineCoreOutputs
 from argosy_protocol.telemetry import FrameReader
 from argosy_router.fleet.telemetry import apply_residency
 from argosy_router.prefixes.index import PrefixIndex
-from argosy_router.prefixes.residency import Residency
+from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 from telemetry_hubs import make_hub
 
 CHUNKS = range(1, 4)
@@ -31,7 +32,7 @@ class Router:
     def __init__(self, hub: TelemetryHub) -> None:
         self._hub = hub
         self._index = PrefixIndex()
-        self._residency = Residency(self._index)
+        self._residency = ReplicaPrefixes(self._index)
         self._reading: asyncio.Task[None] | None = None
 
     @property

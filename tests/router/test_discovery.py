@@ -14,11 +14,11 @@ import pytest
 from kubernetes.aio import client as kubernetes_client
 
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
-from argosy_router.discovery import census, dns, reflector
-from argosy_router.discovery.base import Discovery, revision_of
+from argosy_router.discovery import dns, model_discovery, reflector
 from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.kubernetes import KubernetesDiscovery, pod_selectors
+from argosy_router.discovery.source import Discovery, revision_of
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
@@ -77,7 +77,7 @@ async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
 
 
 async def test_a_static_replica_may_come_back_with_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(census, "RECHECK_S", 0.005)
+    monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
     wheel = TimerWheel(asyncio.get_running_loop())
     async with (
         FakeEngine() as engine,
@@ -97,8 +97,8 @@ async def test_a_static_replica_may_come_back_with_another_model(monkeypatch: py
 async def test_a_static_replica_that_does_not_tell_its_models_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(census, "RETRY_S", 0.005)
-    caplog.set_level("INFO", logger=census.__name__)
+    monkeypatch.setattr(model_discovery, "RETRY_S", 0.005)
+    caplog.set_level("INFO", logger=model_discovery.__name__)
     wheel = TimerWheel(asyncio.get_running_loop())
     async with (
         FakeEngine(key="secret") as engine,

@@ -15,7 +15,7 @@ from argosy_router.admin.app import PAGE
 from argosy_router.config import FlowControlLimits
 from argosy_router.fleet import fleet
 from argosy_router.fleet.load import MIN_LESSON_TOKENS, LoadAccount
-from argosy_router.policy.rates import PRIOR
+from argosy_router.policy.rate_priors import PRIOR
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import Rig, rig, service

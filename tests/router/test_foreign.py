@@ -10,7 +10,7 @@ from argosy_router.fleet import polling
 from argosy_router.fleet.engine_metrics import PRIOR_PROMPT_TOKENS, EngineLoad, parse_load
 from argosy_router.fleet.load import LoadAccount
 from argosy_router.prefixes.index import PrefixIndex
-from argosy_router.prefixes.residency import HISTORY_S, Residency
+from argosy_router.prefixes.replica_prefixes import HISTORY_S, ReplicaPrefixes
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import chat, rig
@@ -142,9 +142,9 @@ async def test_a_restart_voids_the_history() -> None:
     async with rig([engine]) as r:
         await r.chat(PROMPT)
         assert int((await r.chat(PROMPT)).headers["x-argosy-predicted-tokens"]) > 0
-        slots = r.replica(0).residency.slots
+        slots = r.replica(0).prefixes.slots
         engine.metrics = vllm(looked_up=5)
-        await r.until(lambda: r.replica(0).residency.slots != slots)
+        await r.until(lambda: r.replica(0).prefixes.slots != slots)
         assert (await r.chat(PROMPT)).headers["x-argosy-predicted-tokens"] == "0"
 
 
@@ -229,7 +229,7 @@ async def test_streams_of_a_silent_one_keep_their_own_deadline() -> None:
 
 def test_history_is_forgotten_by_its_age_since_last_use() -> None:
     index = PrefixIndex()
-    residency = Residency(index)
+    residency = ReplicaPrefixes(index)
 
     def hit(chain: list[int]) -> int:
         runs, _ = index.match(chain)

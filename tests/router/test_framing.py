@@ -10,8 +10,8 @@ import socket
 import pytest
 
 from argosy_router.config import ServerLimits
-from argosy_router.records.access_log import AccessLog
-from argosy_router.records.line_writer import LineWriter
+from argosy_router.observability.access_log import AccessLog
+from argosy_router.observability.line_writer import LineWriter
 
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import DEADLINE_S, Rig, chat, raw, read_all, rig, until

@@ -16,7 +16,7 @@ from argosy_router.http.messages import Request, status_line
 from argosy_router.proxy.request.header_policy import forwarded
 
 from .test_framing import REFUSED, SMUGGLED
-from .test_framing_fuzz import Message, Recorder, Wire, ours, streams
+from .test_framing_fuzz import Message, TraceCapture, Wire, ours, streams
 
 TURNS = 20
 """Of the loop, in which the server surely answers one request."""
@@ -65,7 +65,7 @@ async def engine(data: bytes) -> list[Message]:
     return messages
 
 
-class Forwarder(Recorder):
+class Forwarder(TraceCapture):
     """Keeps what a replica would be sent, and the next request right behind it."""
 
     def __init__(self) -> None:

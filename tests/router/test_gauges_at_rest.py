@@ -15,7 +15,7 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument, ServiceLimits, encode_fleet
 from argosy_router.config import FlowControlLimits
-from argosy_router.discovery.base import snapshot_of
+from argosy_router.discovery.source import snapshot_of
 from argosy_router.fleet.replica import Member
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally, event

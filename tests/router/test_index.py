@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from argosy_router.prefixes.index import SHARDS, PrefixIndex
-from argosy_router.prefixes.residency import GUESS_TTL_S, MAX_GUESS_TTL_S, Residency
+from argosy_router.prefixes.replica_prefixes import GUESS_TTL_S, MAX_GUESS_TTL_S, ReplicaPrefixes
 from argosy_router.prefixes.table import SCRUB_STEP, ChunkTable
 
 REPLICAS = 4
@@ -29,7 +29,7 @@ class Index(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex()
         self.now = 0.0
-        self.residencies = [Residency(self.index) for _ in range(REPLICAS)]
+        self.residencies = [ReplicaPrefixes(self.index) for _ in range(REPLICAS)]
         self.announced: list[set[int]] = [set() for _ in range(REPLICAS)]
         self.guessed: list[dict[int, float]] = [{} for _ in range(REPLICAS)]
 
@@ -76,7 +76,7 @@ class Index(RuleBasedStateMachine):
     @rule(replica=replicas)
     def replace(self, replica: int) -> None:
         self.residencies[replica].close()
-        self.residencies[replica] = Residency(self.index)
+        self.residencies[replica] = ReplicaPrefixes(self.index)
         self.announced[replica].clear()
         self.guessed[replica].clear()
 
@@ -136,7 +136,7 @@ def test_use_keeps_a_guessed_prefix_alive() -> None:
 
 def test_use_keeps_an_announced_prefix_alive() -> None:
     index = PrefixIndex(capacity=SHARDS * 4)
-    holder, busy = Residency(index), Residency(index)
+    holder, busy = ReplicaPrefixes(index), ReplicaPrefixes(index)
     hot = [1, 2, 3]
     holder.stored(hot, [10, 20, 30])
     for chunk in range(1000, 5_000):
@@ -215,7 +215,7 @@ def test_many_holders_are_found_as_few_are() -> None:
 
 def test_a_guess_outlives_the_wait_that_is_expected() -> None:
     index = PrefixIndex()
-    residency = Residency(index)
+    residency = ReplicaPrefixes(index)
     residency.guess([1], lambda: [10], 0.0, expected_s=60.0)
     residency.guess([2], lambda: [10], 0.0)
     residency.expire(GUESS_TTL_S)
@@ -227,7 +227,7 @@ def test_a_guess_outlives_the_wait_that_is_expected() -> None:
 
 def test_no_wait_makes_a_guess_outlive_its_ceiling() -> None:
     index = PrefixIndex()
-    residency = Residency(index)
+    residency = ReplicaPrefixes(index)
     residency.guess([1], lambda: [10], 0.0, expected_s=1e9)
     residency.expire(MAX_GUESS_TTL_S)
     assert index.match([1])[1] == 0
@@ -236,7 +236,7 @@ def test_no_wait_makes_a_guess_outlive_its_ceiling() -> None:
 
 def test_guesses_are_bounded_by_the_index_and_the_oldest_go_first() -> None:
     index = PrefixIndex(capacity=SHARDS * 16)
-    busy, idle = Residency(index), Residency(index)
+    busy, idle = ReplicaPrefixes(index), ReplicaPrefixes(index)
     idle.guess([1, 2, 3], lambda: [1, 2, 3], 0.0)
     for start in range(SHARDS, 40 * SHARDS, 8):
         prompt = range(start, start + 8)

@@ -14,13 +14,13 @@ from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import MIN_INDEX_MEMORY
 from argosy_router.prefixes.index import SHARDS, PrefixIndex
 from argosy_router.prefixes.index_memory import shares
-from argosy_router.prefixes.residency import Residency
+from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 
 from .fake_engine import FakeEngine
 from .harness import rig, service
 
 
-def fill(index: PrefixIndex, residency: Residency, chunks: int, rng: random.Random) -> None:
+def fill(index: PrefixIndex, residency: ReplicaPrefixes, chunks: int, rng: random.Random) -> None:
     for _ in range(0, chunks, 512):
         residency.stored([rng.getrandbits(64) for _ in range(512)], range(512))
 
@@ -30,7 +30,7 @@ def fill(index: PrefixIndex, residency: Residency, chunks: int, rng: random.Rand
 def test_no_use_takes_more_than_the_cap(limit: int, replicas: int) -> None:
     rng = random.Random(0)
     index = PrefixIndex(0)
-    residencies = [Residency(index) for _ in range(replicas)]
+    residencies = [ReplicaPrefixes(index) for _ in range(replicas)]
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     index.resize(index.capacity_within(limit))
@@ -50,7 +50,7 @@ def test_no_use_takes_more_than_the_cap(limit: int, replicas: int) -> None:
 
 def test_a_smaller_share_is_kept_after_trimming() -> None:
     index = PrefixIndex()
-    residency = Residency(index)
+    residency = ReplicaPrefixes(index)
     index.resize(index.capacity_within(8 << 20))
     fill(index, residency, index.capacity, random.Random(0))
     newest = [1, 2, 3]
@@ -109,7 +109,7 @@ async def test_a_busy_service_gets_the_memory_of_idle_ones() -> None:
         async with rig([engine], document=document, index_memory=8 << 20) as r:
             index = r.router.fleet.services["default/svc"].index
             at_first = index.capacity
-            fill(index, r.replica(0).residency, at_first, random.Random(0))
+            fill(index, r.replica(0).prefixes, at_first, random.Random(0))
             r.discovery.set(document)
             assert index.capacity > 10 * at_first
             assert sum(each.index.bytes for each in r.router.fleet.services.values()) <= 8 << 20

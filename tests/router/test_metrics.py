@@ -13,8 +13,8 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.metrics import registry as metrics
-from argosy_router.records.access_log import AccessEntry, AccessLog
-from argosy_router.records.line_writer import LineHandler, LineWriter
+from argosy_router.observability.access_log import AccessEntry, AccessLog
+from argosy_router.observability.line_writer import LineHandler, LineWriter
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import chat, rig, service

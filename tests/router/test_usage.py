@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from argosy_protocol.headers import RESUME
+from argosy_router.observability.append_file import AppendFile
+from argosy_router.observability.usage_ledger import UsageLedger
 from argosy_router.proxy.upstream.usage_scan import (
     TAIL_BYTES,
     TokenUsage,
@@ -18,8 +20,6 @@ from argosy_router.proxy.upstream.usage_scan import (
     find_usage,
     without_usage,
 )
-from argosy_router.records.append_file import AppendFile
-from argosy_router.records.usage_ledger import UsageLedger
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import Rig, chat, rig
@@ -119,7 +119,7 @@ async def test_what_a_disk_refuses_is_written_later(tmp_path: Path, monkeypatch:
 
 
 async def test_files_are_bounded_and_have_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy_router.records.usage_ledger.MAX_FILE_BYTES", 300)
+    monkeypatch.setattr("argosy_router.observability.usage_ledger.MAX_FILE_BYTES", 300)
     ledgers = [UsageLedger(tmp_path, "r1", clock=lambda: NINE) for _ in range(2)]
     for _ in range(3):
         for ledger in ledgers:

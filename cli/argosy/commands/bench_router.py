@@ -1,7 +1,7 @@
 """`argosy bench router`: compare routing policies on a trace.
 
 Owns: the flags and the table. Must not know: how a replay works. The policies are the router's own code, the engines
-are simulated (`argosy_router.replay`).
+are simulated (`argosy_router.simulation`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from argosy.commands.options import Parser
 from argosy.errors import OK, UsageError
 from argosy.terminal import table
 from argosy_router.policy import POLICIES
-from argosy_router.replay.engine import EngineModel
-from argosy_router.replay.report import HEADER, PolicyResult, result_of, rows
-from argosy_router.replay.simulator import Simulation
-from argosy_router.replay.trace import (
+from argosy_router.simulation.policy_report import HEADER, PolicyResult, result_of, rows
+from argosy_router.simulation.simulated_engine import EngineModel
+from argosy_router.simulation.simulator import Simulation
+from argosy_router.simulation.trace import (
     MOONCAKE_BLOCK_TOKENS,
     TraceError,
     TraceRequest,

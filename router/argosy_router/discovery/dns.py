@@ -12,8 +12,8 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
-from argosy_router.discovery.base import Publish
-from argosy_router.discovery.census import Census
+from argosy_router.discovery.model_discovery import ModelDiscovery
+from argosy_router.discovery.source import Publish
 from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import split_url
@@ -58,15 +58,15 @@ class DnsDiscovery:
 
     async def run(self, publish: Publish) -> None:
         """Resolve and publish until cancelled. Nothing is published before some name has resolved."""
-        census = Census("dns", self._key, self._wheel, self._tls, publish)
+        discovery = ModelDiscovery("dns", self._key, self._wheel, self._tls, publish)
         try:
             async with asyncio.TaskGroup() as group:
                 for name in self._names:
-                    group.create_task(self._follow(name, census))
+                    group.create_task(self._follow(name, discovery))
         finally:
-            await census.close()
+            await discovery.close()
 
-    async def _follow(self, name: _Name, census: Census) -> None:
+    async def _follow(self, name: _Name, discovery: ModelDiscovery) -> None:
         while True:
             before = name.members()
             try:
@@ -74,7 +74,7 @@ class DnsDiscovery:
             except OSError as error:
                 name.failed(str(error))
             if name.members() != before:
-                census.keep([member for each in self._names for member in each.members()])
+                discovery.set_members([member for each in self._names for member in each.members()])
             await asyncio.sleep(self._resolve_s)
 
 

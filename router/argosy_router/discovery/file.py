@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from argosy_protocol.fleet import decode_fleet
-from argosy_router.discovery.base import Publish, snapshot_of
+from argosy_router.discovery.source import Publish, snapshot_of
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
 from argosy_protocol.fleet import FleetDocument, FleetService, decode_fleet
-from argosy_router.discovery.base import Publish, revision_of
 from argosy_router.discovery.reflector import RELIST_S, KubernetesObject, Reflector
+from argosy_router.discovery.source import Publish, revision_of
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
 

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from argosy_router.discovery.base import Publish
-from argosy_router.discovery.census import Census
+from argosy_router.discovery.model_discovery import ModelDiscovery
+from argosy_router.discovery.source import Publish
 from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import split_url
@@ -36,9 +36,9 @@ class StaticDiscovery:
 
     async def run(self, publish: Publish) -> None:
         """Discover the replicas' models and publish them until cancelled."""
-        census = Census("static", self._key, self._wheel, self._tls, publish)
-        census.keep(self._members)
+        discovery = ModelDiscovery("static", self._key, self._wheel, self._tls, publish)
+        discovery.set_members(self._members)
         try:
             await asyncio.Event().wait()
         finally:
-            await census.close()
+            await discovery.close()

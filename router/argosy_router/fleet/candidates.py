@@ -16,7 +16,7 @@ from argosy_protocol.errors import TooManyRequests, Unavailable
 from argosy_protocol.fleet import FleetService
 from argosy_router.fleet.health import panics
 from argosy_router.fleet.replica import Replica
-from argosy_router.policy.base import Candidate
+from argosy_router.policy.interface import Candidate
 from argosy_router.prefixes.index import PrefixIndex
 
 SEATS_PER_SEQ: Final = 1.5
@@ -35,7 +35,7 @@ class Candidates:
         self.replicas = replicas
         self.loads: list[Candidate] = [replica.load for replica in replicas]
         self.positions = {
-            slot: position for position, replica in enumerate(replicas) for slot in replica.residency.slots
+            slot: position for position, replica in enumerate(replicas) for slot in replica.prefixes.slots
         }
         """slot -> position"""
         self.slot_changes = slot_changes

@@ -29,7 +29,7 @@ from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
 from argosy_router.prefixes.index import SHARDS
 from argosy_router.prefixes.index_memory import shares
-from argosy_router.prefixes.residency import Residency
+from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class Fleet:
         while True:
             await asyncio.sleep(MAINTENANCE_S)
             for replica in list(self.replicas()):
-                replica.residency.expire(time.monotonic())
+                replica.prefixes.expire(time.monotonic())
             for service in list(self.services.values()):
                 service.assume_rates()
                 is_dirty = True
@@ -245,7 +245,9 @@ class Fleet:
         except ValueError as error:
             log.error("replica %s of %s is left out: %s", member.name, service.spec.key, error)
             return
-        replica = Replica(service.spec.key, member, pool, Residency(service.index), service.assume_rates)
+        replica = Replica(
+            service.spec.key, member, pool, ReplicaPrefixes(service.index), service.assume_rates
+        )
         service.replicas[member.name] = replica
         client = TelemetryClient(
             replica,
@@ -264,7 +266,7 @@ class Fleet:
         self._tasks.pop(replica).cancel()
         del self._clients[replica]
         replica.is_draining = True  # requests that still hold it must not retry on it
-        replica.residency.close()
+        replica.prefixes.close()
         replica.pool.close()
 
     def _remove_service(self, key: str) -> None:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from argosy_router.policy.base import Candidate
-from argosy_router.policy.rates import PRIOR, PRIOR_MAX_NUM_SEQS, Rates
-from argosy_router.policy.waiting import waiting_s
+from argosy_router.policy.interface import Candidate
+from argosy_router.policy.rate_priors import PRIOR, PRIOR_MAX_NUM_SEQS, Rates
+from argosy_router.policy.wait_model import waiting_s
 
 _UNMEASURED = Rates(0.0, 0.0)
 _LEARNING_RATE = 0.2

@@ -100,7 +100,7 @@ class ForeignPoller:
         self._has_load = True
         if load.looked_up_tokens < self._looked_up_tokens:
             log.info("replica %s has restarted", replica.name)
-            replica.residency.clear()
+            replica.prefixes.clear()
         self._looked_up_tokens = load.looked_up_tokens
         replica.load.report(
             requests=load.running + load.waiting, tokens=load.queued_tokens, kv_usage=load.kv_usage

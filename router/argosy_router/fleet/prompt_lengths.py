@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from argosy_router.fleet.prompt import Prompt
-from argosy_router.native.hashing import chunk_tokens
+from argosy_router.native.accelerated import chunk_tokens
 
 PRIOR_BYTES_PER_TOKEN: Final = 4.0
 """English prose with a large vocabulary; corrected by the first answers' usage."""

@@ -1,6 +1,6 @@
 """One replica as the router sees it.
 
-Owns: identity, connection pool, load, health, residency, and the state shown to operators.
+Owns: identity, connection pool, load, health, cached prefixes, and the state shown to operators.
 Must not know: what updates any of them.
 Invariant: `is_routable` is the one place that decides whether a replica may get requests.
 """
@@ -16,7 +16,7 @@ from argosy_protocol.telemetry import Hello
 from argosy_router.fleet.health import SUSPECT_STEP_AGE_S, Health
 from argosy_router.fleet.load import LoadAccount
 from argosy_router.http.pool import ConnectionPool
-from argosy_router.prefixes.residency import Residency
+from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 
 
 class Member(NamedTuple):
@@ -50,7 +50,7 @@ class Replica:
         service: str,
         member: Member,
         pool: ConnectionPool,
-        residency: Residency,
+        prefixes: ReplicaPrefixes,
         on_measured: Callable[[], None] | None = None,
     ) -> None:
         """`on_measured` is passed to `LoadAccount`."""
@@ -65,7 +65,7 @@ class Replica:
         self.pool = pool
         self.load = LoadAccount(member.name, on_measured)
         self.health = Health()
-        self.residency = residency
+        self.prefixes = prefixes
         self.names = frozenset((*member.adapters, *member.aliases))
         """Adapters and aliases that it serves besides its model's own name."""
         self.is_draining = member.is_draining

@@ -19,7 +19,7 @@ from argosy_router.fleet.prompt import Prompt, PromptHasher
 from argosy_router.fleet.prompt_lengths import PromptLengths
 from argosy_router.fleet.replica import Replica
 from argosy_router.policy import POLICIES, Decision, RouteRequest
-from argosy_router.policy.rates import assumed
+from argosy_router.policy.rate_priors import assumed
 from argosy_router.prefixes.index import PrefixIndex
 
 RECENT_S: Final = 60.0
@@ -125,7 +125,7 @@ class Service:
 
     def is_announced(self, replica: Replica, hashes: Sequence[int], length: int) -> bool:
         """Whether the replica has announced the predicted prefix, rather than only having been sent it."""
-        residency = replica.residency
+        residency = replica.prefixes
         if not replica.is_synced:
             return False
         if not residency.has_guesses:
@@ -176,7 +176,7 @@ class Service:
         if replica.health.dispatched(now):
             self.invalidate()
         self._count_work(replica.load, choice.uncached_tokens, now)
-        residency, tokens = replica.residency, lambda: self.lengths.chunk_ends(prompt)
+        residency, tokens = replica.prefixes, lambda: self.lengths.chunk_ends(prompt)
         if replica.is_synced:
             residency.guess(prompt.hashes, tokens, now, expected_s=choice.predicted_ttft_s)
         else:

@@ -45,7 +45,7 @@ from argosy_router.http.client import ClientConnection
 from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.http.fetch import request_head
 from argosy_router.http.messages import Headers, first_value
-from argosy_router.prefixes.residency import Residency
+from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class TelemetryClient:
         if isinstance(frame, Load):
             self._apply_load(frame)
         elif isinstance(frame, (Stored, Removed, Snapshot, Cleared)):
-            apply_residency(replica.residency, frame)
+            apply_residency(replica.prefixes, frame)
             if isinstance(frame, Snapshot) and frame.last:
                 self._synced()
         elif isinstance(frame, Hello):
@@ -240,7 +240,7 @@ class TelemetryClient:
             self._on_change()
 
 
-def apply_residency(residency: Residency, frame: Frame) -> None:
+def apply_residency(residency: ReplicaPrefixes, frame: Frame) -> None:
     """Apply a frame about the prefix cache; other frames change nothing."""
     if isinstance(frame, Stored):
         residency.stored(unpack_u64(frame.hashes), unpack_u32(frame.tokens))

@@ -14,11 +14,11 @@ from argosy_router.policy import (
     least_load,
     power_of_two,
     prefix_hash,
+    random_choice,
     round_robin,
     session,
-    uniform,
 )
-from argosy_router.policy.base import Candidate, Decision, Policy, RouteRequest
+from argosy_router.policy.interface import Candidate, Decision, Policy, RouteRequest
 
 POLICIES: dict[str, Policy] = {
     "cost": Policy(cost.choose, cost.terms),
@@ -26,7 +26,7 @@ POLICIES: dict[str, Policy] = {
     "prefix-hash": Policy(prefix_hash.choose, prefix_hash.terms),
     "session": Policy(session.choose, session.terms),
     "round-robin": Policy(round_robin.choose, round_robin.terms),
-    "random": Policy(uniform.choose, uniform.terms),
+    "random": Policy(random_choice.choose, random_choice.terms),
     "power-of-two": Policy(power_of_two.choose, power_of_two.terms),
 }
 

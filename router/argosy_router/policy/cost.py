@@ -1,6 +1,6 @@
 """The cost policy: expected seconds until the first token, plus what the choice costs other requests.
 
-    T(w) = wait(w)                                    time lost to load, see `waiting`
+    T(w) = wait(w)                                    time lost to load, see `wait_model`
          + (prompt - hit(w)) / prefill_rate(w)        time to compute the uncached part of this prompt
          - stickiness * hit(w) / prefill_rate(o)      what computing the prefix again elsewhere would cost others
 
@@ -29,9 +29,9 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from argosy_router.policy.base import MIN_HIT_TOKENS, Candidate, Decision, RouteRequest, decide
+from argosy_router.policy.interface import MIN_HIT_TOKENS, Candidate, Decision, RouteRequest, decide
 from argosy_router.policy.rendezvous import favourite
-from argosy_router.policy.waiting import waiting_terms
+from argosy_router.policy.wait_model import waiting_terms
 
 STICKINESS: Final = 0.5
 """In an idle fleet, half of the time that a hit saves counts once more, for keeping the prefix in one place."""

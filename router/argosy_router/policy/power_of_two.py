@@ -1,4 +1,4 @@
-"""The power-of-two-choices policy: of two replicas drawn at random, the one with the shorter wait (`waiting`).
+"""The power-of-two-choices policy: of two replicas drawn at random, the one with the shorter wait (`wait_model`).
 
 Two choices reduce the longest queue from log n to log log n (Mitzenmacher 2001), and routers that decide on stale
 figures do not all pick the same replica. It ignores caches.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 
-from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
-from argosy_router.policy.waiting import waiting_terms
+from argosy_router.policy.interface import Candidate, Decision, RouteRequest, decide
+from argosy_router.policy.wait_model import waiting_terms
 
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:

@@ -1,4 +1,4 @@
-"""The prefix-hash policy: a hash of the prompt's beginning selects the replica, with bounded loads (`bounded`).
+"""The prefix-hash policy: a hash of the prompt's beginning selects the replica, with bounded loads (`bounded_load`).
 
 It needs neither telemetry nor state, and routers agree by construction. Unlike the cost policy it sees neither what is
 cached nor how long prompts are.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 
-from argosy_router.policy import bounded
-from argosy_router.policy.base import Candidate, Decision, RouteRequest, decide
+from argosy_router.policy import bounded_load
+from argosy_router.policy.interface import Candidate, Decision, RouteRequest, decide
 
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
     """Choose the replica that the prompt's beginning hashes to."""
-    return decide(request, candidates, bounded.place(request.key, candidates))
+    return decide(request, candidates, bounded_load.assign(request.key, candidates))
 
 
 def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
     """Each candidate's requests, and the bound."""
-    return bounded.terms(candidates)
+    return bounded_load.terms(candidates)

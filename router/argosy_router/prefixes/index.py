@@ -44,7 +44,7 @@ class PrefixIndex:
         self.slot_changes = 0
         """Incremented whenever a slot is acquired or retired."""
         self.guessed = 0
-        """Chunks inserted speculatively, which replicas are expected to announce; counted by `residency`."""
+        """Chunks inserted speculatively, which replicas are expected to announce; counted by `replica_prefixes`."""
         self.resize(capacity)
 
     def resize(self, capacity: int) -> None:

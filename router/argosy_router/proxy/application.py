@@ -41,7 +41,7 @@ from argosy_router.proxy.request.request_id import request_id_for
 from argosy_router.proxy.request_handler import RequestHandler
 
 if TYPE_CHECKING:
-    from argosy_router.records.tracing import Tracer
+    from argosy_router.observability.tracing import Tracer
 
 _JSON = b"content-type: application/json\r\n"
 _MODELS = b"/v1/models"

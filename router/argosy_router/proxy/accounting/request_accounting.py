@@ -14,12 +14,12 @@ import time
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Choice
 from argosy_router.metrics.registry import Metrics
+from argosy_router.observability.access_log import AccessEntry, AccessLog
+from argosy_router.observability.trace_capture import CapturedRequest, TraceCapture
+from argosy_router.observability.usage_ledger import UsageLedger
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.upstream.attempt_log import DecisionLog, DecisionRecord, HedgeOutcome
-from argosy_router.records.access_log import AccessEntry, AccessLog
-from argosy_router.records.recorder import Recorded, Recorder
-from argosy_router.records.usage_ledger import UsageLedger
 
 
 class RequestAccounting:
@@ -31,7 +31,7 @@ class RequestAccounting:
         access_log: AccessLog,
         ledger: UsageLedger,
         *,
-        recorder: Recorder | None = None,
+        recorder: TraceCapture | None = None,
         policy: str = "",
     ) -> None:
         """`policy` is the router's own, which overrides the services'; empty for none."""
@@ -174,14 +174,16 @@ class RequestAccounting:
             self._metrics.itl.observe((model,), (duration_s - outcome.first_event_s) / (generated - 1))
 
 
-def _recorded(call: Call, record: DecisionRecord, arrival_s: float) -> Recorded:
+def _recorded(call: Call, record: DecisionRecord, arrival_s: float) -> CapturedRequest:
     """Make the recorder's entry; the chunks' ends are estimates, scaled to the prompt's true length."""
     estimated = call.service.lengths.tokens(call.prompt)
     scale = record.prompt_tokens / estimated
     ends = [
         min(record.prompt_tokens, int(end * scale)) for end in call.service.lengths.chunk_ends(call.prompt)
     ]
-    return Recorded(arrival_s, record.prompt_tokens, record.completion_tokens or 0, call.prompt.hashes, ends)
+    return CapturedRequest(
+        arrival_s, record.prompt_tokens, record.completion_tokens or 0, call.prompt.hashes, ends
+    )
 
 
 def _access_entry(outcome: RequestOutcome, duration_s: float) -> AccessEntry:

@@ -26,7 +26,7 @@ from argosy_router.proxy.request.stream_shape import StreamShape
 from argosy_router.proxy.request.token_estimate import TokenEstimate
 
 if TYPE_CHECKING:
-    from argosy_router.records.tracing import Trace
+    from argosy_router.observability.tracing import Trace
 
 _RESPONSE_ID: Final = RESPONSE_ID.encode()
 _TENANT: Final = TENANT.encode()

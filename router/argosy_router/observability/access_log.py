@@ -15,7 +15,7 @@ import msgspec
 
 from argosy_router.config import AccessFormat
 from argosy_router.metrics.series import Reading
-from argosy_router.records.line_writer import LineWriter
+from argosy_router.observability.line_writer import LineWriter
 
 FLUSH_S = 0.2
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 
 from argosy_router.metrics.series import PREFIX, Labels, Reading, Rows
-from argosy_router.records.append_file import AppendFile, flush_until_cancelled
-from argosy_router.records.usage_line import UsageLine
+from argosy_router.observability.append_file import AppendFile, flush_until_cancelled
+from argosy_router.observability.usage_line import UsageLine
 
 log = logging.getLogger(__name__)
 

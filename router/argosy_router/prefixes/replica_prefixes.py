@@ -28,7 +28,7 @@ HISTORY_S = 300.0
 """A conversation's next turn comes within minutes, and a busy cache is replaced in about that time."""
 
 
-class Residency:
+class ReplicaPrefixes:
     """The prefixes that one replica holds or is expected to hold."""
 
     def __init__(self, index: PrefixIndex) -> None:

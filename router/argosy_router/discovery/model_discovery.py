@@ -17,7 +17,7 @@ import msgspec
 
 from argosy_protocol.fleet import FleetDocument, FleetService, ModelName, encode_fleet
 from argosy_router.config import ClientLimits
-from argosy_router.discovery.base import Publish, revision_of
+from argosy_router.discovery.source import Publish, revision_of
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
@@ -52,7 +52,7 @@ class _Served(NamedTuple):
     adapters: tuple[str, ...]
 
 
-class Census:
+class ModelDiscovery:
     """Discovers the models of replicas at a changing set of addresses.
 
     `namespace` is given to the services; `key` is the replicas' bearer key.
@@ -68,7 +68,7 @@ class Census:
         self._served: dict[Member, _Served] = {}
         self._tasks: dict[Member, asyncio.Task[None]] = {}
 
-    def keep(self, members: Iterable[Member]) -> None:
+    def set_members(self, members: Iterable[Member]) -> None:
         """Replace the set of replicas to ask."""
         self._members = tuple(members)
         for gone in self._tasks.keys() - set(self._members):

@@ -24,7 +24,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from argosy_router.http.messages import Headers
-from argosy_router.records.access_log import AccessEntry
+from argosy_router.observability.access_log import AccessEntry
 
 _CONTEXT_HEADERS = frozenset((b"traceparent", b"tracestate"))
 _EXPORT_TIMEOUT_S = 5.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import sub
 
-from argosy_router.replay.trace import TraceRequest
+from argosy_router.simulation.trace import TraceRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ A separate thread first writes the stacks of all threads, so that they appear ev
 loop turns, its tasks and the requests under way follow.
 """
 
+# Not compiled: runs on a signal.
+
 from __future__ import annotations
 
 import asyncio

@@ -11,7 +11,7 @@ Must not know: what a key stands for.
 
 from __future__ import annotations
 
-from argosy_router.policy.base import Candidate
+from argosy_router.policy.interface import Candidate
 from argosy_router.policy.rendezvous import favourite
 
 LOAD_FACTOR = 1.25
@@ -24,8 +24,8 @@ def bound(candidates: list[Candidate]) -> float:
     return max(1.0, LOAD_FACTOR * total / len(candidates)) + 1.0
 
 
-def place(key: int, candidates: list[Candidate]) -> int:
-    """Position of the candidate that the key goes to at the current load."""
+def assign(key: int, candidates: list[Candidate]) -> int:
+    """Return the position of the candidate that the key is assigned to at the current load."""
     limit = bound(candidates)
     return favourite(
         key,

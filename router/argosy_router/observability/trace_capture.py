@@ -1,4 +1,4 @@
-"""Recorder of a router's requests as a trace: their arrival times, lengths and shared prefixes.
+"""TraceCapture of a router's requests as a trace: their arrival times, lengths and shared prefixes.
 
 Owns: the file being recorded, its size bound, and which data of a request go into it. Must not know: texts of requests
 and answers.
@@ -6,8 +6,8 @@ Invariants: no text is written, and the file cannot serve to confirm a guessed t
 by keyed hashes whose key is never stored; the file never exceeds its bound; while the disk is slow, requests are left
 out of the recording rather than delayed.
 
-The format is that of `argosy bench router --replay` (`replay.trace`). One recorder has one key, so equal prefixes have
-equal ids within a recording and unrelated ids in another.
+The format is that of `argosy bench router --replay` (`simulation.trace`). One capture has one key, so equal prefixes
+have equal ids within a recording and unrelated ids in another.
 """
 
 # Not compiled: runs only while requests are recorded.
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from argosy_router.records.append_file import AppendFile, flush_until_cancelled
-from argosy_router.replay.trace import TraceRequest, encode_request
+from argosy_router.observability.append_file import AppendFile, flush_until_cancelled
+from argosy_router.simulation.trace import TraceRequest, encode_request
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ MAX_WAITING_CHUNKS = 1_000_000
 """Some 30 MB; a busy router adds a hundredth of it per second."""
 
 
-class Recorded(NamedTuple):
+class CapturedRequest(NamedTuple):
     """One request that has ended."""
 
     arrival_s: float
@@ -45,7 +45,7 @@ class Recorded(NamedTuple):
     """Prompt tokens up to the end of each chunk."""
 
 
-class Recorder:
+class TraceCapture:
     """Writes requests to a trace file as they end."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -56,12 +56,12 @@ class Recorder:
         self._file = AppendFile(path)
         self._max_bytes = max_bytes
         self._key = secrets.token_bytes(32)
-        self._waiting: list[Recorded] = []
+        self._waiting: list[CapturedRequest] = []
         self._waiting_chunks = 0
         self._is_full = False
         self.dropped = 0
 
-    def add(self, request: Recorded) -> None:
+    def add(self, request: CapturedRequest) -> None:
         """Queue a request that has ended."""
         if self._is_full or self._waiting_chunks > MAX_WAITING_CHUNKS:
             self.dropped += 1
@@ -81,7 +81,7 @@ class Recorder:
         if requests and not self._is_full:
             await asyncio.to_thread(self._write, requests)
 
-    def _write(self, requests: Sequence[Recorded]) -> None:
+    def _write(self, requests: Sequence[CapturedRequest]) -> None:
         lines = []
         room = self._max_bytes - self._file.size
         for request in requests:
@@ -99,7 +99,7 @@ class Recorder:
             self.dropped += len(lines)
             log.error("the recording cannot be written: %s", error)
 
-    def _line(self, request: Recorded) -> bytes:
+    def _line(self, request: CapturedRequest) -> bytes:
         return encode_request(
             TraceRequest(
                 request.arrival_s,

@@ -38,7 +38,7 @@ class RouteRequest:
 class Candidate:
     """A replica that may be chosen, as far as policies look at it.
 
-    Subclasses keep the figures up to date. Every figure has a value; what is not measured is assumed (`rates`).
+    Subclasses keep the figures up to date. Every figure has a value; what is not measured is assumed (`rate_priors`).
     """
 
     __slots__ = (
@@ -70,7 +70,7 @@ class Candidate:
         self.recent_work = 0.0
         """Seconds of prefill it was sent lately, on a scale shared by all candidates: only ratios matter."""
         self.wait_s = 0.0
-        """`waiting.waiting_s` of this candidate, updated when the figures change rather than at each decision."""
+        """`wait_model.waiting_s` of this candidate, updated when the figures change rather than at each decision."""
 
 
 class Decision:
@@ -92,7 +92,7 @@ class Choose(Protocol):
         ...
 
 
-class Terms(Protocol):
+class Explain(Protocol):
     def __call__(self, request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:
         """For each candidate, the named figures that the choice depends on."""
         ...
@@ -102,7 +102,7 @@ class Policy(NamedTuple):
     """A policy's choice function, and the function that explains its choices."""
 
     choose: Choose
-    terms: Terms
+    terms: Explain
 
 
 def decide(

@@ -24,16 +24,16 @@ from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
-from argosy_router.prefixes.residency import Residency
-from argosy_router.replay.engine import CacheChange, EngineModel, Job, SimulatedEngine
-from argosy_router.replay.trace import TraceRequest
+from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
+from argosy_router.simulation.simulated_engine import CacheChange, EngineModel, Job, SimulatedEngine
+from argosy_router.simulation.trace import TraceRequest
 
 HEARTBEAT_S = 1.0
 """The real engines' interval when idle; a busy engine reports more often, so this is the harder case."""
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationOutcome:
     """Measurements of one replay."""
 
     policy: str
@@ -65,7 +65,7 @@ class SimulatedRouter:
         self.replicas = []
         for name in names:
             member = Member(name, name, f"http://{name}")
-            replica = Replica(spec.key, member, unused_pool(member.url), Residency(self.service.index))
+            replica = Replica(spec.key, member, unused_pool(member.url), ReplicaPrefixes(self.service.index))
             replica.load.max_num_seqs = model.max_num_seqs
             replica.link = "synced"
             self.service.replicas[name] = replica
@@ -100,9 +100,9 @@ class Simulation:
             for position in range(replicas)
         ]
         self._positions = {name: position for position, name in enumerate(names)}
-        self.outcome = Outcome(policy, replicas)
+        self.outcome = SimulationOutcome(policy, replicas)
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Run the simulation to the end of the last request."""
         for request in self._requests:
             self._at(request.arrival_s, lambda now, request=request: self._arrive(request, now))
@@ -148,7 +148,7 @@ class Simulation:
         self._left -= 1
 
     def _announcer(self, position: int) -> Callable[[CacheChange], None]:
-        residencies = [router.replicas[position].residency for router in self._routers]
+        residencies = [router.replicas[position].prefixes for router in self._routers]
 
         def announce(change: CacheChange) -> None:
             for residency in residencies:
@@ -168,5 +168,5 @@ class Simulation:
                     prefill_tokens_per_s=model.prefill_tokens_per_s,
                     decode_step_s=model.decode_step_s + model.decode_step_per_seq_s * engine.running,
                 )
-                replica.residency.expire(now)
+                replica.prefixes.expire(now)
         self._at(now + HEARTBEAT_S, self._heartbeat)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from argosy_router.replay.simulator import Outcome
+from argosy_router.simulation.simulator import SimulationOutcome
 
 BASELINE = "round-robin"
 
@@ -36,7 +36,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     makespan_s: float
 
 
-def result_of(outcome: Outcome, oracle_tokens: int) -> PolicyResult:
+def result_of(outcome: SimulationOutcome, oracle_tokens: int) -> PolicyResult:
     """Compute the figures of one replay."""
     ttft = sorted(outcome.ttft_s)
     errors = [abs(a - b) for a, b in zip(outcome.ttft_s, outcome.predicted_ttft_s, strict=True)]

@@ -13,10 +13,10 @@ from argosy.errors import UsageError
 from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.replica import Replica
 from argosy_router.policy import POLICIES
-from argosy_router.replay.engine import EngineModel, Job, SimulatedEngine
-from argosy_router.replay.report import PolicyResult, percentile, result_of
-from argosy_router.replay.simulator import SimulatedRouter, Simulation
-from argosy_router.replay.trace import (
+from argosy_router.simulation.policy_report import PolicyResult, percentile, result_of
+from argosy_router.simulation.simulated_engine import EngineModel, Job, SimulatedEngine
+from argosy_router.simulation.simulator import SimulatedRouter, Simulation
+from argosy_router.simulation.trace import (
     TraceError,
     TraceRequest,
     at_speed,

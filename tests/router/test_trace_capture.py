@@ -11,8 +11,8 @@ from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
 from argosy_protocol.prompt_segments import prompt_segments
 from argosy_router.config import ConfigError
-from argosy_router.records.recorder import Recorded, Recorder
-from argosy_router.replay.trace import oracle_tokens, read_trace
+from argosy_router.observability.trace_capture import CapturedRequest, TraceCapture
+from argosy_router.simulation.trace import oracle_tokens, read_trace
 
 from .fake_engine import Connection, FakeEngine, Received, completion
 from .harness import chat, rig
@@ -20,8 +20,8 @@ from .harness import chat, rig
 SYSTEM = "You answer in one sentence. " * 60
 
 
-def recorded(number: int, chunks: int = 3) -> Recorded:
-    return Recorded(1000.0 + number, 100, 5, tuple(range(chunks)), tuple(range(30, 30 + chunks)))
+def recorded(number: int, chunks: int = 3) -> CapturedRequest:
+    return CapturedRequest(1000.0 + number, 100, 5, tuple(range(chunks)), tuple(range(30, 30 + chunks)))
 
 
 async def test_a_recording_replays(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ async def test_a_recording_replays(tmp_path: Path) -> None:
 
 async def test_a_recording_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    recorder = Recorder(path, max_bytes=500)
+    recorder = TraceCapture(path, max_bytes=500)
     for number in range(50):
         recorder.add(recorded(number))
     await recorder._flush()
@@ -67,8 +67,8 @@ async def test_a_recording_is_bounded(tmp_path: Path) -> None:
 async def test_requests_are_dropped_while_the_disk_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy_router.records.recorder.MAX_WAITING_CHUNKS", 10)
-    recorder = Recorder(tmp_path / "trace.jsonl", max_bytes=1 << 20)
+    monkeypatch.setattr("argosy_router.observability.trace_capture.MAX_WAITING_CHUNKS", 10)
+    recorder = TraceCapture(tmp_path / "trace.jsonl", max_bytes=1 << 20)
     for number in range(10):
         recorder.add(recorded(number))
     assert recorder.dropped == 7

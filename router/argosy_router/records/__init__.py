@@ -1,1 +1,0 @@
-"""Records of requests: access log, usage files, traces, recordings."""
