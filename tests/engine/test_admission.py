@@ -16,7 +16,7 @@ from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_path import resolve_model
 from argosy_engine.sample.params import SamplingParams
 
 

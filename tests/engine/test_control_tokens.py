@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.renderer import Renderer
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_path import resolve_model
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
 from text_models import byte_fallback_tokenizer
 

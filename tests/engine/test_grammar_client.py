@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_path import resolve_model
 from argosy_engine.structured.compile_queue import BackendUnavailable
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.grammar_client import ForkedCompilation, GrammarClient

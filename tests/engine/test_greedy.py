@@ -18,7 +18,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_path import resolve_model
 from argosy_engine.sample.params import SamplingParams
 from greedy_reference import differing_tokens
 from preemptions import PreemptionCounter

@@ -16,7 +16,7 @@ from argosy_engine.api.app import build_app
 from argosy_engine.errors import InvalidRequest, PromptTooLong
 from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_path import resolve_model
 from argosy_protocol.openai import decode_request
 from stub_engine import StubEngine
 

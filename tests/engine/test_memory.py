@@ -19,10 +19,10 @@ from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.frontend.budget import budget_table
-from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.headers import checkpoint_elements
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.models.model_path import resolve_model
+from argosy_engine.models.safetensors_header import checkpoint_elements
 from argosy_engine.sizing.device import DeviceMemory, cpu_memory
 from argosy_engine.sizing.kv_cache_sizing import estimate_activations, kv_block_bytes, plan_memory
 

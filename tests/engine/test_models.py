@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.cpu_attn import CpuAttention
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native import NativeAttention
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreRequest
@@ -120,7 +120,7 @@ def test_logits_are_the_same_without_kernels(
     name: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, reference = checkpoint(name)
-    monkeypatch.setattr(NativeAttention, "serves", lambda *_: False)
+    monkeypatch.setattr(CpuAttention, "serves", lambda *_: False)
     token_ids = list(range(2, 100))
     with torch.inference_mode():
         expected = reference(torch.tensor([token_ids])).logits[0].float()

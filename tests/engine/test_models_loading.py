@@ -21,10 +21,10 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.models import loader, weights
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.gemma_config import GemmaConfig
-from argosy_engine.models.headers import checkpoint_elements
 from argosy_engine.models.loader import LoadProgress, load_model, plan_weights
 from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.rope_config import RopeParameters, rope_fields
+from argosy_engine.models.safetensors_header import checkpoint_elements
 from random_checkpoints import KINDS, make_checkpoint
 
 CPU = torch.device("cpu")

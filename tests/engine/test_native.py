@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.cpu_attn import CpuAttention
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native import NativeAttention
-from argosy_engine.attention.torch_native import TorchAttention
+from argosy_engine.attention.torch_attn import TorchAttention
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreRequest
@@ -273,9 +273,9 @@ def test_without_the_kernels_tokens_are_the_same(
 def test_a_debug_build_stops_at_a_slot_outside_of_the_cache() -> None:
     script = (
         "import torch\n"
-        "from argosy_engine.attention.native import NativeAttention\n"
+        "from argosy_engine.attention.cpu_attn import CpuAttention\n"
         "from argosy_engine.attention.metadata import AttentionMetadata\n"
-        "attend = NativeAttention.create(2, 2, 16, dtype=torch.float32, device=torch.device('cpu'))\n"
+        "attend = CpuAttention.create(2, 2, 16, dtype=torch.float32, device=torch.device('cpu'))\n"
         "cache = torch.zeros(2, 4, 16, 2, 16)\n"
         "one = torch.tensor([1])\n"
         "for slot in (5, 64):\n"
@@ -408,7 +408,7 @@ def native_run(
         is_alone: every sequence in steps of its own.
     """
     shape = case.shape
-    attend = NativeAttention(
+    attend = CpuAttention(
         kernels,
         shape.num_heads,
         shape.num_kv_heads,

@@ -23,7 +23,7 @@ from argosy_engine.frontend.render_pool import (
 )
 from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_path import resolve_model
 from argosy_protocol.openai import decode_request
 
 SHORT, MEDIUM, LONG = INLINE_CHARS, MAX_MEDIUM_BYTES, MAX_MEDIUM_BYTES + 1

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from argosy_engine.attention.native import NativeAttention
-from argosy_engine.attention.torch_native import TorchAttention
+from argosy_engine.attention.cpu_attn import CpuAttention
+from argosy_engine.attention.torch_attn import TorchAttention
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest
@@ -67,7 +67,7 @@ def attend(backend: str, case: Case, poison: float) -> torch.Tensor:
             return portable(q, cache, meta).flatten(1)
     else:
         kernels = Kernels(build.library_path(next(v for v in build.VARIANTS if v.name == backend)))
-        native = NativeAttention(kernels, *sizes, **options)
+        native = CpuAttention(kernels, *sizes, **options)
 
         def run(rows: list[int], spans: list[Span]) -> torch.Tensor:
             qkv = torch.cat([case.rows(tensors, rows, spans) for tensors in (case.q, case.k, case.v)], 1)

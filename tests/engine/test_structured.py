@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_path import resolve_model
 from argosy_engine.structured.grammar import GrammarState, Phase
 from argosy_engine.structured.grammar_size import MAX_PATTERN_SIZE, expanded_size
 from argosy_engine.structured.json_schema import MAX_DEPTH, normalized_schema

@@ -12,7 +12,7 @@ from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_path import resolve_model
 from scheduler_fakes import FakeWorker
 
 BLOCK = 4

@@ -19,8 +19,8 @@ from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.frontend.budget import budget_table, size
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.headers import checkpoint_elements
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_path import resolve_model
+from argosy_engine.models.safetensors_header import checkpoint_elements
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory, gpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
     CUDA_CONTEXT_BYTES,

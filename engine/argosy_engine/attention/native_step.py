@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from argosy_engine.native.library import Step
+from argosy_engine.native.library import StepStruct
 
 
 class NativeStep:
@@ -37,7 +37,7 @@ class NativeStep:
             shift = np.repeat(lens - starts[1:], new)
             positions = np.arange(num_tokens, dtype=np.int64) + shift
         self._kept_alive = (lens, starts, positions, slot_mapping, block_tables)
-        self.struct = Step(
+        self.struct = StepStruct(
             positions=positions.ctypes.data,
             slots=slot_mapping.data_ptr(),
             query_starts=starts.ctypes.data,

@@ -37,7 +37,7 @@ from argosy_engine.messages.core_messages import (
 )
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.models.config import ModelConfig
+from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.structured.manager import GrammarFailure
 from argosy_engine.structured.manager_factory import create_structured_output_manager
 

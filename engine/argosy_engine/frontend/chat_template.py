@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy_engine.errors import ConfigError, InvalidRequest
 from argosy_engine.frontend.chat_parser import THINK
-from argosy_engine.models.config import read_json
+from argosy_engine.models.model_config import read_json
 from argosy_protocol.errors import ApiError
 from argosy_protocol.json_limits import parse_text
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage

@@ -9,7 +9,7 @@ from typing import Any
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.structured_outputs import structured_outputs
-from argosy_engine.models.config import read_json
+from argosy_engine.models.model_config import read_json
 from argosy_engine.sample.params import RepetitionDetectionParams, SamplingParams
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest, unsupported
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.config import ModelConfig
+from argosy_engine.models.model_config import ModelConfig
 
 
 class FullAttentionSpec(Struct, frozen=True, tag="full_attention"):

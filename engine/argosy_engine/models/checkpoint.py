@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.config import read_json
+from argosy_engine.models.model_config import read_json
 
 
 def checkpoint_shards(path: Path) -> dict[Path, set[str] | None]:

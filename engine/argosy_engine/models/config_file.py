@@ -9,7 +9,7 @@ from pathlib import Path
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
-from argosy_engine.models.config import ModelConfig, RawConfig, read_json
+from argosy_engine.models.model_config import ModelConfig, RawConfig, read_json
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 

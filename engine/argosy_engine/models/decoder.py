@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.cpu_attn import CpuAttention
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native import NativeAttention
-from argosy_engine.attention.torch_native import TorchAttention
+from argosy_engine.attention.torch_attn import TorchAttention
 from argosy_engine.models.layers import Linear, RMSNorm, RotaryEmbedding
 from argosy_engine.models.llama_config import LlamaConfig
 from argosy_engine.models.native_decoder import NativeDecoder, NativeLayer
@@ -72,7 +72,7 @@ class DecoderLayer:
         window = config.sliding_windows[index]
         shape = config.num_attention_heads, config.num_key_value_heads, head_dim
         self.attention = TorchAttention(*shape, sliding_window=window)
-        self.native = NativeAttention.create(
+        self.native = CpuAttention.create(
             *shape,
             dtype=weights.dtype,
             device=weights.device,

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.checkpoint import checkpoint_shards
-from argosy_engine.models.headers import StoredTensor, read_header
+from argosy_engine.models.safetensors_header import StoredTensor, read_header
 
 SAMPLE_BYTES = 4096
 """One page: reading less costs the disk as much."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.cpu_attn import CpuAttention
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native import NativeAttention
-from argosy_engine.attention.torch_native import TorchAttention
+from argosy_engine.attention.torch_attn import TorchAttention
 from argosy_engine.models.gemma_config import GemmaConfig
 from argosy_engine.models.layers import Linear, RotaryEmbedding
 from argosy_engine.models.rope import inverse_frequencies
@@ -81,7 +81,7 @@ class GemmaLayer:
             "logit_softcap": config.attn_logit_softcapping,
         }
         self.attention = TorchAttention(self.heads, self.kv_heads, head_dim, **options)
-        self.native = NativeAttention.create(
+        self.native = CpuAttention.create(
             self.heads,
             self.kv_heads,
             head_dim,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.config import (
+from argosy_engine.models.model_config import (
     ModelConfig,
     Positive,
     RawConfig,

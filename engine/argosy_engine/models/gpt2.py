@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.models.classic import ACTIVATIONS, LayerNorm, MultiHeadAttention
 from argosy_engine.models.gpt2_config import GPT2Config
+from argosy_engine.models.gpt2_layers import ACTIVATIONS, LayerNorm, MultiHeadAttention
 from argosy_engine.models.layers import Linear
 from argosy_engine.models.weights import Weights
 

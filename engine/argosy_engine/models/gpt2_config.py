@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.config import ModelConfig, Positive, RawConfig, Size, layer_count
+from argosy_engine.models.model_config import ModelConfig, Positive, RawConfig, Size, layer_count
 
 
 class GPT2Config(ModelConfig, frozen=True, kw_only=True):

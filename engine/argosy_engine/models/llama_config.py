@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.config import (
+from argosy_engine.models.model_config import (
     ModelConfig,
     Positive,
     RawConfig,

@@ -14,7 +14,7 @@ import torch
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
-from argosy_engine.models.config import ModelConfig
+from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 

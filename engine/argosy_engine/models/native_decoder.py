@@ -10,11 +10,11 @@ from ctypes import POINTER, pointer
 
 import torch
 
+from argosy_engine.attention.cpu_attn import CpuAttention, native_step
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native import NativeAttention, native_step
 from argosy_engine.models.layers import GatedLinear, Linear, RMSNorm
-from argosy_engine.native.library import DecoderLayer, Step, kernels
-from argosy_engine.native.memory import allocate
+from argosy_engine.native.allocation import allocate
+from argosy_engine.native.library import DecoderLayerStruct, StepStruct, kernels
 
 
 class NativeLayer:
@@ -24,7 +24,7 @@ class NativeLayer:
         self,
         input_norm: RMSNorm,
         qkv: Linear,
-        attention: NativeAttention,
+        attention: CpuAttention,
         output: Linear,
         post_norm: RMSNorm,
         gate_up: GatedLinear,
@@ -41,10 +41,12 @@ class NativeLayer:
         """Whether every part has a kernel."""
         return all(norm.has_kernel for norm in self._norms) and all(part.packed for part in self._linears)
 
-    def struct(self) -> DecoderLayer:
+    def struct(self) -> DecoderLayerStruct:
         qkv, output, gate_up, down = (part.packed.struct for part in self._linears if part.packed)
         input_norm, post_norm = (norm.weight.data_ptr() for norm in self._norms)
-        return DecoderLayer(input_norm, post_norm, pointer(self.attention.layer), qkv, output, gate_up, down)
+        return DecoderLayerStruct(
+            input_norm, post_norm, pointer(self.attention.layer), qkv, output, gate_up, down
+        )
 
 
 class NativeDecoder:
@@ -59,8 +61,8 @@ class NativeDecoder:
         assert loaded is not None
         self._kernels = loaded
         self._layers = layers
-        self._structs = (DecoderLayer * len(layers))(*(layer.struct() for layer in layers))
-        self._steps = (POINTER(Step) * len(layers))()
+        self._structs = (DecoderLayerStruct * len(layers))(*(layer.struct() for layer in layers))
+        self._steps = (POINTER(StepStruct) * len(layers))()
         self._scratch = torch.empty(0, dtype=layers[0].dtype)
 
     def __call__(

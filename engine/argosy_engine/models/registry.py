@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from argosy_engine.attention.metadata import AttentionMetadata
-    from argosy_engine.models.config import ModelConfig
+    from argosy_engine.models.model_config import ModelConfig
     from argosy_engine.models.weights import Weights
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.config import Positive, RawConfig, Size
+from argosy_engine.models.model_config import Positive, RawConfig, Size
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 

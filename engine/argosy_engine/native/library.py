@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from argosy_engine.native.allocation import allocate
 from argosy_engine.native.build import NativeUnavailable, library_path
-from argosy_engine.native.memory import allocate
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ ENVIRONMENT_VARIABLE = "ARGOSY_NATIVE"
 """0: compute with torch; debug: use kernels that check their indices; anything else: use kernels where possible."""
 
 
-class Layer(Structure):
+class AttentionLayerStruct(Structure):
     """`Layer` of step.h: an attention layer's constants and its KV cache."""
 
     _fields_ = (
@@ -49,7 +49,7 @@ class Layer(Structure):
     )
 
 
-class Step(Structure):
+class StepStruct(Structure):
     """`Step` of step.h: the flattened batch of one step."""
 
     _fields_ = (
@@ -64,27 +64,27 @@ class Step(Structure):
     )
 
 
-class Linear(Structure):
+class LinearStruct(Structure):
     """`Linear` of linear.h."""
 
     _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("out", c_int32), ("units", c_int32))
 
 
-class DecoderLayer(Structure):
+class DecoderLayerStruct(Structure):
     """`DecoderLayer` of decoder.h."""
 
     _fields_ = (
         ("input_norm", c_void_p),
         ("post_norm", c_void_p),
-        ("attention", POINTER(Layer)),
-        ("qkv", Linear),
-        ("output", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
+        ("attention", POINTER(AttentionLayerStruct)),
+        ("qkv", LinearStruct),
+        ("output", LinearStruct),
+        ("gate_up", LinearStruct),
+        ("down", LinearStruct),
     )
 
 
-class SamplingRows(Structure):
+class SamplingRowsStruct(Structure):
     """`SamplingRows` of sampling.h: parallel arrays, one entry per row."""
 
     _fields_ = (
@@ -99,19 +99,19 @@ class SamplingRows(Structure):
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "set_threads": (c_int,),
     "pack_linear": (c_void_p, c_void_p, c_int, c_int, c_int),
-    "linear": (c_int, c_int, POINTER(Linear), c_void_p, c_void_p, c_int),
-    "gated_linear": (c_int, POINTER(Linear), c_void_p, c_void_p, c_int),
-    "rotate_and_write": (c_int, POINTER(Layer), POINTER(Step), c_void_p),
-    "attention": (c_int, POINTER(Layer), POINTER(Step), c_void_p, c_int64, c_void_p),
+    "linear": (c_int, c_int, POINTER(LinearStruct), c_void_p, c_void_p, c_int),
+    "gated_linear": (c_int, POINTER(LinearStruct), c_void_p, c_void_p, c_int),
+    "rotate_and_write": (c_int, POINTER(AttentionLayerStruct), POINTER(StepStruct), c_void_p),
+    "attention": (c_int, POINTER(AttentionLayerStruct), POINTER(StepStruct), c_void_p, c_int64, c_void_p),
     "rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float),
     "argmax": (c_int, c_void_p, c_void_p, c_int, c_int),
-    "sample": (c_int, c_void_p, POINTER(SamplingRows), c_void_p, c_int, c_int),
-    "decoder_scratch": (POINTER(DecoderLayer), c_int, c_int),
+    "sample": (c_int, c_void_p, POINTER(SamplingRowsStruct), c_void_p, c_int, c_int),
+    "decoder_scratch": (POINTER(DecoderLayerStruct), c_int, c_int),
     "decoder": (
         c_int,
-        POINTER(DecoderLayer),
+        POINTER(DecoderLayerStruct),
         c_int,
-        POINTER(POINTER(Step)),
+        POINTER(POINTER(StepStruct)),
         c_void_p,
         c_void_p,
         c_int,
@@ -133,7 +133,7 @@ class PackedLinear:
         self._kept_alive = packed, bias
         self.out_features = out_features
         bias_at = None if bias is None else bias.data_ptr()
-        self.struct = Linear(packed.data_ptr(), bias_at, out_features, packed.shape[1])
+        self.struct = LinearStruct(packed.data_ptr(), bias_at, out_features, packed.shape[1])
 
 
 class Kernels:
@@ -228,20 +228,20 @@ class Kernels:
         """
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         arrays = temperature, top_p, top_k, min_p, uniform
-        rows = SamplingRows(*(array.ctypes.data for array in arrays))
+        rows = SamplingRowsStruct(*(array.ctypes.data for array in arrays))
         self._library.argosy_sample(
             DTYPES[logits.dtype], logits.data_ptr(), rows, out.data_ptr(), *logits.shape
         )
         return out
 
-    def rotate_and_write(self, layer: Layer, step: Step, qkv: torch.Tensor) -> None:
+    def rotate_and_write(self, layer: AttentionLayerStruct, step: StepStruct, qkv: torch.Tensor) -> None:
         """Normalise and rotate q and k of qkv [T, (heads + 2 kv_heads) * head_dim] and write k and v to the cache.
 
         q is changed in place.
         """
         self._library.argosy_rotate_and_write(DTYPES[qkv.dtype], layer, step, qkv.data_ptr())
 
-    def attention(self, layer: Layer, step: Step, qkv: torch.Tensor) -> torch.Tensor:
+    def attention(self, layer: AttentionLayerStruct, step: StepStruct, qkv: torch.Tensor) -> torch.Tensor:
         """Compute causal attention of the q heads in qkv over the cache, [T, heads * head_dim]."""
         out = torch.empty((qkv.shape[0], layer.num_heads * layer.head_dim), dtype=qkv.dtype)
         self._library.argosy_attention(
@@ -249,13 +249,13 @@ class Kernels:
         )
         return out
 
-    def decoder_scratch(self, layer: DecoderLayer, num_tokens: int, hidden_size: int) -> int:
+    def decoder_scratch(self, layer: DecoderLayerStruct, num_tokens: int, hidden_size: int) -> int:
         """Return the number of scratch elements that `decoder` needs."""
         return int(self._library.argosy_decoder_scratch(layer, num_tokens, hidden_size))
 
     def decoder(
         self,
-        layers: Array[DecoderLayer],
+        layers: Array[DecoderLayerStruct],
         steps: Array[Any],
         x: torch.Tensor,
         scratch: torch.Tensor,

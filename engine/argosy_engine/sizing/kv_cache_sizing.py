@@ -14,9 +14,9 @@ from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup, block_bytes, kv_cache_groups, peak_blocks
-from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.source import resolve_model
+from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.models.model_path import resolve_model
 from argosy_engine.sizing.device import DeviceMemory
 
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
@@ -67,8 +67,8 @@ def estimate_weights(config: ModelConfig, elements: Mapping[str, int], itemsize:
     """Estimate the bytes of the loaded weights.
 
     Args:
-        elements: element count of each tensor: for `argosy doctor` those of the checkpoint (`models.headers`), for an
-            engine those of the tensors that it has loaded.
+        elements: element count of each tensor: for `argosy doctor` those of the checkpoint, for an engine those of
+            the tensors that it has loaded.
         itemsize: bytes per element.
     """
     tied_copy = "lm_head.weight"

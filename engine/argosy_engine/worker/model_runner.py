@@ -15,9 +15,9 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.messages.kv_cache_interface import kv_cache_groups
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.models.config import ModelConfig
+from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.native.memory import allocate
+from argosy_engine.native.allocation import allocate
 from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.input_batch import InputBatch

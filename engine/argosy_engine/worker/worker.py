@@ -15,12 +15,12 @@ from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
-from argosy_engine.models.config import ModelConfig
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.fingerprint import fingerprint
 from argosy_engine.models.loader import LoadedModel, load_model
+from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.models.model_path import resolve_model
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.models.source import resolve_model
 from argosy_engine.native.library import kernels
 from argosy_engine.sample.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions

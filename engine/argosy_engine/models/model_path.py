@@ -1,4 +1,4 @@
-"""Model sources: resolves `builtin://tiny`, `file:///path` or a directory to a local directory."""
+"""Model paths: resolves `builtin://tiny`, `file:///path` or a directory to a local directory."""
 
 from __future__ import annotations
 

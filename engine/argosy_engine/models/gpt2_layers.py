@@ -8,9 +8,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.cpu_attn import CpuAttention
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native import NativeAttention
-from argosy_engine.attention.torch_native import TorchAttention
+from argosy_engine.attention.torch_attn import TorchAttention
 from argosy_engine.models.layers import Linear
 from argosy_engine.models.weights import Weights
 
@@ -56,7 +56,7 @@ class MultiHeadAttention:
         self.qkv = qkv
         self.output = output
         self.attention = TorchAttention(num_heads, num_heads, head_dim, scale=scale)
-        self.native = NativeAttention.create(
+        self.native = CpuAttention.create(
             num_heads, num_heads, head_dim, dtype=weights.dtype, device=weights.device, scale=scale
         )
         self._heads = (3, num_heads, head_dim)

@@ -12,14 +12,14 @@ import torch
 
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native_step import NativeStep
-from argosy_engine.native.library import DTYPES, Kernels, Layer, Step, kernels
+from argosy_engine.native.library import DTYPES, AttentionLayerStruct, Kernels, StepStruct, kernels
 
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 48
 """Query heads per KV head that the kernels support: the rows of a tile."""
 
 
-class NativeAttention:
+class CpuAttention:
     """One layer's norm of q and k heads, rotary embedding, KV write and attention, on the fused q, k, v projection.
 
     Args:
@@ -49,7 +49,7 @@ class NativeAttention:
         cosines_at, sines_at, q_norm_at, k_norm_at = (
             None if tensor is None else tensor.data_ptr() for tensor in self._kept_alive
         )
-        self.layer = Layer(
+        self.layer = AttentionLayerStruct(
             q_norm=q_norm_at,
             k_norm=k_norm_at,
             cosines=cosines_at,
@@ -74,7 +74,7 @@ class NativeAttention:
         dtype: torch.dtype,
         device: torch.device,
         **options: Any,
-    ) -> NativeAttention | None:
+    ) -> CpuAttention | None:
         """Create the backend, or return None if the kernels do not support the device, dtype or shapes."""
         if device.type != "cpu" or dtype not in DTYPES:
             return None
@@ -111,7 +111,7 @@ class NativeAttention:
             layer.v_cache = address + kv_cache.stride(0) * kv_cache.itemsize
 
 
-def native_step(meta: AttentionMetadata) -> Step:
+def native_step(meta: AttentionMetadata) -> StepStruct:
     """Return a step's metadata in the kernels' form, created on the first call and shared by all layers."""
     if meta.native_step is None:
         meta.native_step = NativeStep(meta.seq_lens, meta.query_lens, meta.slot_mapping, meta.block_tables)

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from argosy_engine.attention import torch_native
+from argosy_engine.attention import torch_attn
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.torch_native import TorchAttention
+from argosy_engine.attention.torch_attn import TorchAttention
 
 BLOCK_SIZE = 8
 OPTIONS = {
@@ -23,13 +23,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("workspace", [1, 8192, torch_native.WORKSPACE_BYTES])
+@pytest.mark.parametrize("workspace", [1, 8192, torch_attn.WORKSPACE_BYTES])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
 def test_equals_the_definition(
     options: dict[str, float], heads: int, kv_heads: int, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_native, "WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(torch_attn, "WORKSPACE_BYTES", workspace)
     rng = random.Random(f"{options}{heads}")
     torch.manual_seed(0)
     head_dim = 16
