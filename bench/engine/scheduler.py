@@ -109,7 +109,7 @@ def _step(scheduler: Scheduler) -> tuple[float, float]:
     scheduled = time.thread_time()
     result = _execute(step)
     executed = time.thread_time()
-    scheduler.update(step, result)
+    scheduler.update_from_output(step, result)
     return scheduled - started, time.thread_time() - executed
 
 

@@ -47,7 +47,7 @@ class Engine:
         self.admitted += [new.request_id for new in step.new_requests]
         result = self.worker.execute(step)
         if step.num_scheduled_tokens:
-            self.started += [output.request_id for output in self.scheduler.update(step, result)]
+            self.started += [output.request_id for output in self.scheduler.update_from_output(step, result)]
 
     def steps_until(self, name: str) -> int:
         """Steps until the request has its first token."""

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from argosy_engine.errors import EngineDead
-from argosy_engine.executor.broadcast import BroadcastReader, BroadcastWriter, Framed, ReaderEnds
+from argosy_engine.executor.broadcast import BroadcastReader, BroadcastWriter, MessageStream, ReaderEnds
 
 READER = """
 import sys, hashlib
-from argosy_engine.executor.broadcast import BroadcastReader, Framed, ReaderEnds
+from argosy_engine.executor.broadcast import BroadcastReader, MessageStream, ReaderEnds
 reader = BroadcastReader(ReaderEnds(*map(int, sys.argv[1:])))
-answers = Framed(reader.socket)
+answers = MessageStream(reader.socket)
 answers.send(b"up")
 while True:
     message = reader.get()
@@ -48,7 +48,7 @@ class Readers:
             for ends in self.writer.ends
         ]
         self.writer.close_reader_ends()
-        self.answers = [Framed(stream) for stream in self.writer.sockets]
+        self.answers = [MessageStream(stream) for stream in self.writer.sockets]
         assert [answer.receive() for answer in self.answers] == [b"up"] * count
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class FakeCore:
         self.added: list[str] = []
         self.preprocessed: dict[str, threading.Thread] = {}
         self.kv = self
-        self.residency = self
+        self.announcer = self
 
     def take_delta(self) -> None:
         return None

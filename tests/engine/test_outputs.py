@@ -163,7 +163,7 @@ def choices(llm: LLM, prompt: list[int], n: int, **params: Any) -> list[EngineCo
 
 
 async def test_the_sequences_of_a_call_are_told_to_be_of_one_call(llm: LLM) -> None:
-    """The core shares seats between calls by it; a call of one sequence needs none."""
+    """The core shares slots between calls by it; a call of one sequence needs none."""
     client = FakeClient(llm)
     engine = AsyncLLM(client, llm.input_processor)  # type: ignore[arg-type]
     calls = {

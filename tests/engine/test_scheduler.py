@@ -55,7 +55,9 @@ def run_step(scheduler: Scheduler, token: int = 9) -> tuple[SchedulerOutput, lis
     for request_id in step.num_scheduled_tokens:
         live = scheduler.requests[request_id]
         sampled.append([token] if live.num_computed_tokens >= live.num_tokens else [])
-    return step, scheduler.update(step, ModelRunnerOutput(list(step.num_scheduled_tokens), sampled))
+    return step, scheduler.update_from_output(
+        step, ModelRunnerOutput(list(step.num_scheduled_tokens), sampled)
+    )
 
 
 def run_all(scheduler: Scheduler, limit: int = 500) -> dict[str, list[int]]:
@@ -184,10 +186,10 @@ def test_prompts_in_chunks_are_admitted_only_beside_what_those_before_them_still
         num_computed += run_step(scheduler)[0].total_num_scheduled_tokens
         scheduler.check()
     assert (scheduler.num_preemptions, num_computed) == (0, 4 * 241)
-    assert kv.num_promised_blocks == 0
+    assert kv.num_reserved_blocks == 0
 
 
-def test_blocks_promised_to_a_request_that_ends_early_are_free_again() -> None:
+def test_blocks_reserved_for_a_request_that_ends_early_are_free_again() -> None:
     scheduler = make(num_blocks=17, max_num_batched_tokens=8)
     scheduler.add(request("a", [1] * 56))
     scheduler.add(request("b", [2] * 40))
@@ -217,7 +219,7 @@ def test_a_request_aborted_while_its_step_runs_gives_no_output() -> None:
     scheduler.add(request("a", [1, 2, 3]))
     step = scheduler.schedule()
     scheduler.abort(["a", "unknown"])
-    assert scheduler.update(step, ModelRunnerOutput(["a"], [[9]])) == []
+    assert scheduler.update_from_output(step, ModelRunnerOutput(["a"], [[9]])) == []
     assert scheduler.schedule().finished_request_ids == ["a"]
     scheduler.check()
 
@@ -324,11 +326,11 @@ def test_drafts_are_verified_and_those_not_accepted_do_not_count() -> None:
     scheduler = make()
     scheduler.add(request("a", [1, 2, 3], max_tokens=20))
     step = scheduler.schedule()
-    scheduler.update(step, ModelRunnerOutput(["a"], [[9]], draft_token_ids={"a": [5, 6, 7]}))
+    scheduler.update_from_output(step, ModelRunnerOutput(["a"], [[9]], draft_token_ids={"a": [5, 6, 7]}))
     step = scheduler.schedule()
     assert step.num_scheduled_tokens == {"a": 4}
     assert step.scheduled_spec_token_ids == {"a": [5, 6, 7]}
-    (output,) = scheduler.update(step, ModelRunnerOutput(["a"], [[5, 8]]))
+    (output,) = scheduler.update_from_output(step, ModelRunnerOutput(["a"], [[5, 8]]))
     assert output.new_token_ids == [5, 8]
     live = scheduler.requests["a"]
     assert live.all_token_ids == [1, 2, 3, 9, 5, 8]
@@ -350,14 +352,14 @@ def test_chunks_are_announced_when_their_block_is_cached_and_when_it_is_lost() -
     ends = [ChunkEnd(101, 3), ChunkEnd(102, 8), ChunkEnd(103, 11)]
     scheduler.add(request("a", list(range(20, 32)), chunk_ends=ends, max_tokens=1))
     run_all(scheduler)
-    delta = scheduler.kv.residency.take_delta()
+    delta = scheduler.kv.announcer.take_delta()
     assert delta is not None
     # The first chunk ends inside the first block: a hit on it is worth nothing, but the chain of hashes begins with it.
     assert [(end.hash, end.token_end) for end in delta.stored] == [(101, 0), (102, 8), (103, 8)]
-    assert scheduler.kv.residency.take_delta() is None
+    assert scheduler.kv.announcer.take_delta() is None
     scheduler.add(request("b", list(range(40, 64)), max_tokens=1))
     run_all(scheduler)
-    delta = scheduler.kv.residency.take_delta()
+    delta = scheduler.kv.announcer.take_delta()
     assert delta is not None
     assert sorted(delta.removed) == [102, 103], "a beginning is evicted last"
 
@@ -366,10 +368,10 @@ def test_a_prefix_hit_announces_the_chunks_of_the_new_request() -> None:
     scheduler = make()
     scheduler.add(request("a", list(range(20, 32)), chunk_ends=[ChunkEnd(1, 8)], max_tokens=1))
     run_all(scheduler)
-    scheduler.kv.residency.take_delta()
+    scheduler.kv.announcer.take_delta()
     scheduler.add(request("b", list(range(20, 32)), chunk_ends=[ChunkEnd(2, 8)], max_tokens=1))
     run_all(scheduler)
-    delta = scheduler.kv.residency.take_delta()
+    delta = scheduler.kv.announcer.take_delta()
     assert delta is not None
     assert [end.hash for end in delta.stored] == [2]
 
@@ -439,7 +441,7 @@ class Pipeline:
         return step.num_scheduled_tokens
 
     def book(self) -> list[EngineCoreOutput]:
-        outputs = self.scheduler.update(*self.results.popleft())
+        outputs = self.scheduler.update_from_output(*self.results.popleft())
         for output in outputs:
             self.received.setdefault(output.request_id, []).extend(output.new_token_ids)
         self.scheduler.check()

@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if victim not in self.finished:
                 self.forgiven.add(victim)
         if len(self.results) == self.max_in_flight or not step.num_scheduled_tokens:
-            for output in self.scheduler.update(*self.results.popleft()):
+            for output in self.scheduler.update_from_output(*self.results.popleft()):
                 self._receive(output)
 
     def _receive(self, output: EngineCoreOutput) -> None:

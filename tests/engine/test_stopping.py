@@ -44,7 +44,7 @@ def run(params: SamplingParams, model: list[int], resume: list[int] | None = Non
             result.sampled_token_ids.append([token])
             if params.logprobs is not None:
                 result.logprobs = {request_id: [TokenLogprobs([token], [-1.0], 1)]}
-        outputs += scheduler.update(step, result)
+        outputs += scheduler.update_from_output(step, result)
     scheduler.check()
     assert [output.finish_reason is None for output in outputs] == [True] * (len(outputs) - 1) + [False]
     return outputs

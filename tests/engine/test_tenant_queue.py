@@ -166,7 +166,9 @@ def test_a_tenant_s_short_prompt_does_not_wait_for_another_s_long_ones() -> None
 
     def step() -> list[str]:
         planned = scheduler.schedule()
-        return [output.request_id for output in scheduler.update(planned, worker.execute(planned))]
+        return [
+            output.request_id for output in scheduler.update_from_output(planned, worker.execute(planned))
+        ]
 
     for number in range(8):
         add(f"long {number}", "crowd", 10 * BUDGET)

@@ -42,7 +42,7 @@ def add(
 def step(scheduler: Scheduler) -> None:
     planned = scheduler.schedule()
     names = list(planned.num_scheduled_tokens)
-    scheduler.update(planned, ModelRunnerOutput(names, [[9]] * len(names)))
+    scheduler.update_from_output(planned, ModelRunnerOutput(names, [[9]] * len(names)))
     scheduler.check()
 
 

@@ -1,6 +1,6 @@
 """What a router believes a replica's prefix cache holds, against the block pool's truth, under random events.
 
-The path is the real one: block pool -> `ResidencyTracker` -> `TelemetryHub` -> frames -> the router's
+The path is the real one: block pool -> `PrefixAnnouncer` -> `TelemetryHub` -> frames -> the router's
 `ReplicaPrefixes`.
 """
 
@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from argosy_engine.api.telemetry import TelemetryHub
 from argosy_engine.core.kv_cache.block_pool import BlockPool
-from argosy_engine.core.kv_cache.prefix_announcer import ResidencyTracker
+from argosy_engine.core.kv_cache.prefix_announcer import PrefixAnnouncer
 from argosy_engine.messages.core_messages import EngineCoreOutputs
 from argosy_protocol.telemetry import FrameReader
 from argosy_router.fleet.telemetry import apply_residency
@@ -58,12 +58,12 @@ class Router:
 
 
 class ResidencyMachine(RuleBasedStateMachine):
-    """Truth is a plain mapping block -> chunks, kept beside the tracker."""
+    """Truth is a plain mapping block -> chunks, kept beside the announcer."""
 
     @initialize(num_blocks=st.integers(2, 4))
     def start(self, num_blocks: int) -> None:
         self.runner = asyncio.Runner()
-        self.tracker = ResidencyTracker()
+        self.announcer = PrefixAnnouncer()
         self.truth: dict[int, set[int]] = {}
         self.pool = BlockPool(num_blocks, on_evict=self._evicted)
         self.held: list[int] = []
@@ -78,12 +78,12 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def _evicted(self, block_id: int) -> None:
         self.truth.pop(block_id, None)
-        self.tracker.evict(block_id)
+        self.announcer.evict(block_id)
 
     def _tie(self, block_id: int, chunks: list[int]) -> None:
         for chunk in chunks:
             self.truth.setdefault(block_id, set()).add(chunk)
-            self.tracker.tie(chunk, 16 * chunk, block_id)
+            self.announcer.add(chunk, 16 * chunk, block_id)
 
     @rule(
         blocks=st.lists(st.lists(st.sampled_from(CHUNKS), max_size=2), min_size=1, max_size=4),
@@ -118,7 +118,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         if self.pool.reset_prefix_cache():
-            self.tracker.clear()
+            self.announcer.clear()
             assert not self.truth
 
     def publish(self) -> None:
@@ -129,7 +129,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert {chunk for chunk in CHUNKS if self.router.believes(chunk)} == resident
 
     async def _publish(self) -> None:
-        self.hub.on_core_outputs(EngineCoreOutputs(residency=self.tracker.take_delta()))
+        self.hub.on_core_outputs(EngineCoreOutputs(residency=self.announcer.take_delta()))
         await settle()
 
     @rule()
@@ -171,15 +171,15 @@ TestResidency.settings = settings(max_examples=150, stateful_step_count=30, dead
 
 
 async def test_a_reader_that_overflows_is_cut_off_and_learns_the_rest_from_a_snapshot() -> None:
-    hub, tracker = make_hub(), ResidencyTracker()
+    hub, announcer = make_hub(), PrefixAnnouncer()
     router = Router(hub)
     router.connect()
     await settle()
     for chunk in range(1, 10_000):  # the reader gets no turn
-        tracker.tie(chunk, 16, chunk)
+        announcer.add(chunk, 16, chunk)
         if chunk > 1:
-            tracker.evict(chunk - 1)
-        hub.on_core_outputs(EngineCoreOutputs(residency=tracker.take_delta()))
+            announcer.evict(chunk - 1)
+        hub.on_core_outputs(EngineCoreOutputs(residency=announcer.take_delta()))
     await settle()
     assert not router.is_connected
     router.connect()

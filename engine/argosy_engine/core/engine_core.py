@@ -49,7 +49,7 @@ _MAX_NUM_MIXED_PREFILL_TOKENS = 512
 _MAX_TIMEOUT_S = 86400.0
 
 
-class _Launched(NamedTuple):
+class _LaunchedStep(NamedTuple):
     step: SchedulerOutput
     pending: PendingOutput
     at: float
@@ -123,13 +123,13 @@ class EngineCore:
             args.structured_outputs_cache_bytes,
         )
         self._max_in_flight = 2 if self.config.async_scheduling else 1
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_LaunchedStep] = deque()
         """Steps whose output is not processed yet, oldest first."""
         self._last_step: SchedulerOutput | None = None
         self._timing = StepTiming()
         self._is_checked = True
         """Whether the invariants have been checked since the last step."""
-        self._was_healed = False
+        self._was_rebuilt = False
         """Whether the state was rebuilt and no step has been processed since."""
         self.watchdog = Watchdog(args.request_stall_timeout)
         self._num_stalled = 0
@@ -192,7 +192,7 @@ class EngineCore:
             self.scheduler.abort(request_ids)
             self._forget_finished()
         except Exception:
-            self._heal("aborting requests")
+            self._recover("aborting requests")
 
     def step(self) -> EngineCoreOutputs:
         """Launch the next step, then wait for the oldest step in flight and process its output.
@@ -220,16 +220,16 @@ class EngineCore:
             at = (
                 time.perf_counter()
             )  # before `execute`, because an executor may compute the step before it returns
-            self._launched.append(_Launched(step, self.executor.execute(step), at))
+            self._launched.append(_LaunchedStep(step, self.executor.execute(step), at))
             if step.num_scheduled_tokens and len(self._launched) < self._max_in_flight:
                 return EngineCoreOutputs()
         elif not self._launched:
-            return self._book(step, ModelRunnerOutput([], []))
+            return self._process_output(step, ModelRunnerOutput([], []))
         launched = self._launched[0]
         result = launched.pending.get()
         self._launched.popleft()
         self._timing.ended(launched.step, launched.at, time.perf_counter())
-        outputs = self._book(launched.step, result)
+        outputs = self._process_output(launched.step, result)
         self._mask_next()
         return outputs
 
@@ -244,10 +244,10 @@ class EngineCore:
                 step.grammar = None if step.awaits_grammar else self._grammar_bitmask(step)
             return step
         except Exception:
-            self._heal("scheduling")
+            self._recover("scheduling")
             return None
 
-    def _book(self, step: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs:
+    def _process_output(self, step: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs:
         """Process the output of a step: update grammars and scheduler."""
         try:
             stale = self.scheduler.in_flight.stale(step) if step.num_scheduled_tokens else ()
@@ -256,17 +256,17 @@ class EngineCore:
                     self.scheduler.fail(request_id, error, ErrorKind.INTERNAL)
             if self.structured:
                 self._follow_grammars(result, stale)
-            outputs = self.scheduler.update(step, result)
+            outputs = self.scheduler.update_from_output(step, result)
             self._forget_finished()
         except Exception:
-            self._heal("booking a step")
+            self._recover("processing the output of a step")
             return self.idle_outputs()
-        self._was_healed = False
+        self._was_rebuilt = False
         self._num_computed += step.total_num_scheduled_tokens
         return EngineCoreOutputs(
             outputs=outputs,
             stats=self.stats(step.total_num_scheduled_tokens),
-            residency=self.kv.residency.take_delta(),
+            residency=self.kv.announcer.take_delta(),
         )
 
     def _mask_next(self) -> None:
@@ -278,7 +278,7 @@ class EngineCore:
         try:
             mask = self._grammar_bitmask(launched.step)
         except Exception:
-            self._heal("masking a step")
+            self._recover("masking a step")
         launched.pending.sample(mask)
 
     def _admit_compiled(self) -> None:
@@ -363,7 +363,7 @@ class EngineCore:
                 self._release_blocked()
                 self._fail_stalled()
         except Exception:
-            self._heal("looking after requests")
+            self._recover("looking after requests")
 
     def _fail_stalled(self) -> None:
         """Fail the requests that the watchdog reports as stalled."""
@@ -383,7 +383,7 @@ class EngineCore:
 
     def idle_outputs(self) -> EngineCoreOutputs:
         """Build the heartbeat of an idle core, with the residency changes of aborts and resets."""
-        return EngineCoreOutputs(stats=self.stats(), residency=self.kv.residency.take_delta())
+        return EngineCoreOutputs(stats=self.stats(), residency=self.kv.announcer.take_delta())
 
     def check_when_idle(self) -> None:
         """Check the invariants once after the last step, and rebuild the state if one is violated."""
@@ -392,17 +392,17 @@ class EngineCore:
             try:
                 self.scheduler.check()
             except AssertionError:
-                self._heal("checking the idle engine")
+                self._recover("checking the idle engine")
 
-    def _heal(self, activity: str) -> None:
+    def _recover(self, activity: str) -> None:
         """Log the exception being handled and rebuild the bookkeeping.
 
         Unfinished requests are recomputed. If no step has succeeded since the last rebuild, they end with an error
         instead.
         """
         logger.exception("fault while %s: the KV cache is rebuilt, running requests are recomputed", activity)
-        error = "the engine could not keep track of this request" if self._was_healed else None
-        self._was_healed = True
+        error = "the engine could not keep track of this request" if self._was_rebuilt else None
+        self._was_rebuilt = True
         self.scheduler.rebuild(error)
         self._forget_finished()
         for request_id in self.structured.request_ids:
@@ -444,7 +444,7 @@ class EngineCore:
         """Put the engine to sleep (`SleepState.sleep`), after the steps in flight if no request needs their output."""
         while self._launched and not self.scheduler.has_unfinished_requests:
             launched = self._launched.popleft()
-            self.scheduler.update(launched.step, launched.pending.get())
+            self.scheduler.update_from_output(launched.step, launched.pending.get())
         self.sleep_state.sleep(level)
 
     def _collective_rpc(

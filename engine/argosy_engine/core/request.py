@@ -44,20 +44,20 @@ class Request:
         "chunk_ends",
         "finish_reason",
         "first_scheduled_at",
-        "has_extras",
         "has_first_token",
         "has_grammar",
         "max_num_tokens",
         "mm_features",
+        "needs_general_path",
         "num_allocated_tokens",
+        "num_announced_chunks",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_pending_tokens",
         "num_preemptions",
-        "num_promised_blocks",
         "num_prompt_tokens",
-        "num_tied_chunks",
+        "num_reserved_blocks",
         "num_tokens",
         "num_tokens_with_spec",
         "pooling_params",
@@ -112,8 +112,9 @@ class Request:
         self.repetition: RepetitionDetector | None = None
         if params.repetition_detection is not None and params.repetition_detection.max_pattern_size:
             self.repetition = RepetitionDetector(params.repetition_detection, message.resume_token_ids)
-        self.has_extras = params.logprobs is not None or self.repetition is not None
-        """Whether an output token needs more than being appended: log probabilities or repetition detection."""
+        self.needs_general_path = params.logprobs is not None or self.repetition is not None
+        """Whether its tokens take the general path of `Scheduler.update_from_output`: it asks for log probabilities or
+        repetition detection."""
         self.scores_prompt = params.prompt_logprobs is not None
         """Whether it asks for log probabilities of its prompt, which cost more than the prefill itself."""
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -130,12 +131,12 @@ class Request:
         """Block table: one list of block ids per KV cache group; empty while the request holds no blocks."""
         self.num_allocated_tokens = 0
         """Number of tokens that fit into the blocks it holds."""
-        self.num_promised_blocks = 0
+        self.num_reserved_blocks = 0
         """Blocks reserved for its known tokens beyond those that it holds; see `KVCacheManager`."""
         self.num_cached_blocks = 0
         """Number of leading blocks that are registered in the prefix cache."""
-        self.num_tied_chunks = 0
-        """Number of leading chunk ends that are processed: tied to a block where one is registered."""
+        self.num_announced_chunks = 0
+        """Number of leading chunk ends that are processed: announced where a registered block holds them."""
         self.block_size = block_size
         self.mm_features = message.mm_features
         self.adapter = message.adapter

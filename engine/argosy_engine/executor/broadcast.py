@@ -182,8 +182,8 @@ class BroadcastReader:
             os.close(fd)
 
 
-class Framed:
-    """Length-prefixed messages over a stream socket, for the readers' answers."""
+class MessageStream:
+    """Length-prefixed messages over a stream socket; carries the readers' answers."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream

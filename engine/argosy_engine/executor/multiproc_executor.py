@@ -20,7 +20,7 @@ import msgspec
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
-from argosy_engine.executor.broadcast import BroadcastWriter, Framed
+from argosy_engine.executor.broadcast import BroadcastWriter, MessageStream
 from argosy_engine.executor.worker_process import CALL, EXECUTE, FAILED, INIT, SAMPLE, Call, Failure
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
@@ -57,7 +57,7 @@ class MultiprocExecutor:
         self._args = args
         self._world_size = world_size
         self._queue = BroadcastWriter(world_size)
-        self._answers = [Framed(stream) for stream in self._queue.sockets]
+        self._answers = [MessageStream(stream) for stream in self._queue.sockets]
         self._ranks = {stream.fileno(): rank for rank, stream in enumerate(self._queue.sockets)}
         self._pollers = [self._poller(rank) for rank in range(world_size)]
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, UtilityFailed
-from argosy_engine.executor.broadcast import BroadcastReader, Framed, ReaderEnds
+from argosy_engine.executor.broadcast import BroadcastReader, MessageStream, ReaderEnds
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.osproc.child_process import die_with_parent
 from argosy_protocol.program.log_format import configure_logging
@@ -82,7 +82,7 @@ class WorkerProcess:
         self._rank = rank
         self._world_size = world_size
         self._reader = reader
-        self._answers = Framed(reader.socket)
+        self._answers = MessageStream(reader.socket)
         self._encode = msgspec.msgpack.Encoder().encode
 
     def serve(self) -> None:

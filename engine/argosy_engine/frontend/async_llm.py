@@ -322,7 +322,7 @@ class AsyncLLM:
 
 
 def _group_into_call(requests: Sequence[EngineCoreRequest], n: int) -> None:
-    """Have a call of several sequences, `n` choices of each prompt, share its seats and its turns with other calls."""
+    """Have a call of several sequences, `n` choices of each prompt, share its slots and its turns with other calls."""
     if len(requests) > 1:
         for request in requests:
             request.call_id = requests[0].request_id

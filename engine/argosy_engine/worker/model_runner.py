@@ -21,7 +21,7 @@ from argosy_engine.native.allocation import allocate
 from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.input_batch import InputBatch
-from argosy_engine.worker.pending_step import PendingStep, UnsettledSteps
+from argosy_engine.worker.pending_step import PendingStep, PendingSteps
 from argosy_engine.worker.pooler import Pooler
 
 
@@ -76,7 +76,7 @@ class ModelRunner:
             sampling,
         )
         self._logprobs_mode = sampling.logprobs_mode
-        self._unsettled = UnsettledSteps()
+        self._pending_steps = PendingSteps()
         self.vocab_size = config.vocab_size
 
     @torch.inference_mode()
@@ -84,7 +84,7 @@ class ModelRunner:
         """Launch a step, including sampling unless it awaits a grammar bitmask."""
         self._apply(step)
         if not step.num_scheduled_tokens:
-            return PendingStep(self.batch, self._unsettled, ModelRunnerOutput([], []))
+            return PendingStep(self.batch, self._pending_steps, ModelRunnerOutput([], []))
         # Requests with one new token come first; sorted() is stable, so the rest keeps the scheduler's order.
         scheduled = sorted(step.num_scheduled_tokens.items(), key=lambda item: item[1] > 1)
         request_ids = [request_id for request_id, _ in scheduled]
@@ -105,7 +105,7 @@ class ModelRunner:
         if (self.batch.num_prompt_logprobs[slots] >= 0).any():
             self._score_prompts(output, hidden, slots, query_lens, computed)
         if not is_sampled.any():
-            return PendingStep(self.batch, self._unsettled, output)
+            return PendingStep(self.batch, self._pending_steps, output)
         rows = np.flatnonzero(is_sampled).tolist()
         last_rows, first_positions = ends[is_sampled] - 1, seq_lens[is_sampled]
         drafts: list[list[int]] = []
@@ -120,7 +120,7 @@ class ModelRunner:
             hidden = hidden.index_select(0, self._tensor(last_rows))
         logits = self.model.logits(hidden)
         pending = PendingStep(
-            self.batch, self._unsettled, output, logits, rows, slots[is_sampled], first_positions, drafts
+            self.batch, self._pending_steps, output, logits, rows, slots[is_sampled], first_positions, drafts
         )
         if not step.awaits_grammar:
             pending.sample(step.grammar)
@@ -131,7 +131,7 @@ class ModelRunner:
         for request_id in step.finished_request_ids:
             slot = self.batch.remove(request_id)
             if slot is not None:
-                self._unsettled.free(slot)
+                self._pending_steps.free(slot)
             self.pooler.remove(request_id)
         for request_id, block_ids in step.new_block_ids.items():
             self.batch.append_blocks(self.batch.slot_of[request_id], block_ids)
@@ -178,7 +178,7 @@ class ModelRunner:
         if len(metas) > 1:
             meta = replace(meta, layers=tuple(metas[group] for group in self._group_of_layer))
         tokens = self._tensor(token_ids.astype(np.int64))
-        self._unsettled.fill(tokens, slots, ends - 1)
+        self._pending_steps.fill(tokens, slots, ends - 1)
         return tokens, self._tensor(positions), meta
 
     def _score_prompts(

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask
 from argosy_engine.sample.sampler import GrammarMask
-from argosy_engine.worker.drawn_tokens import DrawnTokens, OnTheWay, Verified
+from argosy_engine.worker.async_output import AsyncTokens, PendingTokens
 from argosy_engine.worker.input_batch import InputBatch
+from argosy_engine.worker.rejection_sampler import RejectionSampled
 
 
-class UnsettledSteps:
+class PendingSteps:
     """Steps whose sampled tokens are not in the host's tables yet, oldest first; at most one."""
 
     def __init__(self) -> None:
@@ -39,10 +40,10 @@ class UnsettledSteps:
         for step in self.steps:
             step.free(slot)
 
-    def settle(self) -> None:
+    def wait_for_tokens(self) -> None:
         """Wait for the tokens of all these steps."""
         for step in list(self.steps):
-            step.settle()
+            step.wait_for_tokens()
 
 
 class PendingStep:
@@ -60,7 +61,7 @@ class PendingStep:
     def __init__(
         self,
         batch: InputBatch,
-        unsettled: UnsettledSteps,
+        pending_steps: PendingSteps,
         output: ModelRunnerOutput,
         logits: torch.Tensor | None = None,
         rows: list[int] | None = None,
@@ -69,7 +70,7 @@ class PendingStep:
         drafts: list[list[int]] | None = None,
     ) -> None:
         self._batch = batch
-        self._unsettled = unsettled
+        self._pending_steps = pending_steps
         self._output = output
         self._logits = logits
         self._rows = rows or []
@@ -77,8 +78,8 @@ class PendingStep:
         self._positions = np.empty(0, np.int64) if positions is None else positions
         self._drafts = drafts or []
         self._freed: set[int] = set()
-        self._drawn: DrawnTokens | None = None
-        self._is_settled = False
+        self._sampled: PendingTokens | None = None
+        self._has_tokens = False
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None) -> None:
@@ -87,25 +88,27 @@ class PendingStep:
             return
         batch = self._batch
         if batch.sampler.reads_tokens:
-            self._unsettled.settle()
+            self._pending_steps.wait_for_tokens()
         mask = self._mask(grammar) if grammar is not None else None
         logits, self._logits = self._logits, None
         if self._drafts:
-            self._drawn = Verified(batch.sampler, logits, self._slots, self._positions, self._drafts, mask)
+            self._sampled = RejectionSampled(
+                batch.sampler, logits, self._slots, self._positions, self._drafts, mask
+            )
         else:
-            self._drawn = OnTheWay(batch.sampler.sample(logits, self._slots, self._positions, mask))
+            self._sampled = AsyncTokens(batch.sampler.sample(logits, self._slots, self._positions, mask))
         self._output.errors = {
-            self._output.request_ids[self._rows[index]]: why for index, why in self._drawn.failed.items()
+            self._output.request_ids[self._rows[index]]: why for index, why in self._sampled.failed.items()
         }
         batch.num_tokens[self._slots] += 1
-        self._unsettled.steps.append(self)
+        self._pending_steps.steps.append(self)
 
     def fill(self, token_ids: torch.Tensor, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Copy sampled tokens into the next step's inputs; see `UnsettledSteps.fill`.
+        """Copy sampled tokens into the next step's inputs; see `PendingSteps.fill`.
 
-        First tokens suffice, because a request with drafts is not scheduled again before this step is settled.
+        First tokens suffice, because a request with drafts is not scheduled again before this step's tokens are known.
         """
-        assert self._drawn is not None
+        assert self._sampled is not None
         row_of = np.full(self._batch.num_slots, -1, np.int64)
         row_of[self._slots] = np.arange(len(self._slots))
         row_of[list(self._freed)] = -1
@@ -114,17 +117,17 @@ class PendingStep:
         if len(late):
             device = token_ids.device
             source = torch.from_numpy(index[late]).to(device)
-            token_ids[torch.from_numpy(ends[late]).to(device)] = self._drawn.first[source]
+            token_ids[torch.from_numpy(ends[late]).to(device)] = self._sampled.first[source]
 
     def free(self, slot: int) -> None:
         self._freed.add(slot)
 
-    def settle(self) -> None:
+    def wait_for_tokens(self) -> None:
         """Wait for the tokens and write them to the host's tables."""
-        if self._is_settled or self._drawn is None:
+        if self._has_tokens or self._sampled is None:
             return
-        self._is_settled = True
-        tokens, logprobs = self._drawn.wait()
+        self._has_tokens = True
+        tokens, logprobs = self._sampled.wait()
         for row, token_ids in zip(self._rows, tokens, strict=True):
             self._output.sampled_token_ids[row] = token_ids
         for index, entries in logprobs.items():
@@ -133,8 +136,8 @@ class PendingStep:
         for index, drafts in enumerate(self._drafts):
             slot = int(self._slots[index])
             if drafts and slot not in self._freed:
-                self._write_verified(slot, int(self._positions[index]), tokens[index])
-        self._unsettled.steps.remove(self)
+                self._write_accepted(slot, int(self._positions[index]), tokens[index])
+        self._pending_steps.steps.remove(self)
 
     def _write(self, first_tokens: list[int]) -> None:
         slots, positions, values = self._slots, self._positions, np.array(first_tokens, np.int32)
@@ -143,8 +146,9 @@ class PendingStep:
             slots, positions, values = slots[is_held], positions[is_held], values[is_held]
         self._batch.token_ids[slots, positions] = values
 
-    def _write_verified(self, slot: int, position: int, token_ids: list[int]) -> None:
-        """Write a request's verified tokens. Its last token is not computed: what was computed there was a draft."""
+    def _write_accepted(self, slot: int, position: int, token_ids: list[int]) -> None:
+        """Write a request's accepted drafts and the token after them. That last token is not computed yet: what was
+        computed at its position was a draft."""
         end = position + len(token_ids)
         self._batch.token_ids[slot, position:end] = token_ids
         self._batch.num_tokens[slot] = end
@@ -152,7 +156,7 @@ class PendingStep:
 
     def get(self) -> ModelRunnerOutput:
         """Wait for the end of the step and return its output."""
-        self.settle()
+        self.wait_for_tokens()
         return self._output
 
     def _mask(self, grammar: GrammarBitmask) -> GrammarMask:

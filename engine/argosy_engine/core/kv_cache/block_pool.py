@@ -120,8 +120,7 @@ class BlockPool:
         ids = []
         for _ in range(count):
             block = self._free.popleft()
-            if block.block_hash is not None:
-                self._forget(block)
+            self._maybe_evict_cached_block(block)
             block.ref_count = 1
             ids.append(block.block_id)
         return ids
@@ -167,9 +166,7 @@ class BlockPool:
     def unregister(self, block_ids: Sequence[int]) -> None:
         """Undo `register` for blocks whose content will not be computed after all."""
         for block_id in block_ids:
-            block = self.blocks[block_id]
-            if block.block_hash is not None:
-                self._forget(block)
+            self._maybe_evict_cached_block(self.blocks[block_id])
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference on each block.
@@ -192,12 +189,14 @@ class BlockPool:
         if self._free.num_blocks != len(self.blocks) - 1:
             return False
         for block in list(self._by_hash.values()):
-            self._forget(block)
+            self._maybe_evict_cached_block(block)
         return True
 
-    def _forget(self, block: Block) -> None:
+    def _maybe_evict_cached_block(self, block: Block) -> None:
+        """Remove a block from the prefix cache; no effect if it caches nothing."""
         block_hash = block.block_hash
-        assert block_hash is not None
+        if block_hash is None:
+            return
         del self._by_hash[block_hash]
         block.block_hash = None
         if self._on_evict is not None:

@@ -1,9 +1,9 @@
 """KVCacheManager: allocates KV blocks to requests and finds cached prefixes.
 
-It owns the block pool, the KV cache groups that allocate from it, and the residency tracker. It knows requests and
-blocks, not steps or budgets. Invariant: a running request holds, per group, exactly the blocks that its computed and
-scheduled tokens fill and its next tokens read. Blocks that its known tokens will still need are reserved for it: they
-are free, but no other request is admitted to them.
+It owns the block pool, the KV cache groups that allocate from it, and the announcer of cached prefixes. It knows
+requests and blocks, not steps or budgets. Invariant: a running request holds, per group, exactly the blocks that its
+computed and scheduled tokens fill and its next tokens read. Blocks that its known tokens will still need are reserved
+for it: they are free, but no other request is admitted to them.
 
 A block is registered in the prefix cache as soon as the step that fills it is scheduled. Steps run in order, and within
 a step a layer writes all keys and values before it reads any, so even a request admitted to the same step may share it.
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from argosy_engine.core.kv_cache.block_pool import BlockPool
 from argosy_engine.core.kv_cache.kv_cache_groups import NULL_BLOCK, FullAttentionGroup, make_groups
-from argosy_engine.core.kv_cache.prefix_announcer import ResidencyTracker
+from argosy_engine.core.kv_cache.prefix_announcer import PrefixAnnouncer
 from argosy_engine.core.kv_cache.waiting_tokens import WaitingTokens
 from argosy_engine.core.request import Request
 from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, KVCacheSpec
@@ -46,17 +46,17 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = make_groups(specs, block_size, max_num_batched_tokens)
         self._counted_group = _counted_group(self.groups)
-        self.residency = ResidencyTracker()
+        self.announcer = PrefixAnnouncer()
         self._new_pool(num_blocks)
         self.num_watermark_blocks = int(watermark * num_blocks)
-        self.num_promised_blocks = 0
-        """Reserved blocks: the sum of `num_promised_blocks` over all requests."""
+        self.num_reserved_blocks = 0
+        """Reserved blocks: the sum of `num_reserved_blocks` over all requests."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
     def _new_pool(self, num_blocks: int) -> None:
         self.waiting = waiting = WaitingTokens(self.block_size, lambda key: self.pool.is_cached(key))
-        self.pool = BlockPool(num_blocks, self.residency.evict, waiting.cached, waiting.evicted)
+        self.pool = BlockPool(num_blocks, self.announcer.evict, waiting.cached, waiting.evicted)
 
     @property
     def usage(self) -> float:
@@ -120,7 +120,7 @@ class KVCacheManager:
             cached_block_ids: result of `find_cached_prefix`.
             leave_room: whether the watermark applies.
         """
-        room = self.pool.num_free_blocks - self.num_promised_blocks
+        room = self.pool.num_free_blocks - self.num_reserved_blocks
         if leave_room:
             room -= self.num_watermark_blocks
         num_wanted = 0
@@ -142,11 +142,11 @@ class KVCacheManager:
         ]
         request.num_allocated_tokens = self._round_up(num_tokens)
         request.num_cached_blocks = num_cached
-        self._promise(request)
+        self._reserve(request)
         if self.enable_prefix_caching:
             self.num_queried_tokens += request.num_tokens
             self.num_hit_tokens += num_cached * self.block_size
-            self._tie_chunks(request)
+            self._announce_chunks(request)
             self._register(request, num_tokens)
         return True
 
@@ -171,8 +171,8 @@ class KVCacheManager:
         for block_ids, added in zip(request.block_ids, new_ids, strict=True):
             block_ids += added
         request.num_allocated_tokens = self._round_up(num_tokens)
-        if request.num_promised_blocks:
-            self._promise(request)
+        if request.num_reserved_blocks:
+            self._reserve(request)
         self._register(request, num_tokens)
         return new_ids
 
@@ -189,34 +189,34 @@ class KVCacheManager:
             if num_valid < request.num_cached_blocks:
                 self.pool.unregister(block_ids[num_valid : request.num_cached_blocks])
             self.pool.free([block_id for block_id in block_ids if block_id != NULL_BLOCK])
-        self.num_promised_blocks -= request.num_promised_blocks
+        self.num_reserved_blocks -= request.num_reserved_blocks
         self.forget(request)
 
     def forget(self, request: Request) -> None:
         """Reset the request's block fields, without freeing anything."""
         request.block_ids = []
         request.num_allocated_tokens = 0
-        request.num_promised_blocks = 0
+        request.num_reserved_blocks = 0
         request.num_cached_blocks = 0
-        request.num_tied_chunks = 0
+        request.num_announced_chunks = 0
 
     def rebuild(self) -> None:
         """Replace the pool by an empty one. The caller must `forget` the blocks of every request."""
         self._new_pool(len(self.pool.blocks))
-        self.num_promised_blocks = 0
-        self.residency.clear()
+        self.num_reserved_blocks = 0
+        self.announcer.clear()
 
     def reset_prefix_cache(self) -> bool:
         if not self.pool.reset_prefix_cache():
             return False
-        self.residency.clear()
+        self.announcer.clear()
         return True
 
     def check(self, requests: Iterable[Request]) -> None:
         """Assert the pool's invariants, and that the given requests hold all of its used and reserved blocks."""
         self.pool.check()
         requests = list(requests)
-        assert self.num_promised_blocks == sum(request.num_promised_blocks for request in requests)
+        assert self.num_reserved_blocks == sum(request.num_reserved_blocks for request in requests)
         held = sum(
             block_id != NULL_BLOCK
             for request in requests
@@ -226,21 +226,21 @@ class KVCacheManager:
         referenced = sum(block.ref_count for block in self.pool.blocks[1:])
         assert held == referenced, f"requests hold {held} blocks, the pool counts {referenced}"
 
-    def _promise(self, request: Request) -> None:
+    def _reserve(self, request: Request) -> None:
         """Update the number of blocks reserved for the request's known tokens."""
-        num_promised = 0
+        num_reserved = 0
         if request.num_allocated_tokens < request.num_tokens:
             for group, block_ids in zip(self.groups, request.block_ids, strict=True):
                 num_held = len(block_ids) - block_ids.count(NULL_BLOCK)
-                num_promised += max(
+                num_reserved += max(
                     min(
                         group.num_blocks(request.num_tokens) - len(block_ids),
                         group.peak_blocks(request.num_tokens) - num_held,
                     ),
                     0,
                 )
-        self.num_promised_blocks += num_promised - request.num_promised_blocks
-        request.num_promised_blocks = num_promised
+        self.num_reserved_blocks += num_reserved - request.num_reserved_blocks
+        request.num_reserved_blocks = num_reserved
 
     def _round_up(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size) * self.block_size
@@ -271,17 +271,17 @@ class KVCacheManager:
                 if block_ids[index] != NULL_BLOCK:
                     self.pool.register(block_ids[index], group.key(request.block_hashes[index]))
         request.num_cached_blocks = num_full
-        self._tie_chunks(request)
+        self._announce_chunks(request)
 
-    def _tie_chunks(self, request: Request) -> None:
-        """Tie the request's chunk ends to the registered blocks of the first group that hold them.
+    def _announce_chunks(self, request: Request) -> None:
+        """Announce the request's chunks whose last block is registered, each with the block of the first group.
 
-        If an equal block of another request is the registered one, the chunk is tied to that block, because a later hit
-        would find it. A hit on a chunk that ends within the first block saves no tokens, but it is tied to that block
-        all the same, because routers follow the chain of chunks from its beginning.
+        If an equal block of another request is the registered one, the chunk belongs to that block, because a later hit
+        would find it. A hit on a chunk that ends within the first block saves no tokens, but the chunk is announced all
+        the same, because routers follow the chain of chunks from its beginning.
         """
         ends = request.chunk_ends
-        index = request.num_tied_chunks
+        index = request.num_announced_chunks
         while index < len(ends):
             num_blocks = ends[index].token_end // self.block_size
             last = max(0, num_blocks - 1)
@@ -289,9 +289,9 @@ class KVCacheManager:
                 break
             holder = self.pool.lookup(request.block_hashes[last : last + 1])
             if holder:
-                self.residency.tie(ends[index].hash, num_blocks * self.block_size, holder[0])
+                self.announcer.add(ends[index].hash, num_blocks * self.block_size, holder[0])
             index += 1
-        request.num_tied_chunks = index
+        request.num_announced_chunks = index
 
 
 def _counted_group(groups: Sequence[FullAttentionGroup]) -> FullAttentionGroup | None:

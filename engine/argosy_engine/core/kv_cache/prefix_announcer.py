@@ -1,10 +1,11 @@
-"""ResidencyTracker: tracks which chunk hashes are resident in the prefix cache, for the routers.
+"""PrefixAnnouncer: tells routers which chunk hashes the prefix cache holds (vLLM: KV events).
 
-A chunk is tied to the last block that its tokens fill, or to the first block if it ends within that. It is announced as
-stored when it is tied to its first block, and as removed when the last block that it is tied to is evicted. The tracker
-has only dictionaries keyed by block and hash: a step costs O(changes), and nothing here can make a request fail.
+A chunk belongs to the last block that its tokens fill, or to the first block if it ends within that; several blocks may
+hold it. It is announced as stored with the first of them, and as removed when the last of them is evicted. The
+announcer has only dictionaries keyed by block and hash: a step costs O(changes), and nothing here can make a request
+fail.
 
-Invariant: a router that applies every delta in the order of its fields has exactly the chunks that are tied to a block.
+Invariant: a router that applies every delta in the order of its fields has exactly the chunks that a block holds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ MAX_CHUNKS_PER_BLOCK = 32
 memory that a client can take with many ways."""
 
 
-class ResidencyTracker:
+class PrefixAnnouncer:
     def __init__(self) -> None:
         self._by_block: dict[int, list[int]] = {}
         self._num_blocks: dict[int, int] = {}
@@ -27,8 +28,8 @@ class ResidencyTracker:
         because a delta removes before it stores."""
         self._cleared = False
 
-    def tie(self, chunk_hash: int, num_tokens: int, block_id: int) -> None:
-        """Tie a chunk to a block.
+    def add(self, chunk_hash: int, num_tokens: int, block_id: int) -> None:
+        """Note that a block holds a chunk, and announce the chunk unless another block holds it already.
 
         Args:
             num_tokens: prompt tokens that a hit on this chunk saves, the last of them in `block_id`; zero for a chunk
@@ -44,7 +45,7 @@ class ResidencyTracker:
             self._stored[chunk_hash] = num_tokens
 
     def evict(self, block_id: int) -> None:
-        """Untie all chunks from a block whose content is evicted."""
+        """Drop all chunks of a block whose content is evicted."""
         for chunk_hash in self._by_block.pop(block_id, ()):
             count = self._num_blocks[chunk_hash] - 1
             if count:

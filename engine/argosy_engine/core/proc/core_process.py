@@ -242,7 +242,7 @@ class CoreProcess:
             case UtilityCall():
                 result = self._call(message)
                 self.output_queue.put(
-                    EngineCoreOutputs(utility=result, residency=self.core.kv.residency.take_delta())
+                    EngineCoreOutputs(utility=result, residency=self.core.kv.announcer.take_delta())
                 )
 
     def _call(self, call: UtilityCall) -> UtilityOutput:

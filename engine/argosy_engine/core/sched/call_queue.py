@@ -1,15 +1,15 @@
-"""CallQueue: the waiting queue, with a fair share of the running slots ("seats") between calls of several sequences.
+"""CallQueue: the waiting queue, with a fair share of the running slots between calls of several sequences.
 
-A call's sequences are its prompts times the choices of each. A sequence keeps its seat until it ends, so without a
-limit one call could hold all seats for as long as its outputs take. Calls of several sequences therefore share the
-seats by max-min fairness:
+A call's sequences are its prompts times the choices of each. A sequence keeps its slot until it ends, so without a
+limit one call could hold all slots for as long as its outputs take. Calls of several sequences therefore share the
+slots by max-min fairness:
 
-- Among these calls, the one with the fewest seats gets the next seat.
-- While these calls hold less than half of the seats, turns (`TurnClock`) decide between them and requests that are the
-  only sequence of their call. Above half, they get a seat only if no single request of the same priority waits.
-- When no seat is free, the newest sequence of the call with the most seats is preempted (`displacement`): in favour of
-  another call if its own call then still has at least as many seats as the other, or in favour of a single request if
-  calls of several sequences hold more than half of the seats. It waits like any preempted request and finds its
+- Among these calls, the one with the fewest slots gets the next slot.
+- While these calls hold less than half of the slots, turns (`TurnClock`) decide between them and requests that are the
+  only sequence of their call. Above half, they get a slot only if no single request of the same priority waits.
+- When no slot is free, the newest sequence of the call with the most slots is preempted (`displacement`): in favour of
+  another call if its own call then still has at least as many slots as the other, or in favour of a single request if
+  calls of several sequences hold more than half of the slots. It waits like any preempted request and finds its
   computed tokens in the prefix cache.
 
 Each displacement brings the calls closer to equal shares and is never reversed, so there are no more displacements than
@@ -27,11 +27,11 @@ from argosy_engine.core.sched.request_queue import MIN_STALE, RequestQueue
 from argosy_engine.core.sched.tenant_queue import TenantQueue
 
 _Rank = tuple[int, int, int, int]
-"""Order among waiting calls: priority, seats held, turn and order of arrival of the call's next sequence."""
+"""Order among waiting calls: priority, slots held, turn and order of arrival of the call's next sequence."""
 
 
 class CallQueue(TenantQueue):
-    """Waiting queue that also counts the seats of each call of several sequences.
+    """Waiting queue that also counts the slots of each call of several sequences.
 
     Invariant: the rank of every waiting call is in the heap; a heap entry that differs from its call's rank is stale.
     """
@@ -39,10 +39,10 @@ class CallQueue(TenantQueue):
     def __init__(self, max_num_seqs: int) -> None:
         super().__init__()
         self._half = max(1, max_num_seqs // 2)
-        self._seats: dict[str, dict[str, Request]] = {}
+        self._slots: dict[str, dict[str, Request]] = {}
         """Call id -> running sequences by request id."""
-        self._num_seats = 0
-        """Number of seats that all these calls hold."""
+        self._num_slots = 0
+        """Number of slots that all these calls hold."""
         self._queues: dict[str, RequestQueue] = {}
         """Call id -> waiting sequences."""
         self._num_queued = 0
@@ -79,57 +79,57 @@ class CallQueue(TenantQueue):
         self._rank(call_id)
 
     def peek(self) -> Request | None:
-        """Return the request that gets the next free seat without removing it, or None."""
+        """Return the request that gets the next free slot without removing it, or None."""
         single = super().peek()
         if not self._queues:
             return single
         sequence = self._peek_sequence()
         if single is None or sequence is None:
             return single or sequence
-        if self._num_seats >= self._half and single.queue_key[0] == sequence.queue_key[0]:
+        if self._num_slots >= self._half and single.queue_key[0] == sequence.queue_key[0]:
             return single
         return min(single, sequence, key=lambda request: request.queue_key)
 
     def displacement(self) -> tuple[Request, Request] | None:
-        """Return the waiting request that is entitled to a seat and the running sequence to preempt for it, or None.
+        """Return the waiting request that is entitled to a slot and the running sequence to preempt for it, or None.
 
-        To be called when no seat is free.
+        To be called when no slot is free.
         """
-        if not self._num_seats:
+        if not self._num_slots:
             return None
         single = super().peek()
-        if single is not None and self._num_seats > self._half:
-            victim = self._newest_of_greediest(2, single)
+        if single is not None and self._num_slots > self._half:
+            victim = self._newest_sequence_of_largest_call(2, single)
             if victim is not None:
                 return single, victim
         sequence = self._peek_sequence()
         if sequence is None:
             return None
-        num_held = len(self._seats.get(sequence.call_id, ()))
-        victim = self._newest_of_greediest(num_held + 2, sequence)
+        num_held = len(self._slots.get(sequence.call_id, ()))
+        victim = self._newest_sequence_of_largest_call(num_held + 2, sequence)
         return None if victim is None else (sequence, victim)
 
-    def take_seat(self, request: Request) -> None:
-        """Count the seat of a sequence that starts to run; it has been removed from the queue."""
-        self._seats.setdefault(request.call_id, {})[request.request_id] = request
-        self._num_seats += 1
+    def take_slot(self, request: Request) -> None:
+        """Count the slot of a sequence that starts to run; it has been removed from the queue."""
+        self._slots.setdefault(request.call_id, {})[request.request_id] = request
+        self._num_slots += 1
         self._rank(request.call_id)
 
-    def leave_seat(self, request: Request) -> None:
-        """Release the seat of a sequence. Does nothing if it holds none."""
-        seats = self._seats.get(request.call_id)
-        if seats is None or seats.pop(request.request_id, None) is None:
+    def release_slot(self, request: Request) -> None:
+        """Release the slot of a sequence. Does nothing if it holds none."""
+        slots = self._slots.get(request.call_id)
+        if slots is None or slots.pop(request.request_id, None) is None:
             return
-        self._num_seats -= 1
-        if not seats:
-            del self._seats[request.call_id]
+        self._num_slots -= 1
+        if not slots:
+            del self._slots[request.call_id]
         self._rank(request.call_id)
 
     def check(self, running: Iterable[Request]) -> None:
-        """Assert that exactly the given requests hold seats; for tests and the idle engine."""
+        """Assert that exactly the given requests hold slots; for tests and the idle engine."""
         expected = {request.request_id for request in running if request.call_id}
-        assert {request_id for seats in self._seats.values() for request_id in seats} == expected
-        assert len(expected) == self._num_seats
+        assert {request_id for slots in self._slots.values() for request_id in slots} == expected
+        assert len(expected) == self._num_slots
         assert sum(len(queue) for queue in self._queues.values()) == self._num_queued
         assert self._ranks.keys() == self._queues.keys()
 
@@ -143,29 +143,29 @@ class CallQueue(TenantQueue):
             heapq.heappop(ranking)
         return None
 
-    def _newest_of_greediest(self, min_seats: int, instead_of: Request) -> Request | None:
-        """Return the newest running sequence of the call with the most seats, or None.
+    def _newest_sequence_of_largest_call(self, min_slots: int, instead_of: Request) -> Request | None:
+        """Return the newest running sequence of the call with the most slots, or None.
 
-        Only calls with at least `min_seats` seats and no higher priority than `instead_of` are considered.
+        Only calls with at least `min_slots` slots and no higher priority than `instead_of` are considered.
         """
         urgency = instead_of.queue_key[0]
-        greediest: dict[str, Request] = {}
-        for seats in self._seats.values():
-            if len(seats) < min_seats or len(seats) <= len(greediest):
+        largest: dict[str, Request] = {}
+        for slots in self._slots.values():
+            if len(slots) < min_slots or len(slots) <= len(largest):
                 continue
-            if next(iter(seats.values())).queue_key[0] >= urgency:
-                greediest = seats
-        return max(greediest.values(), key=lambda request: request.queue_key, default=None)
+            if next(iter(slots.values())).queue_key[0] >= urgency:
+                largest = slots
+        return max(largest.values(), key=lambda request: request.queue_key, default=None)
 
     def _rank(self, call_id: str) -> None:
-        """Update the rank of a call whose seats or next sequence may have changed."""
+        """Update the rank of a call whose slots or next sequence may have changed."""
         queue = self._queues.get(call_id)
         head = None if queue is None else queue.peek()
         if head is None:
             self._ranks.pop(call_id, None)
         else:
             urgency, turn, arrival = head.queue_key
-            rank = urgency, len(self._seats.get(call_id, ())), turn, arrival
+            rank = urgency, len(self._slots.get(call_id, ())), turn, arrival
             if rank != self._ranks.get(call_id):
                 self._ranks[call_id] = rank
                 heapq.heappush(self._ranking, (rank, call_id))

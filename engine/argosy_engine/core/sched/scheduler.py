@@ -17,7 +17,7 @@ The scheduler knows no tensors, no text and no clients. Invariants: the schedule
 budget; every added request is answered by exactly one output with a finish reason, unless its client aborted it.
 
 Decoding a token that fits into the blocks already held is the common case and takes a fast path in `schedule` and
-`update`. Everything else, including a decode that needs a new block, takes the general path.
+`update_from_output`. Everything else, including a decode that needs a new block, takes the general path.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Scheduler:
         self._released: list[str] = []
         """Ids of requests whose worker slots the next step frees."""
         self._outputs: list[EngineCoreOutput] = []
-        """Outputs that the next `update` returns."""
+        """Outputs that the next `update_from_output` returns."""
 
     @property
     def has_work(self) -> bool:
@@ -145,7 +145,7 @@ class Scheduler:
             self.waiting.push(request)
 
     def fail(self, request_id: str, reason: str, kind: ErrorKind = ErrorKind.INVALID) -> None:
-        """End a request with an error, which the next `update` returns. Unknown ids are ignored."""
+        """End a request with an error, which the next `update_from_output` returns. Unknown ids are ignored."""
         request = self.requests.get(request_id)
         if request is not None:
             request.finish_reason = FinishReason.ERROR
@@ -178,8 +178,11 @@ class Scheduler:
     # Scheduling
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step, which is in flight from then on. Call `update` for every step, in the same order."""
-        favoured = self._free_a_seat() if len(self.running) >= self.max_num_seqs else None
+        """Plan the next step, which is in flight from then on.
+
+        Call `update_from_output` for every step, in the same order.
+        """
+        favoured = self._preempt_for_fair_share() if len(self.running) >= self.max_num_seqs else None
         is_mixed = self.enable_chunked_prefill and any(request.has_first_token for request in self.running)
         prefill_room = self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens
         plan = StepPlan(
@@ -198,7 +201,7 @@ class Scheduler:
             self.in_flight.push(step)
         return step
 
-    def _free_a_seat(self) -> Request | None:
+    def _preempt_for_fair_share(self) -> Request | None:
         """Preempt a sequence of a call with many slots for a waiting request that is entitled to one.
 
         Returns the request that gets the slot, or None.
@@ -279,7 +282,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             if request.call_id:
-                self.waiting.take_seat(request)
+                self.waiting.take_slot(request)
             plan.new_requests.append(
                 NewRequest(
                     request.request_id,
@@ -363,12 +366,12 @@ class Scheduler:
         if request.num_output_tokens:
             self.waiting.charge(request.tenant, request.num_output_tokens)
         if request.call_id:
-            self.waiting.leave_seat(request)
+            self.waiting.release_slot(request)
         self.waiting.push(request)
 
     # Step outputs
 
-    def update(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def update_from_output(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the output of a finished step: append its tokens and finish the requests that are done.
 
         If it raises, the outputs collected so far are kept and returned by the call after `rebuild`.
@@ -392,7 +395,7 @@ class Scheduler:
                 num_tokens < request.max_num_tokens
                 and token_id not in request.stop_ids
                 and request.has_first_token
-                and not request.has_extras
+                and not request.needs_general_path
                 and num_tokens <= request.num_tokens_with_spec  # not preempted meanwhile
                 and request_id not in drafts
             ):
@@ -400,7 +403,9 @@ class Scheduler:
                 request.num_tokens = num_tokens
                 outputs.append(EngineCoreOutput(request_id, token_ids))
                 continue
-            outputs.append(self._book(request, token_ids, result.logprobs.get(request_id)))
+            outputs.append(
+                self._update_request_with_output(request, token_ids, result.logprobs.get(request_id))
+            )
             if request_id in drafts:  # rejected drafts were not computed
                 request.spec_token_ids = []
                 request.num_computed_tokens = request.num_tokens - 1
@@ -425,7 +430,7 @@ class Scheduler:
         self._outputs = []
         return outputs
 
-    def _book(
+    def _update_request_with_output(
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> EngineCoreOutput:
         """Append tokens up to the one that ends the request, and build the output."""
@@ -468,7 +473,7 @@ class Scheduler:
         if request.num_output_tokens:
             self.waiting.charge(request.tenant, request.num_output_tokens)
         if request.call_id:
-            self.waiting.leave_seat(request)
+            self.waiting.release_slot(request)
         self.in_flight.forget(request.request_id)
         self.kv.free(request, request.num_computed_tokens)
 

@@ -1,4 +1,4 @@
-"""Calls of many sequences leave seats to others: nobody waits for the end of another's long outputs."""
+"""Calls of many sequences yield slots to others, so no call waits for the end of another's long outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.sample.params import SamplingParams
 from scheduler_fakes import FakeWorker
 
-BLOCK, SEATS, LONG = 4, 8, 60
+BLOCK, SLOTS, LONG = 4, 8, 60
 
 
 class Engine:
@@ -23,7 +23,7 @@ class Engine:
     def __init__(
         self,
         *,
-        max_num_seqs: int = SEATS,
+        max_num_seqs: int = SLOTS,
         policy: SchedulingPolicy = "fcfs",
         enable_prefix_caching: bool = True,
     ) -> None:
@@ -58,7 +58,7 @@ class Engine:
         self.num_computed += step.total_num_scheduled_tokens
         result = self.worker.execute(step)
         if step.num_scheduled_tokens:
-            for output in self.scheduler.update(step, result):
+            for output in self.scheduler.update_from_output(step, result):
                 self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
         self.scheduler.check()
 
@@ -78,62 +78,62 @@ class Engine:
         while self.scheduler.has_work:
             self.step()
 
-    def seats(self, call: str) -> int:
+    def slots(self, call: str) -> int:
         return sum(request.request_id.startswith(call) for request in self.scheduler.running)
 
 
-@pytest.mark.parametrize("num_calls", [1, 2, 4, SEATS])
-def test_a_request_finds_a_seat_though_calls_of_many_sequences_hold_them_all(num_calls: int) -> None:
+@pytest.mark.parametrize("num_calls", [1, 2, 4, SLOTS])
+def test_a_request_finds_a_slot_though_calls_of_many_sequences_hold_them_all(num_calls: int) -> None:
     engine = Engine()
     for number in range(num_calls):
         engine.add_call(f"greedy-{number}-", 9)
     engine.steps(5)
-    assert len(engine.scheduler.running) == SEATS
+    assert len(engine.scheduler.running) == SLOTS
     engine.add("canary")
-    if num_calls < SEATS:
+    if num_calls < SLOTS:
         assert engine.steps_until("canary") <= 2
-    else:  # every call holds one seat: nobody is greedy, the canary waits for the first that ends
+    else:  # every call holds one slot, so the canary waits for the first sequence that ends
         assert engine.steps_until("canary") <= LONG + 1
 
 
-def test_a_call_that_arrives_gets_as_many_seats_as_one_that_holds_them_all() -> None:
+def test_a_call_that_arrives_gets_as_many_slots_as_one_that_holds_them_all() -> None:
     engine = Engine()
     engine.add_call("first", 64)
     engine.steps(5)
     engine.add_call("second", 64)
-    engine.steps(SEATS)
-    assert (engine.seats("first"), engine.seats("second")) == (SEATS // 2, SEATS // 2)
+    engine.steps(SLOTS)
+    assert (engine.slots("first"), engine.slots("second")) == (SLOTS // 2, SLOTS // 2)
     preemptions = engine.scheduler.num_preemptions
     engine.steps(30)
-    assert engine.scheduler.num_preemptions == preemptions == SEATS // 2
+    assert engine.scheduler.num_preemptions == preemptions == SLOTS // 2
 
 
-def test_calls_of_several_sequences_keep_half_of_the_seats_while_others_keep_coming() -> None:
+def test_calls_of_several_sequences_keep_half_of_the_slots_while_others_keep_coming() -> None:
     engine = Engine()
     engine.add_call("call", 20)
     engine.steps(5)
     for number in range(200):
         engine.add(f"single{number}", 20)
-    engine.steps(SEATS)
+    engine.steps(SLOTS)
     preemptions = engine.scheduler.num_preemptions
     for _ in range(30):
         engine.step()
-        assert engine.seats("call") == SEATS // 2
+        assert engine.slots("call") == SLOTS // 2
     assert engine.scheduler.num_preemptions == preemptions
 
 
-def test_a_call_alone_takes_every_seat_and_gets_them_back() -> None:
+def test_a_call_alone_takes_every_slot_and_gets_them_back() -> None:
     engine = Engine()
     engine.add_call("call", 20)
     engine.steps(5)
-    assert engine.seats("call") == SEATS
+    assert engine.slots("call") == SLOTS
     engine.add("canary")
     engine.steps_until("canary")
     engine.steps(4)
-    assert engine.seats("call") == SEATS
+    assert engine.slots("call") == SLOTS
 
 
-def test_requests_of_one_sequence_never_take_each_others_seats() -> None:
+def test_requests_of_one_sequence_never_take_each_others_slots() -> None:
     engine, names = Engine(), "abcdefghijkl"
     for name in names:
         engine.add(name, 20)
@@ -142,11 +142,11 @@ def test_requests_of_one_sequence_never_take_each_others_seats() -> None:
     assert list(engine.outputs) == list(names)
 
 
-def test_what_gave_its_seat_up_computes_little_again() -> None:
-    """The prefix cache holds what it had: a step of one block at most, for each request that takes a seat."""
+def test_what_gave_its_slot_up_computes_little_again() -> None:
+    """The prefix cache holds what it had: a step of one block at most, for each request that takes a slot."""
     alone, shared = Engine(), Engine()
     for engine in (alone, shared):
-        engine.add_call("call", SEATS)
+        engine.add_call("call", SLOTS)
         engine.steps(30)
     num_others = 8
     for number in range(num_others):
@@ -163,7 +163,7 @@ def test_what_gave_its_seat_up_computes_little_again() -> None:
 @pytest.mark.parametrize(
     ("priority", "gives_way"), [(-1, True), (0, True), (1, False)], ids=["more", "as", "less"]
 )
-def test_only_what_is_not_more_urgent_gives_its_seat_up(priority: int, *, gives_way: bool) -> None:
+def test_only_what_is_not_more_urgent_gives_its_slot_up(priority: int, *, gives_way: bool) -> None:
     engine = Engine(policy="priority")
     engine.add_call("call", 16)
     engine.steps(5)
@@ -171,7 +171,7 @@ def test_only_what_is_not_more_urgent_gives_its_seat_up(priority: int, *, gives_
     assert (engine.steps_until("canary") <= 2) == gives_way
 
 
-def test_nobody_gives_up_the_only_seat_of_an_engine() -> None:
+def test_nobody_gives_up_the_only_slot_of_an_engine() -> None:
     engine = Engine(max_num_seqs=1)
     names = [*engine.add_call("call", 3, max_tokens=5), "canary"]
     engine.add("canary", 5)
@@ -189,7 +189,7 @@ def events(seed: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_every_sequence_of_every_call_ends(seed: int) -> None:
-    """Calls of all sizes, singles and aborts in any order: nothing is lost and no seat is counted that nobody holds."""
+    """Calls of all sizes, singles and aborts in any order: nothing is lost and no slot is counted that nobody holds."""
     engine, choose = Engine(enable_prefix_caching=seed % 2 == 0), events(seed)
     expected: dict[str, int] = {}
     for number in range(30):

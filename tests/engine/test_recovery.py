@@ -1,4 +1,4 @@
-"""A fault in the bookkeeping is logged and healed: nobody's answer changes, nothing crashes."""
+"""The core recovers from a fault in its bookkeeping: it logs the fault, no answer changes, nothing crashes."""
 
 from __future__ import annotations
 
