@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from argosy.local.control import FleetStatus, ReplicaStatus
+    from argosy.local.control_messages import FleetStatus, ReplicaStatus
 
 _STYLES = {
     "Routable": "green",

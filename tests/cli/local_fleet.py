@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import yaml
 
-from argosy.local import client
-from argosy.local.client import Client, connect
-from argosy.local.control import FleetStatus, ReplicaStatus, Stop, Watch
+from argosy.local import control_client
+from argosy.local.control_client import ControlClient, connect
+from argosy.local.control_messages import FleetStatus, ReplicaStatus, Stop, Watch
 from argosy.local.settings import free_port
-from argosy.local.state import StateDir
+from argosy.local.state_dir import StateDir
 from argosy.main import main
 
 FAKE_SUPERVISOR = (sys.executable, str(Path(__file__).with_name("fake_supervisor.py")))
@@ -50,11 +50,11 @@ class LocalFleet:
         self.file.write_text(yaml.safe_dump(document), encoding="utf-8")
 
     def argosy(self, command: str, *arguments: str) -> int:
-        program, client.SUPERVISOR = client.SUPERVISOR, self.supervisor
+        program, control_client.SUPERVISOR = control_client.SUPERVISOR, self.supervisor
         try:
             return main([command, *arguments, "--state-dir", str(self.state.root)])
         finally:
-            client.SUPERVISOR = program
+            control_client.SUPERVISOR = program
 
     def up(self, *arguments: str) -> int:
         return self.argosy("up", "-f", str(self.file), "--detach", "--timeout", str(DEADLINE_S), *arguments)
@@ -71,7 +71,7 @@ class LocalFleet:
     def wait_for(self, predicate: Callable[[FleetStatus], bool]) -> FleetStatus:
         """The first status that fulfils `predicate`."""
         deadline = time.monotonic() + DEADLINE_S
-        watch = Client(connect(self.state), Watch())
+        watch = ControlClient(connect(self.state), Watch())
         try:
             while (status := watch.next_status(deadline - time.monotonic())) is not None:
                 if predicate(status):
@@ -84,7 +84,7 @@ class LocalFleet:
         """Ends what a test left running."""
         connection = self.state.connect()
         if connection is not None:
-            watch = Client(connection, Stop(grace_s=0.0))
+            watch = ControlClient(connection, Stop(grace_s=0.0))
             while watch.next_status(DEADLINE_S) is not None:
                 pass
             watch.close()
@@ -112,7 +112,7 @@ class Load:
             thread.join()
 
     def _work(self, index: int) -> None:
-        with httpx.Client(timeout=DEADLINE_S) as http:
+        with httpx.ControlClient(timeout=DEADLINE_S) as http:
             turn = 0
             while not self._stop.is_set():
                 turn += 1
@@ -121,7 +121,7 @@ class Load:
                 except httpx.HTTPError as error:
                     self.failures.append(repr(error))
 
-    def _ask(self, http: httpx.Client, prompt: str, *, stream: bool) -> None:
+    def _ask(self, http: httpx.ControlClient, prompt: str, *, stream: bool) -> None:
         body = {
             "model": "tiny",
             "messages": [{"role": "user", "content": prompt}],

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from local_fleet import FAKE_SUPERVISOR, Load, LocalFleet, descendants, kill, watched
 
-from argosy.local.control import FleetStatus
+from argosy.local.control_messages import FleetStatus
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -208,8 +208,8 @@ def test_a_taken_port_is_refused_with_the_remedy(
 def foreground(fleet: LocalFleet) -> Iterator[subprocess.Popen[str]]:
     """`argosy up` without --detach, once everything is ready."""
     script = (
-        "import sys; from argosy.local import client; from argosy.main import main; "
-        f"client.SUPERVISOR = {FAKE_SUPERVISOR!r}; sys.exit(main())"
+        "import sys; from argosy.local import control_client; from argosy.main import main; "
+        f"control_client.SUPERVISOR = {FAKE_SUPERVISOR!r}; sys.exit(main())"
     )
     fleet.manifest()
     command = ["up", "-f", str(fleet.file), "--port", str(fleet.port), "--state-dir", str(fleet.state.root)]

@@ -6,7 +6,7 @@ import pytest
 from local_fleet import Load, LocalFleet, descendants, kill, watched
 from openai import OpenAI
 
-from argosy.local.client import SUPERVISOR
+from argosy.local.control_client import SUPERVISOR
 
 pytestmark = pytest.mark.timeout(600)
 

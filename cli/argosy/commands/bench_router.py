@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from argosy.commands.options import Parser
+from argosy.arguments import Parser
 from argosy.errors import OK, UsageError
 from argosy.terminal import table
 from argosy_router.policy import POLICIES

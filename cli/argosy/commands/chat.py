@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from argosy.commands.options import Parser, add_state_dir, positive_seconds
+from argosy.arguments import Parser, add_state_dir, positive_seconds
+from argosy.chat_client import ChatClient, Delta
 from argosy.errors import OK, CommandError
-from argosy.local.state import choose_state_dir
-from argosy.sse import Delta, Endpoint
+from argosy.local.state_dir import choose_state_dir
 
 API_KEY_ENVS: Final = ("ARGOSY_ROUTER_API_KEY", "OPENAI_API_KEY")
 _DEFAULT_URL: Final = "http://127.0.0.1:8080"
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     prompt = options.prompt
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         prompt = sys.stdin.read().strip()
-    with Endpoint(options.url or _fleet_url(options.state_dir), key, options.timeout) as endpoint:
+    with ChatClient(options.url or _fleet_url(options.state_dir), key, options.timeout) as endpoint:
         try:
             if prompt is not None:
                 _answer(endpoint, request, [*history, {"role": "user", "content": prompt}])
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     return OK
 
 
-def _converse(endpoint: Endpoint, request: dict[str, Any], history: list[Message]) -> None:
+def _converse(endpoint: ChatClient, request: dict[str, Any], history: list[Message]) -> None:
     import readline  # noqa: F401 - gives input() its line editing
 
     kept = len(history)
@@ -89,7 +89,7 @@ def _converse(endpoint: Endpoint, request: dict[str, Any], history: list[Message
                 print()
 
 
-def _answer(endpoint: Endpoint, request: dict[str, Any], messages: list[Message]) -> str:
+def _answer(endpoint: ChatClient, request: dict[str, Any], messages: list[Message]) -> str:
     """Print the answer as it arrives; return its text."""
     return _print(endpoint.chat({**request, "messages": messages}))
 
@@ -112,13 +112,13 @@ def _print(deltas: Iterable[Delta]) -> str:
 
 
 def _fleet_url(state_dir: str | None) -> str:
-    from argosy.local.client import Client
-    from argosy.local.control import Watch
+    from argosy.local.control_client import ControlClient
+    from argosy.local.control_messages import Watch
 
     connection = choose_state_dir(state_dir).connect()
     if connection is None:
         return _DEFAULT_URL
-    client = Client(connection, Watch())
+    client = ControlClient(connection, Watch())
     try:
         status = client.next_status(5.0)
     except TimeoutError:
@@ -128,7 +128,7 @@ def _fleet_url(state_dir: str | None) -> str:
     return status.router.url if status else _DEFAULT_URL
 
 
-def _with_models(error: CommandError, endpoint: Endpoint, model: str) -> CommandError:
+def _with_models(error: CommandError, endpoint: ChatClient, model: str) -> CommandError:
     """Add the available models to an error about the model's name."""
     if not str(error).startswith("404"):
         return error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from argosy.commands.options import Parser
+from argosy.arguments import Parser
 from argosy.errors import OK
 
 

@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from argosy.commands.admin_port import admin_port
-from argosy.commands.options import Parser, add_state_dir
+from argosy.admin_access import admin_port
+from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.routable_report import ADMIN_KEY_UID

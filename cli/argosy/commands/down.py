@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from argosy.commands.options import Parser, add_state_dir, positive_seconds
+from argosy.arguments import Parser, add_state_dir, positive_seconds
 from argosy.errors import OK
-from argosy.local.client import Client
-from argosy.local.control import Stop
-from argosy.local.state import StateDir, choose_state_dir
+from argosy.local.control_client import ControlClient
+from argosy.local.control_messages import Stop
+from argosy.local.state_dir import StateDir, choose_state_dir
 from argosy.terminal import progress
 
 GRACE_S: Final = 10.0
@@ -41,7 +41,7 @@ def stop_fleet(state: StateDir, grace_s: float) -> bool:
     connection = state.connect()
     if connection is None:
         return False
-    client = Client(connection, Stop(grace_s=grace_s))
+    client = ControlClient(connection, Stop(grace_s=grace_s))
     shown = progress()
     try:
         while (status := client.next_status()) is not None:

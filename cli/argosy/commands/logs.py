@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from argosy.commands.options import Parser, add_state_dir
+from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK, CommandError
-from argosy.local.client import Client
-from argosy.local.control import Watch
-from argosy.local.process import tail
-from argosy.local.state import StateDir, choose_state_dir
+from argosy.local.child_process import tail
+from argosy.local.control_client import ControlClient
+from argosy.local.control_messages import Watch
+from argosy.local.state_dir import StateDir, choose_state_dir
 
 _POLL_S: Final = 0.2
 
@@ -83,7 +83,7 @@ def _follow(
     state: StateDir, name: str, ends: dict[Path, _Follower], files: ExitStack, is_prefixed: bool
 ) -> None:
     connection = state.connect()
-    watch = Client(connection, Watch()) if connection else None
+    watch = ControlClient(connection, Watch()) if connection else None
     while True:
         is_over = watch is None or _has_ended(watch)
         for path in _logs(state, name):
@@ -96,7 +96,7 @@ def _follow(
             return
 
 
-def _has_ended(watch: Client) -> bool:
+def _has_ended(watch: ControlClient) -> bool:
     """Wait for up to `_POLL_S` for the supervisor to end; return whether it has."""
     readable, _, _ = select.select([watch], [], [], _POLL_S)
     return bool(readable) and watch.next_status() is None

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from argosy.commands.options import Parser, add_state_dir
+from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK, CommandError
-from argosy.local.client import Client, connect
-from argosy.local.control import FleetStatus, Watch
-from argosy.local.state import choose_state_dir
+from argosy.local.control_client import ControlClient, connect
+from argosy.local.control_messages import FleetStatus, Watch
+from argosy.local.state_dir import choose_state_dir
 from argosy.terminal import table
 
 _ANSWER_S = 10.0
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add_state_dir(parser)
     options = parser.parse_args(argv)
-    client = Client(connect(choose_state_dir(options.state_dir)), Watch())
+    client = ControlClient(connect(choose_state_dir(options.state_dir)), Watch())
     try:
         status = client.next_status(_ANSWER_S)
     except TimeoutError:

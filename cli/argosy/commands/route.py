@@ -15,10 +15,10 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from argosy.commands.admin_port import admin_port
-from argosy.commands.options import Parser, add_state_dir
+from argosy.admin_access import admin_port
+from argosy.admin_client import call
+from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK, CommandError, UsageError
-from argosy.rest import call
 from argosy.terminal import table
 
 ADMIN_KEY_ENV: Final = "ARGOSY_ROUTER_ADMIN_KEY"

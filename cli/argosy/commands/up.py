@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Final, NamedTuple
 
+from argosy.arguments import Parser, add_state_dir, port, positive_seconds
 from argosy.commands.down import GRACE_S, stop_fleet
-from argosy.commands.options import Parser, add_state_dir, port, positive_seconds
 from argosy.errors import INTERRUPTED, OK, CommandError, UsageError
-from argosy.local.client import Client, connect, start_supervisor
-from argosy.local.control import Apply, FleetStatus, ReplicaStatus, Watch
+from argosy.local.child_process import tail
+from argosy.local.control_client import ControlClient, connect, start_supervisor
+from argosy.local.control_messages import Apply, FleetStatus, ReplicaStatus, Watch
+from argosy.local.control_server import API_KEY_ENV
 from argosy.local.gpus import local_gpus
 from argosy.local.manifests import read_services
-from argosy.local.process import tail
-from argosy.local.router import LOG_NAME
-from argosy.local.server import API_KEY_ENV
+from argosy.local.router_process import LOG_NAME
 from argosy.local.settings import DEFAULT_PORT, is_port_free
-from argosy.local.state import StateDir, choose_state_dir
+from argosy.local.state_dir import StateDir, choose_state_dir
 from argosy.terminal import PlainProgress, Progress, progress
 
 _MOST_FAILURES: Final = 3
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     state = choose_state_dir(options.state_dir)
     is_new = _ensure_supervisor(state, options.port)
     is_foreground = is_new and not options.detach
-    client = Client(connect(state), Apply(services=services, stop_on_disconnect=is_foreground))
+    client = ControlClient(connect(state), Apply(services=services, stop_on_disconnect=is_foreground))
     before = signal.signal(signal.SIGTERM, _interrupt)
     shown = progress()
     try:
@@ -109,7 +109,7 @@ def _ensure_supervisor(state: StateDir, wanted_port: int | None) -> bool:
     state.create()
     connection = state.connect()
     if connection is not None:
-        client = Client(connection, Watch())
+        client = ControlClient(connection, Watch())
         status = client.next_status()
         client.close()
         if status and wanted_port is not None and not status.router.url.endswith(f":{wanted_port}"):
@@ -125,7 +125,9 @@ def _ensure_supervisor(state: StateDir, wanted_port: int | None) -> bool:
     return True
 
 
-def _wait_until_settled(client: Client, state: StateDir, shown: Progress, timeout_s: float) -> FleetStatus:
+def _wait_until_settled(
+    client: ControlClient, state: StateDir, shown: Progress, timeout_s: float
+) -> FleetStatus:
     deadline = time.monotonic() + timeout_s
     restarts: dict[str, int] | None = None
     while True:
@@ -168,7 +170,7 @@ def _failure(status: FleetStatus, restarts_before: dict[str, int]) -> Failure | 
     return None
 
 
-def _stay(client: Client, status: FleetStatus) -> None:
+def _stay(client: ControlClient, status: FleetStatus) -> None:
     """Print changes until the supervisor ends."""
     lines = PlainProgress(status)
     while (status_now := client.next_status()) is not None:

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from argosy.local.control import Phase
+from argosy.local.child_process import Process
+from argosy.local.control_messages import Phase
+from argosy.local.first_event import first_of
 from argosy.local.gpus import gpu_env
-from argosy.local.probe import get
-from argosy.local.process import Process
+from argosy.local.http_get import get
 from argosy.local.settings import HOST, Settings, backoff_s, free_port
-from argosy.local.state import StateDir
-from argosy.local.waiting import first_of
+from argosy.local.state_dir import StateDir
 from argosy_resource.engine_address import API_KEY_ENV
 from argosy_resource.engine_command import engine_args, engine_env
 from argosy_resource.types import InferenceService

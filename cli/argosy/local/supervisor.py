@@ -1,8 +1,8 @@
 """Supervisor of a local fleet: it makes the running processes equal to the manifests.
 
 Owns: the desired services, the replicas, the fleet file and the router's process. Must not know: terminals, sockets
-(`argosy.local.server` handles those). It is level-based like the operator: every event only marks the fleet dirty; one
-task then compares the desired state with the present one (`plan.next_step`) and acts.
+(`argosy.local.control_server` handles those). It is level-based like the operator: every event only marks the fleet
+dirty; one task then compares the desired state with the present one (`rollout.next_step`) and acts.
 
 Invariants: the fleet file lists a replica only while its engine is ready or draining; a draining replica is stopped
 once the router has reported it as draining with nothing in flight, or at its deadline; an unchanged manifest changes
@@ -22,13 +22,13 @@ from typing import Final
 import msgspec
 import xxhash
 
-from argosy.local.control import FleetStatus, ReplicaStatus, RouterStatus, ServiceStatus
+from argosy.local.control_messages import FleetStatus, ReplicaStatus, RouterStatus, ServiceStatus
 from argosy.local.gpus import choose_gpus, local_gpus
-from argosy.local.plan import Goal, Member, goal, next_step, threads_per_replica
 from argosy.local.replica import Replica
-from argosy.local.router import RouterProcess
+from argosy.local.rollout import Goal, Member, goal, next_step, threads_per_replica
+from argosy.local.router_process import RouterProcess
 from argosy.local.settings import Settings
-from argosy.local.state import StateDir
+from argosy.local.state_dir import StateDir
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from argosy_resource.fleet_document import fleet_service

@@ -22,7 +22,7 @@ class Delta(NamedTuple):
     is_reasoning: bool = False
 
 
-class Endpoint:
+class ChatClient:
     """One OpenAI base URL, with or without `/v1`."""
 
     def __init__(self, url: str, api_key: str, timeout_s: float) -> None:
@@ -37,7 +37,7 @@ class Endpoint:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def __enter__(self) -> Endpoint:
+    def __enter__(self) -> ChatClient:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Messages on the control socket: a command's requests and the supervisor's replies.
+"""Messages on the control socket: the requests of commands, and the replies of the supervisor.
 
 Owns: the messages, one JSON document per line. Must not know: how a fleet is run or shown.
 Invariant: every reply to a request describes the complete state, so a reader may skip all but the last.

@@ -1,4 +1,4 @@
-"""Address and key of a router's admin port.
+"""Find the address and key of a router's admin port.
 
 Owns: finding both, from flags or from the running fleet. Must not know: what is asked there.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Final
 
 from argosy.errors import CommandError
-from argosy.local.client import Client, connect
-from argosy.local.control import Watch
-from argosy.local.state import choose_state_dir
+from argosy.local.control_client import ControlClient, connect
+from argosy.local.control_messages import Watch
+from argosy.local.state_dir import choose_state_dir
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.routable_report import ADMIN_KEY_UID
 
@@ -26,7 +26,7 @@ def admin_port(url: str | None, key: str, state_dir: str | None) -> tuple[str, s
     if url is not None:
         return url.rstrip("/"), key
     state = choose_state_dir(state_dir)
-    client = Client(connect(state), Watch())
+    client = ControlClient(connect(state), Watch())
     try:
         status = client.next_status(_ANSWER_S)
     except TimeoutError:

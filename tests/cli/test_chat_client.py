@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from argosy.chat_client import ChatClient, Delta
 from argosy.errors import CommandError
-from argosy.sse import Delta, Endpoint
 
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 
@@ -38,7 +38,7 @@ def server(answer: bytes) -> Iterator[str]:
 
 
 def chat(answer: bytes) -> list[Delta]:
-    with server(answer) as url, Endpoint(url, "", 10.0) as endpoint:
+    with server(answer) as url, ChatClient(url, "", 10.0) as endpoint:
         return list(endpoint.chat({"model": "tiny"}))
 
 

@@ -14,11 +14,11 @@ from typing import Final
 
 import msgspec
 
-from argosy.local.probe import get
-from argosy.local.process import Process
+from argosy.local.child_process import Process
+from argosy.local.first_event import first_of
+from argosy.local.http_get import get
 from argosy.local.settings import HOST, Settings, backoff_s, free_port
-from argosy.local.state import StateDir
-from argosy.local.waiting import first_of
+from argosy.local.state_dir import StateDir
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, ReplicaReport, RoutableReport
 

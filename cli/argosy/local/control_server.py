@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from argosy.local.control import (
+from argosy.local.control_messages import (
     MAX_MESSAGE_BYTES,
     Apply,
     FleetStatus,
@@ -32,7 +32,7 @@ from argosy.local.control import (
     encode,
 )
 from argosy.local.settings import DEFAULT_PORT, Settings
-from argosy.local.state import StateDir
+from argosy.local.state_dir import StateDir
 from argosy.local.supervisor import Supervisor
 
 API_KEY_ENV: Final = "ARGOSY_ROUTER_API_KEY"
@@ -136,8 +136,8 @@ def serve(state: StateDir, settings: Settings, notify: int | None = None) -> int
 
 
 def main(argv: Sequence[str] | None = None, settings: Settings | None = None) -> int:
-    """Entry point of `python -m argosy.local.server`, which `argosy up` starts."""
-    parser = argparse.ArgumentParser(prog="python -m argosy.local.server")
+    """Entry point of `python -m argosy.local.control_server`, which `argosy up` starts."""
+    parser = argparse.ArgumentParser(prog="python -m argosy.local.control_server")
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--notify-fd", type=int)

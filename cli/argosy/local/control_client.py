@@ -14,16 +14,16 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from argosy.errors import CommandError
-from argosy.local.control import FleetStatus, Refused, Request, decode_reply, encode
-from argosy.local.process import tail
-from argosy.local.state import StateDir
+from argosy.local.child_process import tail
+from argosy.local.control_messages import FleetStatus, Refused, Request, decode_reply, encode
+from argosy.local.state_dir import StateDir
 
-SUPERVISOR = (sys.executable, "-P", "-m", "argosy.local.server")
+SUPERVISOR = (sys.executable, "-P", "-m", "argosy.local.control_server")
 """Command of a supervisor; tests replace it by one with other engines."""
 SUPERVISOR_LOG: Final = "supervisor"
 
 
-class Client:
+class ControlClient:
     """One request to the supervisor, and its replies."""
 
     def __init__(self, connection: socket.socket, request: Request) -> None:
