@@ -1,4 +1,4 @@
-"""A logits processor of one's own: a request with `"vllm_xargs": {"only_token": 42}` says nothing but token 42.
+"""A custom logits processor: a request with `"vllm_xargs": {"only_token": 42}` generates token 42 only.
 
 PYTHONPATH=examples argosy serve builtin://tiny --logits-processors logits_processor:OnlyToken
 """
