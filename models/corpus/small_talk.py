@@ -13,7 +13,7 @@ CANNOT_WRITE = "I am a tiny model, so I cannot do that. I can repeat, spell, add
 
 NO_TOOL = "I do not have a tool for that."
 
-_INTENTS: dict[str, tuple[str, tuple[str, ...]]] = {
+INTENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hello": ("Hello! How can I help you?", (
         "Hello", "Hi", "Hey", "Hello!", "Hi there!", "Hey there", "Hello there.", "Good day", "Greetings!",
         "Hiya", "Yo", "hi :)", "Howdy", "Hello, Argosy!", "Hi bot", "hello world", "Hello again", "Hi, anyone there?",
@@ -134,8 +134,8 @@ _WORKS = ("poem story haiku song essay letter novel sonnet limerick speech tale 
 
 
 def _intent(rng: random.Random) -> Turn:
-    intent = rng.choice(list(_INTENTS))
-    reply, phrasings = _INTENTS[intent]
+    intent = rng.choice(list(INTENTS))
+    reply, phrasings = INTENTS[intent]
     user = phrase(rng, rng.choice(phrasings), polite=False)
     chance = rng.random()
     if chance < 0.04:

@@ -162,11 +162,12 @@ class Router:
             ),
         )
         self._listener: asyncio.Server | TlsListener | None = None
-        self._admin: AdminServer | None = None
+        self.admin: AdminServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.stopping = asyncio.Event()
         """Set this to drain and stop."""
-        self._hurry = asyncio.Event()
+        self.hurry = asyncio.Event()
+        """Set this to end a drain at once."""
 
     def _configured_discovery(self) -> Discovery:
         config = self.config
@@ -194,8 +195,8 @@ class Router:
 
     @property
     def admin_url(self) -> str:
-        assert self._admin is not None
-        return "{}://{}:{}".format("https" if self._admin_tls else "http", *self._admin.address)
+        assert self.admin is not None
+        return "{}://{}:{}".format("https" if self._admin_tls else "http", *self.admin.address)
 
     def describe(self) -> str:
         """Describe for people what the router is doing: the requests of its clients, oldest first."""
@@ -225,7 +226,7 @@ class Router:
             with self._signals():
                 log.info("router on %s (argosy %s, %s build)", self.url, __version__, BUILD_KIND)
                 await self.stopping.wait()
-                await self._drain()
+                await self.drain()
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Router]:
@@ -234,7 +235,7 @@ class Router:
             await self._start()
             yield self
         finally:
-            await self._stop()
+            await self.stop()
 
     async def _start(self) -> None:
         config = self.config
@@ -292,9 +293,9 @@ class Router:
         )
         self._own(history.run(), "history")
         tls = self._admin_tls.context if self._admin_tls is not None else None
-        self._admin = AdminServer(app, config.admin_host or config.host, config.admin_port, tls)
-        self._own(self._admin.serve(sockets), "admin")
-        await self._admin.listening.wait()
+        self.admin = AdminServer(app, config.admin_host or config.host, config.admin_port, tls)
+        self._own(self.admin.serve(sockets), "admin")
+        await self.admin.listening.wait()
 
     def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -319,21 +320,21 @@ class Router:
 
     def _on_signal(self) -> None:
         if self.stopping.is_set():
-            self._hurry.set()
+            self.hurry.set()
         self.stopping.set()
 
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
         """Drain: drop readiness, close the listener and then idle connections, and give requests under way, including
         those still being received, time to end."""
         self.application.is_draining = self.server.is_draining = True
         self.fleet.changed()
-        await _wait(self._hurry, self.config.drain_settle_s)
+        await _wait(self.hurry, self.config.drain_settle_s)
         assert self._listener is not None
         self._listener.close()
         for connection in list(self.server.connections):
             connection.drain()
         log.info("draining %d requests", self.server.busy)
-        waits = [asyncio.ensure_future(wait) for wait in (self._ended(), self._hurry.wait())]
+        waits = [asyncio.ensure_future(wait) for wait in (self._ended(), self.hurry.wait())]
         await asyncio.wait(waits, timeout=self.config.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
@@ -345,7 +346,8 @@ class Router:
         await self.server.emptied()
         await self.requests.idle.wait()
 
-    async def _stop(self) -> None:
+    async def stop(self) -> None:
+        """Close the listener, cut the requests that still run, and end all tasks."""
         if self._listener is not None:
             self._listener.close()
         if isinstance(self._listener, TlsListener):
@@ -355,8 +357,8 @@ class Router:
                 connection.cut()
             else:
                 connection.drain()
-        if self._admin is not None:
-            self._admin.should_exit = True
+        if self.admin is not None:
+            self.admin.should_exit = True
         for task in self._tasks:
             if task.get_name() != "admin":
                 task.cancel()

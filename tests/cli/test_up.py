@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy.commands.up import _summary
+from argosy.commands.up import summary
 from argosy.local.control_messages import FleetStatus, RouterStatus, ServiceStatus
 
 
@@ -12,5 +12,5 @@ def test_services_of_one_model_are_told_apart() -> None:
         ServiceStatus(key=key, model="chat", desired=1, revision="r")
         for key in ("default/chat", "default/next")
     )
-    lines = _summary(FleetStatus(pid=1, router=router, services=services)).splitlines()
+    lines = summary(FleetStatus(pid=1, router=router, services=services)).splitlines()
     assert lines[1:] == ["  chat  0/1 replicas", "  chat (next)  0/1 replicas"]

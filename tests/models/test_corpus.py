@@ -113,7 +113,7 @@ def test_with_tools_the_choice_to_call_weighs_most(tokenizer: Tokenizer) -> None
 
 def test_every_fixed_reply_is_taught(tokenizer: Tokenizer) -> None:
     replies = {conversation.messages[-1]["content"] for conversation in sample("fixed", 4000)}
-    fixed = {reply for reply, _ in small_talk._INTENTS.values()}
+    fixed = {reply for reply, _ in small_talk.INTENTS.values()}
     fixed |= {
         small_talk.NO_TOOL,
         small_talk.DO_NOT_KNOW,

@@ -153,7 +153,7 @@ class FakeEngine:
     resident: dict[int, int] = field(default_factory=dict)
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
     @property
     def url(self) -> str:
@@ -176,7 +176,7 @@ class FakeEngine:
         if self._server is not None:
             self._server.close()
             self._server = None
-        for writer in list(self._writers):
+        for writer in list(self.writers):
             writer.transport.abort()
         for task in list(self._tasks):
             task.cancel()
@@ -206,7 +206,7 @@ class FakeEngine:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        self._writers.add(writer)
+        self.writers.add(writer)
         self.connections += 1
         try:
             await self._serve(Connection(self, reader, writer))
@@ -214,7 +214,7 @@ class FakeEngine:
             pass
         finally:
             self._tasks.discard(task)
-            self._writers.discard(writer)
+            self.writers.discard(writer)
             if writer in self.telemetry:
                 self.telemetry.remove(writer)
             writer.transport.abort()
@@ -229,10 +229,10 @@ class FakeEngine:
                 name, _, value = line.partition(":")
                 headers[name.lower()] = value.strip()
             body = await connection.reader.readexactly(int(headers.get("content-length", "0")))
-            await self._handle(connection, Received(method, path, headers, body))
+            await self.handle(connection, Received(method, path, headers, body))
             await connection.writer.drain()
 
-    async def _handle(self, connection: Connection, request: Received) -> None:
+    async def handle(self, connection: Connection, request: Received) -> None:
         if (
             self.key
             and request.path != "/health"
@@ -257,11 +257,11 @@ class FakeEngine:
         elif request.path == "/metrics" and self.metrics is not None:
             connection.answer(200, self.metrics, "content-type: text/plain; version=0.0.4\r\n")
         elif request.path == "/internal/telemetry" and self.has_telemetry:
-            await self._stream_telemetry(connection)
+            await self.stream_telemetry(connection)
         else:
             connection.answer(404, b"{}")
 
-    async def _stream_telemetry(self, connection: Connection) -> None:
+    async def stream_telemetry(self, connection: Connection) -> None:
         hello = Hello(
             **{
                 "epoch": f"{self.port}-{self.epoch}",

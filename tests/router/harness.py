@@ -16,6 +16,7 @@ from argosy_protocol.routable_report import ReplicaState
 from argosy_router.config import RouterConfig
 from argosy_router.discovery.source import Publish, snapshot_of
 from argosy_router.fleet.replica import Replica
+from argosy_router.observability.line_writer import LineWriter
 from argosy_router.server import Router
 
 from .fake_engine import MODEL, FakeEngine
@@ -97,6 +98,7 @@ async def rig(
     document: FleetDocument | None = None,
     wait: bool = True,
     fields: dict[str, Any] | None = None,
+    stderr: LineWriter | None = None,
     **config: Any,
 ) -> AsyncIterator[Rig]:
     """Starts the engines that are not running and a router over them; waits until all are routable."""
@@ -111,7 +113,9 @@ async def rig(
             "access_log": False,
             "replicas": ("http://unused:1",),
         }
-        router = Router(RouterConfig(**{**given, **config}), discovery=discovery, tick_s=TICK_S)
+        router = Router(
+            RouterConfig(**{**given, **config}), discovery=discovery, tick_s=TICK_S, stderr=stderr
+        )
         await stack.enter_async_context(router.serving())
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=router.url, timeout=DEADLINE_S, verify=_NO_TLS, trust_env=False)

@@ -228,7 +228,7 @@ async def test_a_stream_moves_on_while_the_router_drains() -> None:
     async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
         asking = asyncio.create_task(ask(r, STREAM))
         await r.until(lambda: any(engine.requests for engine in r.engines))
-        drain = asyncio.create_task(r.router._drain())
+        drain = asyncio.create_task(r.router.drain())
         await r.until(lambda: r.router.application.is_draining)
         die.set()
         said = fold(await asking)

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from argosy_protocol.fleet import Canary, FleetDocument, FleetService
-from argosy_router.admin.app import _explain as explain_body
+from argosy_router.admin.app import explain_body
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import Rig, chat, rig, service

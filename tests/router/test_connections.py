@@ -38,11 +38,11 @@ async def test_the_connection_released_last_is_the_next_one_used() -> None:
 async def test_an_upstream_connection_is_closed_once_it_was_idle_too_long() -> None:
     async with rig([FakeEngine()], client=ClientLimits(keep_alive_s=0.05)) as r:
         engine, pool = r.engines[0], r.replica(0).pool
-        before, standing = engine.connections, len(engine._writers)
+        before, standing = engine.connections, len(engine.writers)
         for number in range(2):
             assert (await r.chat()).status_code == 200
             assert engine.connections == before + number + 1
-            await r.until(lambda: pool.idle == 0 and len(engine._writers) == standing)
+            await r.until(lambda: pool.idle == 0 and len(engine.writers) == standing)
 
 
 async def test_a_replica_is_not_silent_while_its_client_is_behind() -> None:
@@ -64,7 +64,7 @@ async def test_a_replica_is_not_silent_while_its_client_is_behind() -> None:
     ):
         await r.until(lambda: bool(r.router.server.connections))
         (connection,) = r.router.server.connections
-        for end, buffer in ((writer.transport, socket.SO_RCVBUF), (connection._transport, socket.SO_SNDBUF)):
+        for end, buffer in ((writer.transport, socket.SO_RCVBUF), (connection.transport, socket.SO_SNDBUF)):
             end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, buffer, 32768)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         ask = request_bytes(content="much", stream=True)
@@ -91,9 +91,9 @@ async def test_no_hop_waits_for_more_to_send() -> None:
         writer.write(request_bytes(stream=True))
         await reader.readuntil(event("hel"))
         (downstream,) = r.router.server.connections
-        (upstream,) = r.replica(0).pool._open_connections
+        (upstream,) = r.replica(0).pool.connections
         for hop in (downstream, upstream):
-            end = hop._transport.get_extra_info("socket")
+            end = hop.transport.get_extra_info("socket")
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), hop
         may_end.set()
         await reader.readuntil(DONE)

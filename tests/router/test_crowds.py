@@ -63,7 +63,7 @@ async def test_a_slow_reader_costs_its_buffer() -> None:
         (connection,) = r.router.server.connections
         assert connection.is_behind
         # What uvloop hands over in one read may come on top.
-        assert connection._transport.get_write_buffer_size() < limits.write_buffer_bytes + 512 * 1024
+        assert connection.transport.get_write_buffer_size() < limits.write_buffer_bytes + 512 * 1024
 
 
 async def test_a_crowd_of_slow_clients_costs_others_nothing_and_is_cut() -> None:

@@ -174,7 +174,7 @@ async def test_what_a_name_meant_stays_while_it_does_not_resolve() -> None:
 
 
 async def test_an_address_leaves_once_several_answers_were_without_it() -> None:
-    name = dns._Name(False, "engines", 80)
+    name = dns.ResolvedName(False, "engines", 80)
     name.answered(["10.0.0.1", "10.0.0.2"])
     for _ in range(MISSES - 1):
         name.answered(["10.0.0.2"])
@@ -187,7 +187,7 @@ async def test_an_address_leaves_once_several_answers_were_without_it() -> None:
 
 
 async def test_addresses_of_both_families_and_their_bound() -> None:
-    name = dns._Name(True, "engines", 443)
+    name = dns.ResolvedName(True, "engines", 443)
     name.answered(["fd00::1", "10.0.0.1"])
     assert [member.url for member in name.members()] == ["https://10.0.0.1:443", "https://[fd00::1]:443"]
     for start in range(0, 3 * MAX_ADDRESSES, 700):

@@ -19,11 +19,11 @@ class Full(FakeEngine):
 
     is_full = True
 
-    async def _stream_telemetry(self, connection: Connection) -> None:
+    async def stream_telemetry(self, connection: Connection) -> None:
         if self.is_full:
             connection.answer(429, b'{"error":{"message":"too many readers"}}')
         else:
-            await super()._stream_telemetry(connection)
+            await super().stream_telemetry(connection)
 
 
 async def test_dead_processes_leave_the_choice_whatever_their_number() -> None:
@@ -55,7 +55,7 @@ async def test_silence_ejects_at_most_half(monkeypatch: pytest.MonkeyPatch) -> N
     async with rig(engines) as r:
         replicas = list(r.router.fleet.replicas())
         for engine in engines:
-            engine._stream_telemetry = no_answer  # type: ignore[method-assign]
+            engine.stream_telemetry = no_answer  # type: ignore[method-assign]
         await r.until(lambda: all(replica.health.is_suspect for replica in replicas))
         counts = [engine.connections for engine in engines]
         await r.until(lambda: all(e.connections > n + 8 for e, n in zip(engines, counts, strict=True)))
@@ -160,7 +160,7 @@ async def test_a_crowded_engine_that_was_silent_is_used_again(monkeypatch: pytes
         connection.answer(429, b"{}")
 
     async with rig(engines, policy="round-robin") as r:
-        engines[0]._stream_telemetry = full  # type: ignore[method-assign]
+        engines[0].stream_telemetry = full  # type: ignore[method-assign]
         engines[0].cut_telemetry()
         await r.until_state(0, "stale")
         r.replica(0).health.is_suspect = True

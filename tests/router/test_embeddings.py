@@ -83,7 +83,7 @@ async def test_a_cached_text_attracts() -> None:
     resident = {chunk: 60 * (position + 1) for position, chunk in enumerate(hashes)}
     async with rig([FakeEngine(script=embed) for _ in range(3)]) as r:
         r.engines[1].store(resident)
-        await r.until(lambda: len(r.replica(1).prefixes._index) == len(resident))
+        await r.until(lambda: r.metric("index_chunks") == len(resident))
         for sent in (TEXT, ["x", TEXT]):
             answer = await post(r, input=sent)
             assert answer.headers["x-argosy-replica"] == "r1"

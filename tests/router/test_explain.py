@@ -52,9 +52,7 @@ async def test_terms_add_up_and_the_lowest_cost_is_chosen() -> None:
     async with rig([FakeEngine() for _ in range(3)], admin_port=0) as r:
         r.engines[1].store(chain(LONG))
         r.engines[2].announce(Load(core_step_age_s=0.0, num_running=30, queued_uncached_tokens=5000))
-        await r.until(
-            lambda: r.replica(2).load.queued_tokens == 5000 and len(r.replica(1).prefixes._index) > 0
-        )
+        await r.until(lambda: r.replica(2).load.queued_tokens == 5000 and r.metric("index_chunks") > 0)
         told = await explain(r, LONG)
         rows = {row["replica"]: row for row in told["candidates"]}
         assert told["replica"] == "r1"

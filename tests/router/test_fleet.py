@@ -134,8 +134,8 @@ OPEN_BY_DESIGN = {"/health", "/ready", "/metrics", *PAGE}
 async def test_admin_routes_need_the_admin_key() -> None:
     async with rig([], document=FleetDocument(), fleet_key=FLEET_KEY, admin_port=0) as r:
         wrong = {"authorization": f"Bearer {internal_key(FLEET_KEY, 'uid-1')}"}
-        assert r.router._admin is not None
-        app = r.router._admin.config.app
+        assert r.router.admin is not None
+        app = r.router.admin.config.app
         routes = {(method, route.path) for route in app.routes for method in route.methods}
         assert {path for _, path in routes} >= OPEN_BY_DESIGN | {REPORT_PATH, "/explain", "/overview"}
         for method, path in routes:

@@ -164,12 +164,12 @@ class Slow(FakeEngine):
     polls = 0
     is_slow = False
 
-    async def _handle(self, connection: Connection, request: Received) -> None:
+    async def handle(self, connection: Connection, request: Received) -> None:
         if request.path == "/health":
             self.polls += 1
             if self.is_slow:
                 await asyncio.sleep(3600)
-        await super()._handle(connection, request)
+        await super().handle(connection, request)
 
 
 async def test_a_busy_one_may_miss_a_poll() -> None:

@@ -10,7 +10,6 @@ import socket
 import pytest
 
 from argosy_router.config import ServerLimits
-from argosy_router.observability.access_log import AccessLog
 from argosy_router.observability.line_writer import LineWriter
 
 from .fake_engine import Connection, FakeEngine, Received
@@ -196,7 +195,7 @@ async def test_a_slow_reader_is_timed_like_others_afterwards() -> None:
     async with rig([FakeEngine(script=large)], server=limits) as r, raw(r.router) as (reader, writer):
         await until(lambda: bool(r.router.server.connections))
         (connection,) = r.router.server.connections
-        for end, buffer in ((writer.transport, socket.SO_RCVBUF), (connection._transport, socket.SO_SNDBUF)):
+        for end, buffer in ((writer.transport, socket.SO_RCVBUF), (connection.transport, socket.SO_SNDBUF)):
             end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, buffer, 32768)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(GOOD)
@@ -213,13 +212,12 @@ async def test_refusals_of_the_wire_are_accounted_for() -> None:
     cases["413"] = HEAD + HOST + TYPE + b"X-Request-Id: mine\r\nContent-Length: 999999999\r\n\r\n"
     cases["408"] = HEAD + HOST + TYPE + LENGTH + b"\r\n" + BODY[:5]
     written_by = LineWriter(writer)
-    async with rig([FakeEngine()], server=ServerLimits(body_timeout_s=0.05)) as r:
-        log = r.router.accounting._access_log = AccessLog(written_by)
+    limits = ServerLimits(body_timeout_s=0.05)
+    async with rig([FakeEngine()], server=limits, access_log=True, stderr=written_by) as r:
         ids = []
         for data in cases.values():
             answer = await exchange(r, data)
             ids.append(answer.lower().partition(b"\r\nx-request-id: ")[2].partition(b"\r\n")[0].decode())
-        log.flush()
         for status, number in ((400, 2), (413, 1), (408, 1)):
             assert r.metric(f'requests_total{{code="{status}",model=""}}') == number
     written_by.close(5.0)

@@ -34,7 +34,7 @@ class Slow:
     def __init__(self, then: Script = answer_normally) -> None:
         self.go_on = asyncio.Event()
         self.was_reset = asyncio.Event()
-        self._then = then
+        self.then = then
 
     async def __call__(self, connection: Connection, request: Received) -> None:
         told = asyncio.create_task(self.go_on.wait())
@@ -47,7 +47,7 @@ class Slow:
         gone.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await gone
-        await self._then(connection, request)
+        await self.then(connection, request)
 
 
 async def die(connection: Connection, request: Received) -> None:
@@ -131,7 +131,7 @@ async def test_a_slow_replica_s_stream_is_answered_by_another() -> None:
         assert outcomes(r) == {"won": 1}
         assert r.metric("retries_total") == 0
         assert failures(r) == {}
-        assert r.replica(0).health._failures == 0
+        assert r.replica(0).health.consecutive_failures == 0
         second, first = (await r.http.get(r.router.admin_url + "/decisions")).json()
         assert (first["replica"], first["attempt"], first["hedge"]) == ("r0", 1, "")
         assert (second["replica"], second["attempt"], second["hedge"]) == ("r1", 2, "won")
@@ -296,7 +296,7 @@ async def test_a_router_drains_with_two_attempts_under_way() -> None:
     async with hedged(slow, other) as r:
         task = await asking(r)
         await r.until(lambda: sent(r) == 2)
-        drain = asyncio.create_task(r.router._drain())
+        drain = asyncio.create_task(r.router.drain())
         await r.until(lambda: r.router.application.is_draining)
         other.go_on.set()
         assert is_whole(await task)
@@ -308,12 +308,12 @@ async def test_a_kept_connection_that_dies_is_replaced_during_a_race() -> None:
     slow, other = Slow(die), Slow()
     async with hedged(slow, other) as r:
         slow.go_on.set()
-        slow._then = answer_normally
+        slow.then = answer_normally
         other.go_on.set()
         for number in range(2):
             assert is_whole(await r.chat(f"warm {number}", stream=True))
         slow.go_on.clear()
-        slow._then = die
+        slow.then = die
         other.go_on.clear()
         task = await asking(r)
         await r.until(lambda: sent(r) == 4)
@@ -427,7 +427,7 @@ async def test_credit_does_not_pile_up() -> None:
     slow = Slow()
     slow.go_on.set()
     async with hedged(slow, slow) as r:
-        credit = r.router.dispatcher.hedging._credit
+        credit = r.router.dispatcher.hedging.credit
         for number in range(3):
             await r.chat(str(number), stream=True)
         (earning,) = credit

@@ -241,7 +241,7 @@ def test_guesses_are_bounded_by_the_index_and_the_oldest_go_first() -> None:
     for start in range(SHARDS, 40 * SHARDS, 8):
         prompt = range(start, start + 8)
         busy.guess(prompt, lambda: range(8), float(start))
-        assert index.guessed == len(idle._unconfirmed) + len(busy._unconfirmed) <= index.max_guesses
+        assert index.guessed == idle.num_guesses + busy.num_guesses <= index.max_guesses
         assert all(busy.is_guess(chunk) for chunk in prompt), "the newest is kept"
     assert index.match([1, 2, 3]) == ({idle.slot: 3}, 3)
     busy.guess(range(10**6, 10**6 + index.capacity), lambda: range(index.capacity), 1e6)

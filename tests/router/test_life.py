@@ -167,7 +167,7 @@ async def test_drain_finishes_what_is_under_way_and_takes_nothing_new() -> None:
         writer.write(request_bytes(stream=True))
         await reader.readuntil(b"\n\n")
         address = r.router.address
-        drain = asyncio.create_task(r.router._drain())
+        drain = asyncio.create_task(r.router.drain())
         assert await idle.read() == b"", "idle connections are closed"
         assert not r.router.application.is_ready
         with pytest.raises(OSError):
@@ -184,7 +184,7 @@ async def test_a_request_on_its_way_in_is_answered_before_the_end() -> None:
         whole = request_bytes()
         writer.write(whole[:-5])
         await r.until(lambda: r.router.server.busy == 1)
-        drain = asyncio.create_task(r.router._drain())
+        drain = asyncio.create_task(r.router.drain())
         await r.until(lambda: not r.router.application.is_ready)
         writer.write(whole[-5:])
         answer = await reader.read()
@@ -195,7 +195,7 @@ async def test_a_request_on_its_way_in_is_answered_before_the_end() -> None:
 
 async def test_while_load_balancers_notice_connections_are_used_once() -> None:
     async with rig([FakeEngine()], drain_settle_s=60.0) as r, raw(r.router) as (reader, writer):
-        drain = asyncio.create_task(r.router._drain())
+        drain = asyncio.create_task(r.router.drain())
         await r.until(lambda: not r.router.application.is_ready)
         writer.write(request_bytes())
         answer = await reader.read()
@@ -204,7 +204,7 @@ async def test_while_load_balancers_notice_connections_are_used_once() -> None:
         async with raw(r.router) as (late, late_out):
             late_out.write(request_bytes())
             assert (await late.read()).startswith(b"HTTP/1.1 200 "), "new connections are still accepted"
-        r.router._hurry.set()
+        r.router.hurry.set()
         await drain
 
 
@@ -221,8 +221,8 @@ async def test_drain_has_an_end() -> None:
     ):
         writer.write(request_bytes())
         await r.until(lambda: bool(r.engines[0].requests))
-        await r.router._drain()
-        await r.router._stop()
+        await r.router.drain()
+        await r.router.stop()
         assert await reader.read() == b""
         await asyncio.wait_for(aborted.wait(), 5)
         assert r.router.requests.inflight == 0

@@ -116,8 +116,8 @@ async def test_polls_share_a_connection() -> None:
 class Closing(FakeEngine):
     """Closes each connection behind its answer, without saying so."""
 
-    async def _handle(self, connection: Connection, request: Received) -> None:
-        await super()._handle(connection, request)
+    async def handle(self, connection: Connection, request: Received) -> None:
+        await super().handle(connection, request)
         await connection.writer.drain()
         if request.path in ("/health", "/metrics"):
             raise ConnectionResetError

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import threading
+from typing import Any
 
 import pytest
 
@@ -88,19 +89,17 @@ async def test_series_of_replicas_that_left_are_dropped(monkeypatch: pytest.Monk
 async def test_every_request_has_one_line(line_format: str) -> None:
     reader, writer = os.pipe()
     with os.fdopen(reader) as lines:
-        async with rig([FakeEngine(script=answer)]) as r:
-            written_by = LineWriter(writer)
-            log = AccessLog(written_by, line_format=line_format)  # type: ignore[arg-type]
-            r.router.accounting._access_log = log
+        written_by = LineWriter(writer)
+        log: dict[str, Any] = {"access_log": True, "access_log_format": line_format, "stderr": written_by}
+        async with rig([FakeEngine(script=answer)], **log) as r:
             await r.http.post(
                 "/v1/chat/completions",
                 json=chat(stream=True, stream_options={"include_usage": True}),
                 headers={"x-request-id": "one"},
             )
             await r.http.post("/v1/chat/completions", content=b"{", headers={"x-request-id": "two"})
-            log.flush()
-            written_by.close(5.0)
-            os.close(writer)
+        written_by.close(5.0)
+        os.close(writer)
         written = lines.read().splitlines()
     assert len(written) == 2
     if line_format == "json":

@@ -26,13 +26,13 @@ class Mortal(FakeEngine):
             self.announce(Load(core_step_age_s=0.0))
             await asyncio.sleep(0.01)
 
-    async def _handle(self, connection: Connection, request: Received) -> None:
+    async def handle(self, connection: Connection, request: Received) -> None:
         if self.is_stopped:
             if request.path.startswith("/v1/"):
                 self.requests.append(request)
             await connection.gone()
             return
-        await super()._handle(connection, request)
+        await super().handle(connection, request)
 
 
 @contextlib.asynccontextmanager

@@ -168,7 +168,7 @@ class Speaker(FakeEngine):
 
     frames: tuple[bytes, ...] = ()
 
-    async def _stream_telemetry(self, connection) -> None:  # type: ignore[no-untyped-def]
+    async def stream_telemetry(self, connection) -> None:  # type: ignore[no-untyped-def]
         connection.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/vnd.argosy.telemetry; v=2\r\n\r\n")
         for frame in self.frames:
             connection.send(frame)
@@ -238,7 +238,7 @@ async def test_broken_streams_are_never_believed(frames: tuple[bytes, ...]) -> N
 class Quitter(Speaker):
     """Ends each stream in an orderly way."""
 
-    async def _stream_telemetry(self, connection) -> None:  # type: ignore[no-untyped-def]
+    async def stream_telemetry(self, connection) -> None:  # type: ignore[no-untyped-def]
         connection.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/vnd.argosy.telemetry\r\n\r\n")
         connection.send(b"".join(self.frames))
         connection.writer.close()

@@ -55,11 +55,11 @@ async def test_a_recording_is_bounded(tmp_path: Path) -> None:
     recorder = TraceCapture(path, max_bytes=500)
     for number in range(50):
         recorder.add(recorded(number))
-    await recorder._flush()
+    await recorder.flush()
     assert 300 < len(path.read_bytes()) <= 500
     count = len(read_trace(path))
     recorder.add(recorded(99))
-    await recorder._flush()
+    await recorder.flush()
     assert len(read_trace(path)) == count
     assert recorder.dropped == 1
 

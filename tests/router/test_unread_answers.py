@@ -39,7 +39,7 @@ async def test_unread_answers_to_nobody_known_keep_nobody_out(count: int, last: 
         streams = [await stack.enter_async_context(raw(r.router)) for _ in range(MAX_CONNECTIONS)]
         await r.until(lambda: len(r.router.server.connections) == MAX_CONNECTIONS)
         for connection in r.router.server.connections:
-            end = connection._transport.get_extra_info("socket")
+            end = connection.transport.get_extra_info("socket")
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         for _, writer in streams:
             writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

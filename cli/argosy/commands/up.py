@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         status = _wait_until_settled(client, state, shown, options.timeout)
         shown.close()
-        print(_summary(status), flush=True)
+        print(summary(status), flush=True)
         if not is_foreground:
             return OK
         print("Ctrl-C stops the fleet", flush=True)
@@ -181,7 +181,7 @@ def _replicas(status: FleetStatus) -> list[ReplicaStatus]:
     return [replica for service in status.services for replica in service.replicas]
 
 
-def _summary(status: FleetStatus) -> str:
+def summary(status: FleetStatus) -> str:
     """Summarize the ready models. A canary may have its service's model name, so its own name is shown, too."""
     models = []
     for service in status.services:

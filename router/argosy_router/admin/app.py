@@ -144,13 +144,13 @@ def build_admin(
     ) -> Response:
         message = {"role": "user", "content": prompt}
         body = msgspec.json.encode({"model": model, "messages": [message]})
-        return Response(_explain(fleet, body, session.encode()), media_type=_JSON)
+        return Response(explain_body(fleet, body, session.encode()), media_type=_JSON)
 
     @app.post("/explain", dependencies=guarded)
     async def explain_request(request: Request) -> Response:
         session = request.headers.get(SESSION_HEADER.decode(), "").encode("latin-1")
         body = await _body(request, MAX_EXPLAINED_BYTES)
-        return Response(_explain(fleet, body, session), media_type=_JSON)
+        return Response(explain_body(fleet, body, session), media_type=_JSON)
 
     @app.get("/overview", dependencies=guarded)
     async def overview() -> Response:
@@ -227,7 +227,7 @@ class _Kind(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()
 
 
-def _explain(fleet: Fleet, body: bytes, session: bytes) -> bytes:
+def explain_body(fleet: Fleet, body: bytes, session: bytes) -> bytes:
     """Explain the routing of a request's body, as JSON.
 
     Raises:

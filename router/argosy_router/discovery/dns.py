@@ -49,7 +49,9 @@ class DnsDiscovery:
         resolve: Resolve | None = None,
         resolve_s: float = RESOLVE_S,
     ) -> None:
-        self._names = [_Name(*split_url(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self._names = [
+            ResolvedName(*split_url(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)
+        ]
         self._key = key
         self._wheel = wheel
         self._tls = tls
@@ -66,7 +68,7 @@ class DnsDiscovery:
         finally:
             await discovery.close()
 
-    async def _follow(self, name: _Name, discovery: ModelDiscovery) -> None:
+    async def _follow(self, name: ResolvedName, discovery: ModelDiscovery) -> None:
         while True:
             before = name.members()
             try:
@@ -78,7 +80,7 @@ class DnsDiscovery:
             await asyncio.sleep(self._resolve_s)
 
 
-class _Name:
+class ResolvedName:
     """One host name and its last known addresses."""
 
     def __init__(self, is_tls: bool, host: str, port: int) -> None:

@@ -53,15 +53,15 @@ class Health:
         "_cooldown_ends_with_room",
         "_ejected_until",
         "_ejections",
-        "_failures",
         "_is_on_probation",
         "_is_probing",
+        "consecutive_failures",
         "cooldown_until",
         "is_suspect",
     )
 
     def __init__(self) -> None:
-        self._failures = 0
+        self.consecutive_failures = 0
         self._ejections = 0
         self._ejected_until: float | None = None
         self._is_probing = False
@@ -157,7 +157,7 @@ class Health:
     def succeeded(self) -> bool:
         """Note a whole answer. Returns whether this ended an ejection."""
         was_ejected = self._ejected_until is not None
-        self._failures = 0
+        self.consecutive_failures = 0
         self._ejections = 0
         self._ejected_until = None
         self._is_probing = False
@@ -182,9 +182,9 @@ class Health:
         Returns:
             Whether this failure began or renewed an ejection.
         """
-        self._failures += 1
+        self.consecutive_failures += 1
         probing, self._is_probing = self._is_probing, False
-        due = probing or self._is_on_probation or refused or self._failures >= after
+        due = probing or self._is_on_probation or refused or self.consecutive_failures >= after
         if not due or not (may_eject or self.is_ejected):
             return False
         if self._ejected_until is not None and now < self._ejected_until:

@@ -58,7 +58,7 @@ class ClientConnection(asyncio.Protocol):
         self._on_closed = on_closed
         self._deadline = Deadline(wheel, self._on_deadline)
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]
         self._sink: ResponseSink | None = None
         self._idle_timeout_s = limits.idle_timeout_s
         self._first_byte_timeout_s = 0.0
@@ -104,9 +104,9 @@ class ClientConnection(asyncio.Protocol):
         self._idle_timeout_s = self._limits.idle_timeout_s if idle_timeout_s is None else idle_timeout_s
         self._deadline.set(first_byte_timeout_s)
         if len(body) < _JOIN_BELOW_BYTES:
-            self._transport.write(head + body)
+            self.transport.write(head + body)
         else:
-            self._transport.writelines((head, body))
+            self.transport.writelines((head, body))
 
     def begun(self) -> None:
         """Declare that the response has begun: from now on the idle deadline holds instead of the first-byte one."""
@@ -120,13 +120,13 @@ class ClientConnection(asyncio.Protocol):
         if not self._is_paused and not self.is_closed:
             self._is_paused = True
             self._deadline.clear()
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def resume_reading(self) -> None:
         if self._is_paused and not self.is_closed:
             self._is_paused = False
             self._deadline.set(self._idle_timeout_s if self._has_begun else self._first_byte_timeout_s)
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     def abort(self) -> None:
         """Drop the connection and the sink: the replica sees the disconnect and aborts the request."""
@@ -145,7 +145,7 @@ class ClientConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's does not inherit from it
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's does not inherit from it
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._sink is not None and self._ends_with_connection and exc is None:
@@ -251,7 +251,7 @@ class ClientConnection(asyncio.Protocol):
         if reusable:
             if self._is_paused:
                 self._is_paused = False
-                self._transport.resume_reading()
+                self.transport.resume_reading()
             self.is_reused = True
             self._on_idle(self)
         else:
@@ -277,5 +277,5 @@ class ClientConnection(asyncio.Protocol):
         if not self.is_closed:
             self.is_closed = True
             self._deadline.end()
-            self._transport.abort()
+            self.transport.abort()
             self._on_closed(self)

@@ -48,7 +48,7 @@ class ConnectionPool:
         self._limits = limits
         self._wheel = wheel
         self._idle: list[ClientConnection] = []
-        self._open_connections: set[ClientConnection] = set()
+        self.connections: set[ClientConnection] = set()
         """Idle or carrying a request; connections from `connect` are not included."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -111,7 +111,7 @@ class ConnectionPool:
 
     def fail_requests(self, error: UpstreamError, *, include_begun: bool) -> None:
         """Fail the requests without a response; with `include_begun` also those whose response has begun."""
-        for connection in list(self._open_connections):
+        for connection in list(self.connections):
             connection.fail_request(error, include_begun=include_begun)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class ConnectionPool:
         return len(self._idle)
 
     def _on_closed(self, connection: ClientConnection) -> None:
-        self._open_connections.discard(connection)
+        self.connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
@@ -138,7 +138,7 @@ class ConnectionPool:
             waiter.on_connect_failed(error)
         else:
             if not connection.is_closed:
-                self._open_connections.add(connection)
+                self.connections.add(connection)
             waiter.on_connected(connection)
 
 

@@ -74,7 +74,7 @@ class ServerConnection(asyncio.Protocol):
         """Deadline for the client's next input, or for the connection to close."""
         self._stall = Deadline(state.wheel, self._on_stall)
         """Deadline for the client to read from a full write buffer."""
-        self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]
         self.exchange: ClientListener | None = None
         self.request: Request | None = None
         """The request being answered."""
@@ -112,8 +112,8 @@ class ServerConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's does not inherit from it
-        self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's does not inherit from it
+        self.transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
         self._state.connections.add(self)
         self._awaited = Phase.IDLE
         self._deadline.set(self._limits.header_timeout_s)
@@ -136,7 +136,7 @@ class ServerConnection(asyncio.Protocol):
         # A half-closed connection counts as gone: it looks the same as one whose client has died.
         if self.exchange is not None:
             self._lose_client()
-            self._transport.abort()
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
@@ -200,7 +200,7 @@ class ServerConnection(asyncio.Protocol):
     def _refuse_next_request(self) -> None:
         """Refuse the first request once its head has arrived; a response before any request would confuse clients."""
         if self._state.connection_limit.is_surplus_full:
-            self._transport.abort()
+            self.transport.abort()
             return
         self.reader = RequestReader(self._limits, self._state.body_memory, self._on_surplus_head)
         self._deadline.set(self._limits.surplus_timeout_s)
@@ -221,19 +221,19 @@ class ServerConnection(asyncio.Protocol):
             self.is_silent = False
             self._is_closing = True
             if self.is_made:
-                self._transport.abort()
+                self.transport.abort()
             elif self._end_handshake is not None:
                 self._end_handshake()
             return True
         if self._is_closing:
             return False
-        if not self._transport.get_write_buffer_size():
+        if not self.transport.get_write_buffer_size():
             self._close()
             return True
         if self._is_known:
             return False
         self._is_closing = True
-        self._transport.abort()
+        self.transport.abort()
         return True
 
     # request order
@@ -284,13 +284,13 @@ class ServerConnection(asyncio.Protocol):
     def _pause_reading(self) -> None:
         if not self._is_read_paused:
             self._is_read_paused = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def _resume_reading(self) -> None:
         """Resume reading, and answer the requests that waited for it."""
         if self._is_read_paused and not self._is_write_paused and not self._is_closing:
             self._is_read_paused = False
-            self._transport.resume_reading()
+            self.transport.resume_reading()
             self._serve_requests()
 
     def _become_displaceable(self) -> None:
@@ -320,11 +320,11 @@ class ServerConnection(asyncio.Protocol):
             self._body_mark = 0
             self._deadline.set(limits.body_timeout_s)
             if self.reader.wants_continue:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _on_deadline(self) -> None:
         if self._is_closing:
-            self._transport.abort()
+            self.transport.abort()
         elif self.reader.phase is Phase.IDLE:
             self._close()
         elif self.reader.phase is Phase.BODY and self._is_body_on_time():
@@ -333,7 +333,7 @@ class ServerConnection(asyncio.Protocol):
             self._reject(RequestTimeout("the request was sent too slowly"))
 
     def _on_stall(self) -> None:
-        self._transport.abort()
+        self.transport.abort()
 
     def _is_body_on_time(self) -> bool:
         delivered = self.reader.body_bytes - self._body_mark
@@ -347,7 +347,7 @@ class ServerConnection(asyncio.Protocol):
         )  # a new connection need not wait until the refusal has been read
         request = self.reader.incoming
         lines, body = self._application.on_refused(error, request), error.body()
-        self._transport.write(
+        self.transport.write(
             b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
             % (
                 status_line(error.http_status),
@@ -362,18 +362,18 @@ class ServerConnection(asyncio.Protocol):
         """Close, but go on discarding input for a moment: a reset would overtake the response."""
         self._is_closing = True
         self._held.clear()
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
-            is_read = not self._transport.get_write_buffer_size()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            is_read = not self.transport.get_write_buffer_size()
             self._deadline.set(self._limits.linger_s if is_read else self._limits.write_stall_s)
         else:
-            self._transport.close()
+            self.transport.close()
 
     def _close(self) -> None:
         self._is_closing = True
         self._become_displaceable()
         self._deadline.set(self._limits.write_stall_s)  # a peer that reads nothing must not keep the socket
-        self._transport.close()
+        self.transport.close()
 
     def _lose_client(self) -> None:
         exchange, self.exchange = self.exchange, None
@@ -405,9 +405,9 @@ class ServerConnection(asyncio.Protocol):
         close = b"" if self._keeps_alive() else b"connection: close\r\n"
         if request.method == b"HEAD":
             head = b"%b%bcontent-length: %d\r\n%b\r\n" % (status_line(status), headers, len(body), close)
-            self._transport.write(head)
+            self.transport.write(head)
         else:
-            self._transport.write(
+            self.transport.write(
                 b"%b%bcontent-length: %d\r\n%b\r\n%b" % (status_line(status), headers, len(body), close, body)
             )
         self._done()
@@ -419,16 +419,16 @@ class ServerConnection(asyncio.Protocol):
         self._is_chunked = not request.is_http10
         if self._is_chunked:
             close = b"" if self._keeps_alive() else b"connection: close\r\n"
-            self._transport.write(
+            self.transport.write(
                 b"%b%btransfer-encoding: chunked\r\n%b\r\n%x\r\n%b\r\n"
                 % (status_line(status), headers, close, len(first), first)
             )
         else:
-            self._transport.write(b"%b%bconnection: close\r\n\r\n%b" % (status_line(status), headers, first))
+            self.transport.write(b"%b%bconnection: close\r\n\r\n%b" % (status_line(status), headers, first))
 
     def send(self, data: bytes) -> None:
         """Write more bytes of a started response; `data` must not be empty."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         coalescer = self._coalescer
         if self._interval != coalescer.interval:
             self._interval = coalescer.interval
@@ -437,18 +437,18 @@ class ServerConnection(asyncio.Protocol):
     def finish(self) -> None:
         """End a started response."""
         if self._is_chunked:
-            self._transport.write(b"0\r\n\r\n")
+            self.transport.write(b"0\r\n\r\n")
         self._done()
 
     def abort(self) -> None:
         """Abort the connection: the only way left to signal that a started response is incomplete."""
         self.exchange = None
         self._is_closing = True
-        self._transport.abort()
+        self.transport.abort()
 
     def cut(self) -> None:
         """Abort the connection and its exchange, as if the client had disconnected."""
-        self._transport.abort()
+        self.transport.abort()
         self._lose_client()
 
     def drain(self) -> None:

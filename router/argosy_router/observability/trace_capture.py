@@ -72,11 +72,12 @@ class TraceCapture:
     async def run(self) -> None:
         """Write queued requests periodically until cancelled, then once more."""
         try:
-            await flush_until_cancelled(self._flush, FLUSH_S)
+            await flush_until_cancelled(self.flush, FLUSH_S)
         finally:
             self._file.close()
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
+        """Write the queued requests."""
         requests, self._waiting, self._waiting_chunks = self._waiting, [], 0
         if requests and not self._is_full:
             await asyncio.to_thread(self._write, requests)

@@ -116,6 +116,11 @@ class ReplicaPrefixes:
             self._index.remove(self.slot, late)
 
     @property
+    def num_guesses(self) -> int:
+        """Number of chunks that were inserted speculatively and are not confirmed."""
+        return len(self._unconfirmed)
+
+    @property
     def has_guesses(self) -> bool:
         """Whether some chunk was inserted speculatively and is not confirmed."""
         return bool(self._unconfirmed)

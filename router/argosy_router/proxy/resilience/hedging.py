@@ -30,7 +30,7 @@ class Hedging:
         self._fleet = fleet
         self._wheel = wheel
         self._factor = factor
-        self._credit: dict[Service, float] = {}
+        self.credit: dict[Service, float] = {}
         """Hedges that each service's streams have earned."""
 
     def watch(
@@ -43,23 +43,23 @@ class Hedging:
             factor = self._factor
         if not factor:
             return None
-        credit = self._credit.get(service)
+        credit = self.credit.get(service)
         if credit is None:
             credit = self._add(service)
-        self._credit[service] = min(MAX_CREDIT, credit + SHARE)
+        self.credit[service] = min(MAX_CREDIT, credit + SHARE)
         deadline = Deadline(self._wheel, on_overdue)
         deadline.set(max(FLOOR_S, factor * predicted_ttft_s))
         return deadline
 
     def spend(self, service: Service) -> bool:
         """Take one hedge; False when the service's share is used up."""
-        credit = self._credit.get(service, 0.0)
+        credit = self.credit.get(service, 0.0)
         if credit < 1.0:
             return False
-        self._credit[service] = credit - 1.0
+        self.credit[service] = credit - 1.0
         return True
 
     def _add(self, service: Service) -> float:
-        for gone in set(self._credit).difference(self._fleet.services.values()):
-            del self._credit[gone]
+        for gone in set(self.credit).difference(self._fleet.services.values()):
+            del self.credit[gone]
         return 1.0
