@@ -15,8 +15,8 @@ from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
-from argosy_router.proxy.exchange import MAX_ATTEMPTS
 from argosy_router.proxy.resilience import retry_budget
+from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
 from .harness import DEADLINE_S, Rig, chat, raw, rig, service, until

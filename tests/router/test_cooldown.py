@@ -9,7 +9,7 @@ import pytest
 
 from argosy_protocol.telemetry import Load
 from argosy_router.fleet.health import CONSECUTIVE_FAILURES, Health
-from argosy_router.proxy.exchange import MAX_ATTEMPTS
+from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally
 from .harness import Rig, chat, rig

@@ -174,7 +174,7 @@ async def test_bad_requests_leave_retries_for_replicas_that_die(monkeypatch: pyt
     engines = [FakeEngine(script=die), *(FakeEngine(script=failing_on_bad(500)) for _ in range(3))]
     async with rig(engines, policy="round-robin") as r:
         budget_of(monkeypatch, 20.0)
-        monkeypatch.setattr(retry_budget, "KEPT_CREDIT", 10.0)
+        monkeypatch.setattr(retry_budget, "RESERVED_CREDIT", 10.0)
         for number in range(30):
             assert (await r.chat(f"{BAD} {number}")).status_code == 500
         assert r.metric('retries_total{model="tiny",reason="status"}') == 10

@@ -1,20 +1,20 @@
 """One generation request from dispatch to its end: attempts, retries, hedging, forwarding.
 
 Owns: which attempts are made, which of their responses becomes the answer, and the request's outcome record until its
-end.
-Must not know: parsing, discovery, policies, flow control, connections to replicas (`attempt`), what is written to the
-client (`answer`).
+end. Whether a failed attempt is followed by another one is decided in `resilience.retry_state`.
+Must not know: parsing, discovery, policies, flow control, connections to replicas (`upstream.attempt`), what is written
+to the client (`downstream.answer`).
 Invariants: the client's answer begins once; until the client has something of it a failed attempt may be repeated on
-another replica, after that only a stream continues there, behind what the client has; every attempt is ended; a client
-that leaves aborts the replicas' work at once.
+another replica, after that only a stream can be continued there, from where the client's part ends; every attempt is
+ended; when the client leaves, the replicas' work is aborted at once.
 
     connecting -> waiting -> (unary)  buffering -> answered
          ^------- failed ---'  |
          |                     -> (stream) streaming -> answered
          `------ replica died --------------'        -> an error event, if no replica can continue
 
-While a stream's first attempt waits and its answer is overdue, a hedge may run beside it (`hedging`): the first of the
-two to respond is the request's attempt from then on, and so is the one that is left when the other fails.
+While a stream's first attempt waits and its answer is overdue, a hedge may run beside it (`resilience.hedging`): the
+first of the two to respond is the request's attempt from then on; if one fails, the other one is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import (
     ConnectFailed,
-    ConnectionLost,
     FirstByteTimeout,
     UpstreamError,
 )
@@ -42,23 +41,19 @@ from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.downstream.answer import Answer
-from argosy_router.proxy.resilience.outlier_detection import OutlierDetector, Suspects
+from argosy_router.proxy.resilience.fault_attribution import FaultAttribution
+from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
 from argosy_router.proxy.resilience.retry_budget import RetryBudget
+from argosy_router.proxy.resilience.retry_state import AnswerProgress, NextStep, RetryState
 from argosy_router.proxy.upstream.attempt import Attempt, AttemptListener
 from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
 from argosy_router.proxy.upstream.response_status import EngineError, Refused, is_error, refusal
 from argosy_router.proxy.upstream.stream_transcript import Transcript
 from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
 
-MAX_ATTEMPTS = 3
-"""Before the answer begins."""
-MAX_MIGRATIONS = 4
-"""Attempts to continue one stream. The first costs no retry credit: it repeats nothing that was answered, and the
-streams of a replica that dies were all admitted. The bound keeps a request that kills engines from killing them all."""
-
 
 class Exchange(AttemptListener):
-    """One request under way."""
+    """Sends one request, and forwards the answer."""
 
     def __init__(
         self,
@@ -86,18 +81,18 @@ class Exchange(AttemptListener):
         self._on_end = on_end
         self._dispatcher = dispatcher
         self._outliers = outliers
-        self._retry_budget = retry_budget
         self._accounting = accounting
         self._upstream_ids = upstream_ids
         self._wheel = wheel
         self._now = now
         self._attempt: Attempt | None = None
-        """The last one."""
+        """The last attempt that is no hedge, or a hedge that won."""
         self._hedge: Attempt | None = None
         """The hedge, while the race is open."""
         self._tried: list[Replica] = []
-        """Since the client was last sent something."""
-        self._suspects = Suspects()
+        """Replicas that attempts were sent to since the client was last sent something."""
+        self._faults = FaultAttribution()
+        self._retry_state = RetryState(retry_budget, self._faults)
         self._is_over = False
 
     def describe(self, now: float) -> str:
@@ -157,113 +152,116 @@ class Exchange(AttemptListener):
         return attempt
 
     def on_attempt_failed(self, attempt: Attempt, error: UpstreamError) -> None:
-        """Repeat the attempt, leave the request to the other one of two, or give up."""
-        if isinstance(error, ConnectionLost) and error.stale and self._may_reconnect(attempt.replica):
-            self.outcome.attempts = attempt.record.attempt = self.outcome.attempts + 1
+        """Do what the retry state decides: send the request again, leave it to the other attempt, or end it."""
+        outcome, retry_state = self.outcome, self._retry_state
+        if retry_state.may_reconnect(
+            error,
+            attempts=outcome.attempts,
+            migrations=outcome.migrations,
+            is_routable=attempt.replica.is_routable,
+            now=self._now(),
+        ):
+            outcome.attempts = attempt.record.attempt = outcome.attempts + 1
             self._accounting.count_retry(self._call, "stale")
             attempt.start(fresh=True)
             return
         attempt.end()
         self._outliers.attempt_failed(self._call.service, attempt.replica, error, self._now())
         if isinstance(error, Refused) and error.is_ambiguous:
-            self._suspects.add(attempt.replica, error.status)
-        if self._hedge is not None:
-            self._leave_to_other(attempt, self._hedge)
-        elif self._answer.is_started:
-            self._continue(attempt)
-        else:
-            self._retry(error)
-
-    def _may_reconnect(self, replica: Replica) -> bool:
-        """Whether to ask the same replica again: it is rarely at fault if a pooled connection dies at once."""
-        allowed = MAX_ATTEMPTS + self.outcome.migrations
-        return replica.is_routable and self.outcome.attempts < allowed and self._may_retry()
-
-    def _may_retry(self, *, is_error: bool = False) -> bool:
-        """Take a retry from the service's budget."""
-        return self._retry_budget.spend(self._now(), is_error=is_error)
-
-    def _retry(self, error: UpstreamError) -> None:
-        """Ask another replica for an answer that has not begun."""
-        may_go_on = self.outcome.attempts < MAX_ATTEMPTS and not self._suspects.is_request_at_fault
-        is_error = isinstance(error, Refused) and error.is_ambiguous
-        following = self._another(is_admitted=is_error) if may_go_on else None
-        if following is not None and self._may_retry(is_error=is_error):
-            self._accounting.count_retry(self._call, error.reason)
-            self._attempt = self._send_to(following)
-        else:
+            self._faults.add(attempt.replica, error.status)
+        progress = self._progress(attempt)
+        step = retry_state.after_failure(
+            progress,
+            attempts=outcome.attempts,
+            migrations=outcome.migrations,
+            is_racing=self._hedge is not None,
+        )
+        if step == "leave_to_other":
+            self._leave_to_other(attempt)
+        elif step == "complete":
+            self._complete(attempt)
+        elif (choice := self._next_replica(step, attempt, error)) is not None:
+            self._send_again(step, choice, attempt, error)
+        elif progress == "none":
             self._give_up(error)
-
-    def _continue(self, attempt: Attempt) -> None:
-        """Continue on another replica an answer that has begun, or tell the client that it is incomplete."""
-        transcript = attempt.transcript
-        if transcript is None or not transcript.read():
-            self._interrupt(attempt, "refused")
-        elif transcript.missing_end is not None:
-            self._accounting.count_migration(self._call, "completed")
-            if transcript.missing_end:
-                self._answer.send(transcript.missing_end)
-            self._answer.finish()
-            self._end()
-        elif (successor := self._successor(attempt.fingerprint)) is not None:
-            self.outcome.migrations += 1
-            self._attempt = self._send_to(successor, transcript)
         else:
-            self._interrupt(attempt, "failed")
-
-    def _successor(self, fingerprint: str) -> Choice | None:
-        """Choose a replica to continue the stream; None if it may not be continued."""
-        if self.outcome.migrations >= MAX_MIGRATIONS or self._suspects.is_request_at_fault:
-            return None
-        successor = self._another(fingerprint)
-        if successor is None or (self.outcome.migrations and not self._may_retry()):
-            return None
-        return successor
+            self._interrupt(attempt, "refused" if progress == "unresumable" else "failed")
 
     def on_attempt_stalled(self, attempt: Attempt, error: CoreStalled) -> None:
         """Continue on another replica if one can; otherwise wait, because the core may still wake up."""
-        if attempt is not self._attempt or self._hedge is not None:
+        if attempt is not self._attempt:
             return
-        transcript, choice = None, None
-        if self._answer.is_started:
-            transcript = attempt.transcript
-            if transcript is None or not transcript.read():
-                return
-        if transcript is None or transcript.missing_end is None:
-            choice = self._away_from_stall(attempt)
-            if choice is None:
-                return
+        outcome = self.outcome
+        step = self._retry_state.after_stall(
+            self._progress(attempt),
+            attempts=outcome.attempts,
+            migrations=outcome.migrations,
+            is_racing=self._hedge is not None,
+        )
+        choice = self._next_replica(step, attempt, error)
+        if choice is None and step != "complete":
+            return
         attempt.end()
         self._outliers.attempt_failed(self._call.service, attempt.replica, error, self._now())
+        if choice is not None:
+            self._send_again(step, choice, attempt, error)
+        else:
+            self._complete(attempt)
+
+    def _progress(self, attempt: Attempt) -> AnswerProgress:
+        """Return how much of its answer the client has, and whether another replica could continue it."""
+        if not self._answer.is_started:
+            return "none"
+        transcript = attempt.transcript
+        if transcript is None or not transcript.read():
+            return "unresumable"
+        return "resumable" if transcript.missing_end is None else "complete"
+
+    def _next_replica(self, step: NextStep, attempt: Attempt, error: UpstreamError) -> Choice | None:
+        """Choose where a retry or a migration goes, and pay for it; None for other steps, and if the request cannot go
+        anywhere.
+
+        A migration goes to a replica with the same model only, and a request leaves a stalled replica only for a
+        healthy one.
+        """
+        if step not in ("retry", "migrate"):
+            return None
+        call, tried, now = self._call, self._tried, self._now()
+        fingerprint = attempt.fingerprint if step == "migrate" else ""
+        choice: Choice | None = None
+        if isinstance(error, CoreStalled):
+            choice = self._dispatcher.choose_instead_of_stalled(call, tried, now, fingerprint)
+        else:
+            is_admitted = step == "retry" and isinstance(error, Refused) and error.is_ambiguous
+            try:
+                choice = self._dispatcher.choose(call, tried, now, fingerprint, is_admitted=is_admitted)
+            except ApiError:
+                return None
         if choice is None:
-            self._continue(attempt)  # all that is missing is the stream's end
-            return
-        if self._answer.is_started:
+            return None
+        is_paid = self._retry_state.take_credit(
+            step, error, migrations=self.outcome.migrations, now=self._now()
+        )
+        return choice if is_paid else None
+
+    def _send_again(self, step: NextStep, choice: Choice, attempt: Attempt, error: UpstreamError) -> None:
+        """Retry the request, or migrate its stream, after `attempt` has ended with `error`."""
+        if step == "migrate":
             self.outcome.migrations += 1
+            self._attempt = self._send_to(choice, attempt.transcript)
         else:
             self._accounting.count_retry(self._call, error.reason)
-        self._attempt = self._send_to(choice, transcript)
+            self._attempt = self._send_to(choice)
 
-    def _away_from_stall(self, attempt: Attempt) -> Choice | None:
-        """Choose a healthy replica to continue in place of a stalled one."""
-        outcome = self.outcome
-        sent, most = outcome.attempts, MAX_ATTEMPTS
-        if self._answer.is_started:
-            sent, most = outcome.migrations, MAX_MIGRATIONS
-        if sent >= most:
-            return None
-        fingerprint = attempt.fingerprint if self._answer.is_started else ""
-        choice = self._dispatcher.choose_instead_of_stalled(self._call, self._tried, self._now(), fingerprint)
-        is_free = self._answer.is_started and not outcome.migrations
-        return choice if choice is not None and (is_free or self._may_retry()) else None
-
-    def _another(self, fingerprint: str = "", *, is_admitted: bool = False) -> Choice | None:
-        """Choose the next replica to try; None if no replica can take the request."""
-        try:
-            now = self._now()
-            return self._dispatcher.choose(self._call, self._tried, now, fingerprint, is_admitted=is_admitted)
-        except ApiError:
-            return None
+    def _complete(self, attempt: Attempt) -> None:
+        """Complete a stream of which the client has everything but its end."""
+        transcript = attempt.transcript
+        assert transcript is not None
+        self._accounting.count_migration(self._call, "completed")
+        if missing_end := transcript.missing_end:
+            self._answer.send(missing_end)
+        self._answer.finish()
+        self._end()
 
     def _give_up(self, error: UpstreamError) -> None:
         model = self._call.service.spec.model
@@ -292,8 +290,8 @@ class Exchange(AttemptListener):
             self._hedge = self._send_to(choice)
             self._hedge.record.hedge = "racing"
 
-    def _win(self, winner: Attempt, hedge: Attempt) -> None:
-        """Give up the other one of two attempts: this one responds."""
+    def _resolve_race(self, winner: Attempt, hedge: Attempt) -> None:
+        """Continue with the first of two attempts that responds, and end the other one."""
         first, self._attempt, self._hedge = self._attempt, winner, None
         assert first is not None
         if winner is hedge:
@@ -308,9 +306,10 @@ class Exchange(AttemptListener):
         attempt.end()
         self._outliers.abandoned(self._call.service, attempt.replica)
 
-    def _leave_to_other(self, attempt: Attempt, hedge: Attempt) -> None:
-        """Go on with the other one of two attempts: this one has failed."""
-        self._hedge = None
+    def _leave_to_other(self, attempt: Attempt) -> None:
+        """Continue with the other one of two attempts, because `attempt` has failed."""
+        hedge, self._hedge = self._hedge, None
+        assert hedge is not None
         if attempt is hedge:
             self._accounting.count_hedge(self._call, hedge.record, "failed")
         else:
@@ -328,11 +327,11 @@ class Exchange(AttemptListener):
             self._answer.send(data)
             return
         if self._hedge is not None:
-            self._win(attempt, self._hedge)
+            self._resolve_race(attempt, self._hedge)
         attempt.begin_answer()
         if attempt.status < 400:
             self._outliers.began(attempt.replica)
-            self._find_at_fault()
+            self._blame_failed_replicas()
         self._tried = [attempt.replica]
         if self._answer.is_started:
             self._accounting.count_migration(self._call, "resumed")
@@ -346,7 +345,7 @@ class Exchange(AttemptListener):
         if self._answer.is_started:
             if rest:
                 self.on_attempt_data(attempt, rest)
-            self._settle(attempt)
+            self._end_answering(attempt)
             self._answer.finish()
             self._end()
         elif (refused := refusal(status, attempt.headers)) is not None:
@@ -355,13 +354,13 @@ class Exchange(AttemptListener):
             self.on_attempt_failed(attempt, EngineError(status, attempt.headers, rest))
         else:
             if hedge is not None:
-                self._win(attempt, hedge)
-            self._settle(attempt)
+                self._resolve_race(attempt, hedge)
+            self._end_answering(attempt)
             if status < 400:
-                self._find_at_fault()
+                self._blame_failed_replicas()
             self._end_with(status, attempt.headers, rest)
 
-    def _settle(self, attempt: Attempt) -> None:
+    def _end_answering(self, attempt: Attempt) -> None:
         """End an attempt whose whole response becomes the client's answer."""
         attempt.end()
         if is_error(attempt.status):
@@ -369,9 +368,9 @@ class Exchange(AttemptListener):
         else:
             self._outliers.answered(attempt.replica)
 
-    def _find_at_fault(self) -> None:
+    def _blame_failed_replicas(self) -> None:
         """Blame the replicas that failed a request which another one can answer."""
-        for replica, status in self._suspects.take():
+        for replica, status in self._faults.take():
             self._outliers.found_at_fault(self._call.service, replica, status, self._now())
 
     def _complete_outcome(self) -> None:
@@ -446,7 +445,7 @@ class Exchange(AttemptListener):
         assert not self._is_over, "a request ends once"
         self._is_over = True
         self._answer.close()
-        for replica, _ in self._suspects.take():
+        for replica, _ in self._faults.take():
             self._outliers.abandoned(self._call.service, replica)
         self._complete_outcome()
         self._on_end(self.outcome)

@@ -1,14 +1,11 @@
 """Outlier detection: what attempts tell about the health of their replicas (Envoy's term).
 
-Owns: which failure counts against a replica, which one puts it in cooldown, and whose fault an ambiguous error is.
+Owns: which failure counts against a replica, which one puts it in cooldown.
 Must not know: the bytes of requests and answers, retries; the state of a replica's health is `fleet.health`.
 Invariant: every attempt ends in exactly one of `attempt_failed`, `abandoned` and `answered`, and an ambiguous failure
 in one more of `found_at_fault` and `abandoned`; so a half-open replica's probe is always released.
 
-An error may be the request's fault or the replica's: `Suspects` remembers which replicas failed the request until that
-is known. If another replica fails it with the same status, the request is at fault: it is retried no more and counts
-against no replica. If another replica can answer it, the replicas that failed it are at fault. If no other replica can
-be asked, nobody is blamed.
+An error may be the request's fault or the replica's; `fault_attribution` finds out which.
 """
 
 from __future__ import annotations
@@ -93,28 +90,6 @@ class OutlierDetector:
         if replica.health.cool_down(now, seconds, until_room=not replica.load.has_seat):
             self._metrics.cooldowns.add((service.spec.model, replica.name))
             service.invalidate()
-
-
-class Suspects:
-    """Replicas that answered one request with an error, until it is known whose fault that is."""
-
-    __slots__ = ("_failed", "is_request_at_fault")
-
-    def __init__(self) -> None:
-        self._failed: list[tuple[Replica, int]] = []
-        self.is_request_at_fault = False
-        """Whether two replicas failed the request with the same status."""
-
-    def add(self, replica: Replica, status: int) -> None:
-        self.is_request_at_fault |= any(
-            before == status and other is not replica for other, before in self._failed
-        )
-        self._failed.append((replica, status))
-
-    def take(self) -> list[tuple[Replica, int]]:
-        """Return all suspects with the status each answered, and forget them."""
-        failed, self._failed = self._failed, []
-        return failed
 
 
 def _is_no_fault(error: UpstreamError, replica: Replica) -> bool:

@@ -14,7 +14,7 @@ from argosy_router.fleet.service import Service
 RATIO = 0.2
 FLOOR_PER_S = 10.0
 MAX_CREDIT = 100.0
-KEPT_CREDIT = 50.0
+RESERVED_CREDIT = 50.0
 """Credit that retries of errors may not use up, so that a flood of requests that are themselves at fault leaves other
 requests their retries."""
 
@@ -36,11 +36,11 @@ class RetryBudget:
         """Take one retry; False when the budget is exhausted.
 
         Args:
-            is_error: an engine answered the request with an error; `KEPT_CREDIT` is left for other requests.
+            is_error: an engine answered the request with an error; `RESERVED_CREDIT` is left for other requests.
         """
         self._credit = min(MAX_CREDIT, self._credit + FLOOR_PER_S * (now - self._time))
         self._time = now
-        if self._credit < (1.0 + KEPT_CREDIT if is_error else 1.0):
+        if self._credit < (1.0 + RESERVED_CREDIT if is_error else 1.0):
             return False
         self._credit -= 1.0
         return True

@@ -10,7 +10,7 @@ Owns: this table, and the errors that stand for its rows. Must not know: retries
 | 500, and all above 504 | is retried elsewhere, then answered | is at fault if another replica can answer |
 | all others | is answered | is healthy |
 
-An error may be the fault of the request or of the replica; `outlier_detection.Suspects` finds out which.
+An error may be the fault of the request or of the replica; `resilience.fault_attribution` finds out which.
 """
 
 from __future__ import annotations
