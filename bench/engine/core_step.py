@@ -39,10 +39,10 @@ from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOut
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_path import resolve_model
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.structured.manager import GrammarRequest
-from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 MODEL = "builtin://tiny"
 BLOCK_SIZE = 16

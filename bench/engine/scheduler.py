@@ -29,7 +29,7 @@ from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 256
 STEPS = 128

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from argosy_engine.frontend.beam_search import BeamSearchParams
     from argosy_engine.frontend.llm import LLM
     from argosy_engine.frontend.llm_engine import LLMEngine
-    from argosy_engine.sample.interface import LogitsProcessor
-    from argosy_engine.sample.params import SamplingParams
-    from argosy_engine.structured.params import StructuredOutputsParams
+    from argosy_engine.params.sampling_params import SamplingParams
+    from argosy_engine.sample.logits_processor.interface import LogitsProcessor
+    from argosy_engine.structured.structured_outputs_params import StructuredOutputsParams
 
 # torch's OpenMP threads would spin for milliseconds after each operator, on the cores that compute the next kernel.
 # libgomp reads this once, when torch is imported.
@@ -42,9 +42,9 @@ _PUBLIC = {
     "AsyncLLM": "argosy_engine.frontend.async_llm",
     "BeamSearchParams": "argosy_engine.frontend.beam_search",
     "EngineArgs": "argosy_engine.config",
-    "LogitsProcessor": "argosy_engine.sample.interface",
-    "SamplingParams": "argosy_engine.sample.params",
-    "StructuredOutputsParams": "argosy_engine.structured.params",
+    "LogitsProcessor": "argosy_engine.sample.logits_processor.interface",
+    "SamplingParams": "argosy_engine.params.sampling_params",
+    "StructuredOutputsParams": "argosy_engine.structured.structured_outputs_params",
 }
 
 

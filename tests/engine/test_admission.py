@@ -17,7 +17,7 @@ from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.models.model_path import resolve_model
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 
 
 class Clock:

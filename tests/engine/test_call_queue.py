@@ -11,7 +11,7 @@ from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
 from argosy_engine.core.sched.scheduler import Scheduler, SchedulingPolicy
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from scheduler_fakes import FakeWorker
 
 BLOCK, SLOTS, LONG = 4, 8, 60

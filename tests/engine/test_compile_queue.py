@@ -21,7 +21,7 @@ from argosy_engine.structured.compile_queue import (
     NoGrammar,
     start_thread,
 )
-from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 
 class FakeBackend:

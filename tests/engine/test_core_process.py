@@ -25,7 +25,7 @@ from argosy_engine.messages.core_messages import (
     UtilityCall,
     UtilityOutput,
 )
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 
 
 class FakeCore:

@@ -27,10 +27,10 @@ from argosy_engine.messages.scheduler_output import GrammarBitmask, NewRequest, 
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.weights import DummyWeights
-from argosy_engine.sample.draw import SamplingBatch, processed_logits, sample
-from argosy_engine.sample.params import SamplingParams
-from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
+from argosy_engine.sample.topk_topp_sampler import SamplingBatch, processed_logits, sample
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.worker import choose_device
 from random_checkpoints import KINDS

@@ -22,7 +22,7 @@ from argosy_engine.structured.compile_queue import BackendUnavailable
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.grammar_client import ForkedCompilation, GrammarClient
 from argosy_engine.structured.grammar_messages import GrammarServerArgs
-from argosy_engine.structured.params import GrammarSpec, StructuredOutputsParams
+from argosy_engine.structured.structured_outputs_params import GrammarSpec, StructuredOutputsParams
 
 EOS = 2
 ARGS = GrammarServerArgs(str(resolve_model("builtin://tiny")), 1024, [EOS], 1)
@@ -175,7 +175,7 @@ PARENT = """
 import sys, threading
 from argosy_engine.structured.grammar_client import GrammarClient
 from argosy_engine.structured.grammar_messages import GrammarServerArgs
-from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 client = GrammarClient(GrammarServerArgs(sys.argv[1], 1024, [2], 1))
 client.new_compilation().run(GrammarSpec("regex", "a"))
 endless = GrammarSpec("regex", "(a|aa|aaa)*" * 2000)
@@ -206,7 +206,7 @@ def test_neither_torch_nor_transformers_are_loaded_for_grammars() -> None:
         "import sys\n"
         "from argosy_engine.structured.xgrammar_import import import_xgrammar\n"
         "import_xgrammar()\n"
-        "from argosy_engine.structured.params import GrammarSpec\n"
+        "from argosy_engine.structured.structured_outputs_params import GrammarSpec\n"
         "from argosy_engine.structured.vocabulary import Vocabulary\n"
         "from argosy_engine.structured.xgrammar_backend import XGrammarBackend\n"
         "from argosy_engine.structured.step_probe import check_steps\n"

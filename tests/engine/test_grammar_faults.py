@@ -17,7 +17,7 @@ from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreReq
 from argosy_engine.structured.compile_queue import CompileQueue
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
-from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from core_fakes import BLOCK, FakeExecutor
 
 CHOICES = {"a": "apple", "b": "banana", "c": "cherry"}

@@ -19,7 +19,7 @@ from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from container_census import census
 
 ARGS = EngineArgs.of(

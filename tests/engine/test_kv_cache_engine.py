@@ -11,7 +11,7 @@ import torch
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from greedy_reference import differing_tokens
 from random_checkpoints import KINDS, make_checkpoint
 

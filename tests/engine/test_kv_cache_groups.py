@@ -20,7 +20,7 @@ from argosy_engine.messages.kv_cache_interface import (
     group_layers,
     peak_blocks,
 )
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 
 BLOCK = 4
 FULL, SLIDING = FullAttentionSpec(100), SlidingWindowSpec(100, 6)

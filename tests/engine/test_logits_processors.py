@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from argosy_engine.sample.interface import Added, BatchUpdate, Rows
-from argosy_engine.sample.params import SamplingParams
-from argosy_engine.sample.penalties import Penalties
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sample.logits_processor.interface import Added, BatchUpdate, Rows
+from argosy_engine.sample.logits_processor.penalties import Penalties
 from argosy_engine.sample.sampler import GrammarMask, Sampler, SamplerOptions
 from argosy_engine.sample.token_logprobs import LogprobsMode
 

@@ -22,7 +22,7 @@ from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from greedy_reference import differing_tokens
 from random_checkpoints import KINDS, make_checkpoint
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from argosy_engine import LLM
-from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_engine.params.pooling_params import PoolingParams
 from processes import Server, free_port, running
 
 KEY = "test-key"

@@ -15,8 +15,8 @@ from argosy_engine import LLM
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.pooling import encode, pooling_request
 from argosy_engine.frontend.renderer import Prompt
-from argosy_engine.sample.params import SamplingParams
-from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from random_checkpoints import KINDS, make_checkpoint
 
 EXACT = {"dtype": "float32", "device": "cpu", "threads": 1}

@@ -33,7 +33,7 @@ from argosy_engine.models.weights import DummyWeights
 from argosy_engine.native import build, library
 from argosy_engine.native.build import NativeUnavailable
 from argosy_engine.native.library import Kernels
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from attention_cases import Case, Span, random_case
 from greedy_reference import differing_tokens
 

@@ -31,7 +31,7 @@ from argosy_engine.messages.core_messages import (
     EngineCoreRequest,
     FinishReason,
 )
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 

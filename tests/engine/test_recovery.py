@@ -15,7 +15,7 @@ from argosy_engine.core.state_dump import describe
 from argosy_engine.errors import EngineDead
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from core_fakes import BLOCK, FakeExecutor
 from scheduler_fakes import next_token
 

@@ -11,7 +11,7 @@ from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.watchdog import CHECK_INTERVAL_S, Watchdog
 from argosy_engine.messages.core_messages import EngineCoreRequest, ErrorKind, FinishReason
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from core_fakes import BLOCK, FakeExecutor
 
 TIMEOUT_S = 60.0

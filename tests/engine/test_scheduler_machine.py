@@ -20,7 +20,7 @@ from argosy_engine.messages.kv_cache_interface import (
 )
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from scheduler_fakes import FakeWorker, next_token
 
 BLOCK = 4

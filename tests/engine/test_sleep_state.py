@@ -9,9 +9,9 @@ import pytest
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.messages.core_messages import EngineCoreRequest, UtilityCall
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.structured.manager import GrammarRequest
-from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from core_fakes import BLOCK, FakeExecutor
 from scheduler_fakes import next_token
 

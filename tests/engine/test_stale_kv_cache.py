@@ -22,7 +22,7 @@ from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest
 from argosy_engine.native import build, library
 from argosy_engine.native.library import Kernels
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from attention_cases import Case, Span, random_case
 from random_checkpoints import KINDS, make_checkpoint
 

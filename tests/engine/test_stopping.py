@@ -17,7 +17,7 @@ from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.sample.params import RepetitionDetectionParams, SamplingParams
+from argosy_engine.params.sampling_params import RepetitionDetectionParams, SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 EOS = 0

@@ -17,9 +17,9 @@ from argosy_engine.models.model_path import resolve_model
 from argosy_engine.structured.grammar import GrammarState, Phase
 from argosy_engine.structured.grammar_size import MAX_PATTERN_SIZE, expanded_size
 from argosy_engine.structured.json_schema import MAX_DEPTH, normalized_schema
-from argosy_engine.structured.params import GrammarSpec, StructuredOutputsParams
 from argosy_engine.structured.reasoning import Reasoning, reasoning_after
 from argosy_engine.structured.structural_tag import normalized_tag, tool_call_tag
+from argosy_engine.structured.structured_outputs_params import GrammarSpec, StructuredOutputsParams
 from argosy_engine.structured.vocabulary import Vocabulary
 from argosy_engine.structured.xgrammar_backend import XGrammarBackend
 

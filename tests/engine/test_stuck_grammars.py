@@ -17,7 +17,7 @@ from argosy_engine.structured.manager import (
     GrammarRequest,
     StructuredOutputManager,
 )
-from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 STEP_CPU_S = 0.01
 

@@ -13,7 +13,7 @@ from argosy_engine.core.sched.request_queue import RequestQueue
 from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.core.sched.tenant_queue import MAX_IDLE_COUNTERS, TenantQueue
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from scheduler_fakes import FakeWorker
 
 BLOCK, BUDGET = 4, 32

@@ -11,10 +11,10 @@ from argosy_engine.api.serving import Serving
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.structured.compile_queue import MAX_QUEUED_PER_KEY, CompileQueue
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
-from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from argosy_protocol.openai import CompletionRequest
 from core_fakes import BLOCK, FakeExecutor
 

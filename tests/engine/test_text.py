@@ -18,7 +18,7 @@ from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.models.model_path import resolve_model
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage, decode_request
 from argosy_protocol.prompt_segments import prompt_segments

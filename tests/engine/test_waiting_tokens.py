@@ -10,7 +10,7 @@ from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 
 BLOCK = 4
 PREFIX = list(range(100, 120))

@@ -20,7 +20,7 @@ from argosy_engine.frontend.beam_search import (
 )
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Prompt
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from argosy_protocol.openai import MAX_CHOICES, CompletionRequest, GenerationRequest
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from argosy_engine.api.serving import Serving
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.pooling import pooling_request
-from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_engine.params.pooling_params import PoolingParams
 from argosy_protocol.embeddings import (
     Embedding,
     EmbeddingRequest,

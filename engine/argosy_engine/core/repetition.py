@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy_engine.sample.params import RepetitionDetectionParams
+from argosy_engine.params.sampling_params import RepetitionDetectionParams
 
 _NO_TOKEN = -1
 

@@ -20,14 +20,16 @@ from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.sample.checked import Checked
-from argosy_engine.sample.params import MAX_N, SamplingParams
+from argosy_engine.params.sampling_params import MAX_N, SamplingParams
+from argosy_engine.params.validated_struct import ValidatedStructMeta
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 MAX_BEAM_WIDTH = MAX_N
 
 
-class BeamSearchParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=Checked):
+class BeamSearchParams(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=ValidatedStructMeta
+):
     """Field names and defaults are vLLM's.
 
     Raises (from the constructor):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tokenizers.decoders import DecodeStream
 
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 
 _PRIMING_TOKENS = 6
 """Prompt tokens the decoder sees first, so that the output's first token is decoded in its context."""

@@ -22,8 +22,8 @@ from argosy_engine.frontend.request_params import (
     to_sampling_params,
 )
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.sample.interface import LogitsProcessor, load_logits_processors
-from argosy_engine.sample.params import MAX_BAD_WORDS_TOKENS, SamplingParams
+from argosy_engine.params.sampling_params import MAX_BAD_WORDS_TOKENS, SamplingParams
+from argosy_engine.sample.logits_processor.interface import LogitsProcessor, load_logits_processors
 from argosy_engine.structured.manager import GrammarRequest
 from argosy_protocol.openai import GenerationRequest
 

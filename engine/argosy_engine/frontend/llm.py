@@ -24,9 +24,9 @@ from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput, log_
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
 from argosy_engine.frontend.prompts import PromptType, as_list
 from argosy_engine.frontend.renderer import Prompt
-from argosy_engine.sample.interface import LogitsProcessor, processor_path
-from argosy_engine.sample.params import SamplingParams
-from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sample.logits_processor.interface import LogitsProcessor, processor_path
 from argosy_protocol.openai import ChatCompletionRequest
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]

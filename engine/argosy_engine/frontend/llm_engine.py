@@ -24,7 +24,7 @@ from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput
 from argosy_engine.frontend.prompts import PromptType
 from argosy_engine.frontend.renderer import Prompt
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 
 logger = logging.getLogger("argosy.frontend")
 

@@ -10,8 +10,8 @@ from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.outputs import log_failures
 from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.messages.core_messages import EngineCoreRequest, FinishReason
-from argosy_engine.sample.params import SamplingParams
-from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.structured_outputs import structured_outputs
+from argosy_engine.frontend.structured_output_request import structured_outputs
 from argosy_engine.models.model_config import read_json
-from argosy_engine.sample.params import RepetitionDetectionParams, SamplingParams
+from argosy_engine.params.sampling_params import RepetitionDetectionParams, SamplingParams
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest, unsupported
 
 _DEFAULT_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

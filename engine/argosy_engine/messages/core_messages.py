@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.messages.scheduler_output import MultimodalFeature
-from argosy_engine.sample.params import SamplingParams
-from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.structured.manager import GrammarRequest
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from argosy_engine.sample.params import SamplingParams
-from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params.sampling_params import SamplingParams
 
 BlockIds = list[list[int]]
 """One list per KV cache group of block ids in token order; 0 (the null block) for a block that is no longer read."""

@@ -1,1 +1,1 @@
-"""Sampling: request parameters, logits processors, and the batched sampler that turns logits into tokens."""
+"""Sampling: logits processors, and the batched sampler that turns logits into tokens."""

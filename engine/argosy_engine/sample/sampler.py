@@ -1,8 +1,8 @@
 """Sampler: turns logits into token ids for a whole batch.
 
 The order is vLLM V1's (v1/sample/sampler.py): snapshot of the raw log probabilities, grammar mask, allowed_token_ids,
-bad_words, min_tokens, logit_bias, penalties, custom processors (`--logits-processors`), then the draw (`draw`:
-temperature, min_p, top-k, top-p) and the log probabilities of the drawn tokens.
+bad_words, min_tokens, logit_bias, penalties, custom processors (`--logits-processors`), then the draw
+(`topk_topp_sampler`: temperature, min_p, top-k, top-p) and the log probabilities of the drawn tokens.
 
 `Sampler` keeps each request's sampling state by slot. A step does only the work that its live requests need: an
 all-greedy batch is one argmax.
@@ -16,14 +16,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from argosy_engine.sample.draw import SamplingBatch, processed_logits, sample
-from argosy_engine.sample.interface import Added, BatchUpdate, Ints, LogitsProcessor, ProcessorConfig, Rows
-from argosy_engine.sample.isolation import IsolatedProcessor
-from argosy_engine.sample.logits_processors import AllowedTokenIds, BadWords, LogitBias, MinTokens
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sample.logits_processor.builtin import AllowedTokenIds, BadWords, LogitBias, MinTokens
+from argosy_engine.sample.logits_processor.interface import (
+    Added,
+    BatchUpdate,
+    Ints,
+    LogitsProcessor,
+    ProcessorConfig,
+    Rows,
+)
+from argosy_engine.sample.logits_processor.isolation import IsolatedProcessor
+from argosy_engine.sample.logits_processor.penalties import Penalties
 from argosy_engine.sample.logprobs import LogprobsTensors, gather_logprobs, score
-from argosy_engine.sample.params import SamplingParams
-from argosy_engine.sample.penalties import Penalties
 from argosy_engine.sample.token_logprobs import LogprobsMode, TokenLogprobs
+from argosy_engine.sample.topk_topp_sampler import SamplingBatch, processed_logits, sample
 
 
 class GrammarMask(NamedTuple):

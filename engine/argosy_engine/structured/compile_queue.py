@@ -26,8 +26,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from argosy_engine.structured.params import GrammarSpec
 from argosy_engine.structured.round_robin_queue import RoundRobinQueue
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar

@@ -43,7 +43,7 @@ from argosy_engine.structured.xgrammar_backend import Deserializer, Serialized
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
-    from argosy_engine.structured.params import GrammarSpec
+    from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 MAX_ANSWER_BYTES = 256 << 20
 """Maximum size of a compiled grammar as text. A schema of 60 patterns over 100k tokens takes 67 MB."""

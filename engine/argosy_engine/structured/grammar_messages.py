@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from argosy_engine.structured.params import GrammarSpec
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 FORKED = b"P"
 """Sent with a pidfd of the forked process, if the kernel supports pidfds."""

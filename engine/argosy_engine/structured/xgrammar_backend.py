@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from argosy_engine.structured.params import GrammarSpec
 from argosy_engine.structured.structural_tag import MAX_WHITESPACE
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from argosy_engine.structured.vocabulary import TokenTable, Vocabulary
 from argosy_engine.structured.xgrammar_import import import_xgrammar
 

@@ -13,7 +13,7 @@ import torch
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.scheduler_output import GrammarBitmask, NewRequest, SchedulerOutput
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.worker.model_runner import ModelRunner
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.sample.pooling_params import PoolingParams
+from argosy_engine.params.pooling_params import PoolingParams
 
 
 class Pooler:

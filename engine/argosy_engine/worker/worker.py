@@ -22,7 +22,7 @@ from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import resolve_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import kernels
-from argosy_engine.sample.interface import load_logits_processors
+from argosy_engine.sample.logits_processor.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (

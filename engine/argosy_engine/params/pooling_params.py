@@ -8,11 +8,16 @@ from typing import Literal
 from msgspec import Struct
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.sample.checked import Checked
+from argosy_engine.params.validated_struct import ValidatedStructMeta
 
 
 class PoolingParams(
-    Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=Checked
+    Struct,
+    kw_only=True,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=ValidatedStructMeta,
 ):
     """Pooling parameters of one request.
 

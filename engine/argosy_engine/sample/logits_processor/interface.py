@@ -2,7 +2,7 @@
 
 A processor is notified as requests come and go (`update_state`) and keeps its state in arrays over all of them, so that
 `apply` takes a few array operations regardless of the number of requests, with no Python per row and step. The
-sampler's own processors (`logits_processors`, `penalties`) and those of `--logits-processors` share this interface.
+sampler's own processors (`builtin`, `penalties`) and those of `--logits-processors` share this interface.
 
 `examples/logits_processor.py` is an example, for `argosy serve MODEL --logits-processors MODULE:CLASS` or
 `LLM(MODEL, logits_processors=[CLASS])`. Requests pass it arguments in `vllm_xargs`, which it finds in
@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from argosy_engine.native.library import DTYPES, Kernels, kernels
-from argosy_engine.sample.interface import Ints
+from argosy_engine.sample.logits_processor.interface import Ints
 from argosy_engine.sample.noise import uniform
 
 _CANDIDATES = 1024

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from argosy_engine.sample.interface import BatchUpdate, Ints, LogitsProcessor, Rows
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sample.logits_processor.interface import BatchUpdate, Ints, LogitsProcessor, Rows
 
 _UNLIKELY = -1e30
 """Never sampled unless every other token is masked out with minus infinity."""

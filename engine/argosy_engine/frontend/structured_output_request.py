@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.structured.params import StructuredOutputsParams
 from argosy_engine.structured.structural_tag import check_tools, tool_call_tag
+from argosy_engine.structured.structured_outputs_params import StructuredOutputsParams
 from argosy_protocol.json_limits import message_and_field
 from argosy_protocol.openai import ChatCompletionRequest, GenerationRequest
 

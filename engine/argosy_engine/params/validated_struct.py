@@ -1,4 +1,4 @@
-"""Checked: validates parameters written in Python as strictly as those that arrive as JSON."""
+"""ValidatedStructMeta: validates parameters written in Python as strictly as those that arrive as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import StructMeta
 from argosy_engine.errors import InvalidRequest
 
 
-class Checked(StructMeta):
+class ValidatedStructMeta(StructMeta):
     """Metaclass of structs with a `verify` method: calling the class converts values, checks types and verifies.
 
     Decoding and `structs.replace` bypass it: parameters were checked before they are sent to the core.

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Struct, structs
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.sample.checked import Checked
-from argosy_engine.structured.params import StructuredOutputsParams
+from argosy_engine.params.validated_struct import ValidatedStructMeta
+from argosy_engine.structured.structured_outputs_params import StructuredOutputsParams
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy sampling, as in vLLM."""
@@ -48,7 +48,9 @@ class RepetitionDetectionParams(Struct, frozen=True, omit_defaults=True, forbid_
         return None
 
 
-class SamplingParams(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=Checked):
+class SamplingParams(
+    Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=ValidatedStructMeta
+):
     """Sampling and stopping parameters of one request. `stop` and `bad_words` also accept a single string.
 
     Raises (from the constructor):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.sample.interface import (
+from argosy_engine.sample.logits_processor.interface import (
     Added,
     BatchUpdate,
     Ints,

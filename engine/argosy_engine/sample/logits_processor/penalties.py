@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from argosy_engine.sample.interface import Added, BatchUpdate, Ints, LogitsProcessor, Rows
-from argosy_engine.sample.params import SamplingParams
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sample.logits_processor.interface import Added, BatchUpdate, Ints, LogitsProcessor, Rows
 
 _INITIAL_WIDTH = 256
 

@@ -1,0 +1,1 @@
+"""Logits processors: the interface, the built-in ones, and the isolation of custom ones."""
