@@ -13,7 +13,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,8 @@ from argosy_router.http.server_connection import ServerConnection, ServerState
 from argosy_router.http.tls import ClientTls, ServerTls
 from argosy_router.http.tls import watch as watch_tls
 from argosy_router.http.tls_listener import TlsListener
+from argosy_router.metrics import definitions as define
 from argosy_router.metrics.registry import Metrics
-from argosy_router.metrics.series import Reading
 from argosy_router.native.build_kind import BUILD_KIND
 from argosy_router.observability.access_log import AccessLog
 from argosy_router.observability.line_writer import LineWriter
@@ -140,26 +140,10 @@ class Router:
         self._discovery = discovery or self._configured_discovery()
         self.server = ServerState(self.application, config.server, self.wheel)
         self.metrics.add(
-            _gauge("client_connections", "Open client connections.", lambda: len(self.server.connections)),
-            Reading(
-                "counter",
-                "refused_connections",
-                "Client connections beyond --max-connections.",
-                (),
-                lambda: [((), self.server.connection_limit.refused)],
-            ),
-            Reading(
-                "counter",
-                "stream_pauses",
-                "Event loop pauses made to coalesce reads of many fast streams.",
-                (),
-                lambda: [((), self.server.read_coalescer.pauses)],
-            ),
-            _gauge(
-                "inflight_body_bytes",
-                "Bodies of requests on their way in or without a whole answer.",
-                lambda: self.server.body_memory.held,
-            ),
+            define.CLIENT_CONNECTIONS.value(lambda: len(self.server.connections)),
+            define.REFUSED_CONNECTIONS.value(lambda: self.server.connection_limit.refused),
+            define.STREAM_PAUSES.value(lambda: self.server.read_coalescer.pauses),
+            define.INFLIGHT_BODY_BYTES.value(lambda: self.server.body_memory.held),
         )
         self._listener: asyncio.Server | TlsListener | None = None
         self.admin: AdminServer | None = None
@@ -369,10 +353,6 @@ class Router:
         await asyncio.to_thread(self._stderr.close)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
-
-
-def _gauge(name: str, text: str, value: Callable[[], float]) -> Reading:
-    return Reading("gauge", name, text, (), lambda: [((), value())])
 
 
 def _recorder(config: RouterConfig) -> TraceCapture | None:

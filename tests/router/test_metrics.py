@@ -14,6 +14,7 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.metrics import registry as metrics
+from argosy_router.metrics.definitions import DEFINITIONS
 from argosy_router.observability.access_log import AccessEntry, AccessLog
 from argosy_router.observability.line_writer import LineHandler, LineWriter
 
@@ -54,6 +55,12 @@ async def test_a_scrape_holds_every_described_series() -> None:
         assert "process_cpu_seconds_total" in text
         names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
         assert len(names) == len(set(names))
+
+
+async def test_a_router_exports_exactly_the_defined_metrics() -> None:
+    async with rig([FakeEngine()]) as r:
+        exported = [(each.name, tuple(each.labels), each.help) for each in r.router.metrics.series]
+    assert sorted(exported) == sorted((each.name, each.labels, each.help) for each in DEFINITIONS)
 
 
 async def test_services_that_share_a_model_name_share_a_sample() -> None:

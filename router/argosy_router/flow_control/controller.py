@@ -18,11 +18,11 @@ from argosy_router.fleet.service import Service
 from argosy_router.flow_control.queued_request import QueuedRequest
 from argosy_router.flow_control.service_queue import Bounds, ServiceQueue
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.metrics.series import Histogram, Labels, Reading, Series
+from argosy_router.metrics.definitions import ADMITTED_REQUESTS, QUEUE_SECONDS, QUEUED_REQUESTS
+from argosy_router.metrics.series import Labels, Series
 
 TICK_S = 0.1
 """How soon a new replica, or capacity that other routers freed, is noticed."""
-WAIT_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
 
 class FlowController:
@@ -35,23 +35,13 @@ class FlowController:
         self._deadline = Deadline(wheel, self._tick)
         self._is_tick_near = False
         self._now = time.monotonic
-        self._waits = Histogram(
-            "queue_seconds", "Time in the queue, however it ended.", ("model", "outcome"), WAIT_SECONDS
-        )
+        self._waits = QUEUE_SECONDS.histogram()
 
     # metrics
 
     def series(self) -> tuple[Series, ...]:
         """Return the metrics of the queues."""
-        queued = Reading("gauge", "queued_requests", "Requests in the queue.", ("model",), self._queued)
-        admitted = Reading(
-            "gauge",
-            "admitted_requests",
-            "Requests past the queue and without an end.",
-            ("model",),
-            self._admitted,
-        )
-        return queued, admitted, self._waits
+        return QUEUED_REQUESTS.reading(self._queued), ADMITTED_REQUESTS.reading(self._admitted), self._waits
 
     @property
     def num_admitted(self) -> int:

@@ -1,1 +1,6 @@
-"""The router's Prometheus metrics: series types, and the registry that defines and renders them."""
+"""The router's Prometheus metrics.
+
+definitions  name, kind, labels, help and buckets of every series
+series       values and text exposition of counters, histograms and readings
+registry     the series of one router, and its scrape
+"""

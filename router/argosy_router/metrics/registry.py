@@ -1,9 +1,9 @@
-"""Registry of the router's metrics: names, labels and buckets in one place.
+"""Registry of the router's metrics: the series of requests and replicas, and the scrape of all series.
 
-Owns: every `argosy_router_*` series. Must not know: who counts what, and why.
-Invariant: label values are configured names of models, replicas and keys, or from short closed sets, never anything a
-client sends. The series of a replica or model that left the fleet are dropped after a while, so that the size of a
-scrape follows the size of the fleet.
+Owns: which series a scrape renders, and when those of departed replicas are dropped. Must not know: names and help
+(`definitions`), who counts what, and why.
+Invariant: the series of a replica or model that left the fleet are dropped after a while, so that the size of a scrape
+follows the size of the fleet.
 """
 
 # Not compiled: renders scrapes; requests pass `series` only.
@@ -22,22 +22,13 @@ from argosy_protocol.routable_report import ReplicaState
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
+from argosy_router.metrics import definitions as define
+from argosy_router.metrics.definitions import Definition
 from argosy_router.metrics.series import PREFIX, Counter, Histogram, Labels, Reading, Rows, Series
 from argosy_router.native.build_kind import BUILD_KIND
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
-SECONDS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
-    *(0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
-)
-"""vLLM's time-to-first-token buckets up to 160 s, so that dashboards can compare both."""
-TOKEN_SECONDS = (
-    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15),
-    *(0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5),
-)
-"""vLLM's buckets of time per output token, with finer ones for small models."""
-DECISION_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3)
 STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
 DEPARTED_S = 600.0
 """How long the series of a replica that left are still exported: ten scrapes of a slow Prometheus."""
@@ -58,123 +49,49 @@ class Metrics:
         self._series: list[Series] = []
         self._departed: dict[Labels, float] = {}
         """(model, replica) or (model, "") -> when a scrape first missed it"""
-        model, replica = ("model",), ("model", "replica")
 
         # requests
-        self.requests = self._counter("requests", "Requests answered.", ("model", "code"))
-        self.duration = self._histogram(
-            "request_duration_seconds", "From the whole request to the end.", model
-        )
-        self.ttft = self._histogram(
-            "ttft_seconds", "From the whole request to a stream's first event.", model
-        )
-        self.itl = self._histogram(
-            "itl_seconds", "Mean time between the tokens of a stream.", model, TOKEN_SECONDS
-        )
-        self.disconnects = self._counter("client_disconnects", "Clients gone before the end.", model)
+        self.requests = self._counter(define.REQUESTS)
+        self.duration = self._histogram(define.REQUEST_DURATION)
+        self.ttft = self._histogram(define.TTFT)
+        self.itl = self._histogram(define.ITL)
+        self.disconnects = self._counter(define.CLIENT_DISCONNECTS)
 
-        # choices
-        self.decision = self._histogram("decision_seconds", "Time to choose a replica.", (), DECISION_SECONDS)
-        self.canaried = self._counter(
-            "canary_requests",
-            "Requests for the models of services that have a canary, by the service that answered.",
-            ("model", "service"),
-        )
-        self.routes = self._counter(
-            "routes",
-            "Attempts dispatched, by reason of the choice and by what the router knew of the replica.",
-            (*replica, "reason", "mode"),
-        )
-        self.predicted = self._counter(
-            "predicted_cached_tokens",
-            "Prompt tokens expected in the replica's cache, for answers with usage.",
-            replica,
-        )
-        self.actual = self._counter(
-            "actual_cached_tokens",
-            "Prompt tokens found in the replica's cache, by the usage of the same answers.",
-            replica,
-        )
-        self.prompt_tokens = self._counter(
-            "prompt_tokens", "Prompt tokens, by usage of the answers.", replica
-        )
-        self.completion_tokens = self._counter(
-            "completion_tokens", "Generated tokens, by usage of the answers.", replica
-        )
-        self.predicted_ttft = self._counter(
-            "predicted_ttft_seconds", "Time to first token expected, for streams.", replica
-        )
-        self.actual_ttft = self._counter(
-            "actual_ttft_seconds", "Time to first token of the same streams.", replica
-        )
-        self.ttft_error = self._histogram(
-            "ttft_error_seconds", "Absolute error of the expected time to first token.", replica
-        )
+        # routing decisions
+        self.decision = self._histogram(define.DECISION)
+        self.canaried = self._counter(define.CANARY_REQUESTS)
+        self.routes = self._counter(define.ROUTES)
+        self.predicted = self._counter(define.PREDICTED_CACHED_TOKENS)
+        self.actual = self._counter(define.ACTUAL_CACHED_TOKENS)
+        self.prompt_tokens = self._counter(define.PROMPT_TOKENS)
+        self.completion_tokens = self._counter(define.COMPLETION_TOKENS)
+        self.predicted_ttft = self._counter(define.PREDICTED_TTFT)
+        self.actual_ttft = self._counter(define.ACTUAL_TTFT)
+        self.ttft_error = self._histogram(define.TTFT_ERROR)
 
         # failures
-        self.retries = self._counter(
-            "retries", "Attempts repeated before the first byte.", ("model", "reason")
-        )
-        self.hedges = self._counter(
-            "hedges", "Second attempts beside an overdue one, by what became of them.", ("model", "outcome")
-        )
-        self.failures = self._counter("upstream_failures", "Attempts that failed.", (*replica, "reason"))
-        self.ejections = self._counter("ejections", "Ejections begun or renewed.", replica)
-        self.cooldowns = self._counter(
-            "rests", "Times a replica said that it was full and was put in cooldown.", replica
-        )
-        self.migrations = self._counter(
-            "migrations", "Streams whose replica died, by what became of them.", ("model", "outcome")
-        )
-        self.interrupted = self._counter("interrupted_streams", "Answers broken off, by replica.", replica)
+        self.retries = self._counter(define.RETRIES)
+        self.hedges = self._counter(define.HEDGES)
+        self.failures = self._counter(define.UPSTREAM_FAILURES)
+        self.ejections = self._counter(define.EJECTIONS)
+        self.cooldowns = self._counter(define.COOLDOWNS)
+        self.migrations = self._counter(define.MIGRATIONS)
+        self.interrupted = self._counter(define.INTERRUPTED_STREAMS)
 
         # replicas
-        self._gauge("replica_state", "1 for the current state.", (*replica, "state"), self._rows(_states))
-        self._gauge(
-            "inflight_requests",
-            "Requests without an end yet.",
-            replica,
-            self._each(lambda r: r.load.inflight),
-        )
-        self._gauge(
-            "queued_tokens",
-            "Uncached prompt tokens ahead.",
-            replica,
-            self._each(lambda r: r.load.queued_tokens),
-        )
-        self._gauge(
-            "kv_usage_ratio", "Share of the KV cache in use.", replica, self._each(lambda r: r.load.kv_usage)
-        )
-        self._gauge(
-            "telemetry_age_seconds", "Since the last heartbeat.", replica, self._rows(_telemetry_ages)
-        )
-        self._sum(
-            "telemetry_syncs", "Snapshots of residency taken in.", replica, self._each(lambda r: r.syncs)
-        )
-        self._sum(
-            "telemetry_skipped_frames",
-            "Frames of unknown type from newer engines.",
-            (),
-            lambda: [((), fleet.skipped_frames())],
-        )
-        self._gauge(
-            "index_chunks", "Chunks in the prefix index.", model, self._by_model(lambda s: len(s.index))
-        )
-        self._gauge(
-            "index_bytes", "Memory of the prefix index.", model, self._by_model(lambda s: s.index.bytes)
-        )
-        self._gauge("routable_replicas", "Replicas that may get requests.", model, self._by_model(_routable))
-        self._gauge(
-            "panic",
-            "1 while most routable replicas are ejected: ejections are ignored then.",
-            model,
-            self._by_model(lambda service: service.candidates.is_in_panic),
-        )
-        self._gauge(
-            "build_info",
-            "Always 1, by version and build: compiled, or pure (Python sources, twice the CPU per request).",
-            ("version", "build"),
-            lambda: [((__version__, BUILD_KIND), 1.0)],
+        self.add(
+            define.REPLICA_STATE.reading(self._rows(_states)),
+            define.INFLIGHT_REQUESTS.reading(self._each(lambda r: r.load.inflight)),
+            define.QUEUED_TOKENS.reading(self._each(lambda r: r.load.queued_tokens)),
+            define.KV_USAGE_RATIO.reading(self._each(lambda r: r.load.kv_usage)),
+            define.TELEMETRY_AGE.reading(self._rows(_telemetry_ages)),
+            define.TELEMETRY_SYNCS.reading(self._each(lambda r: r.syncs)),
+            define.TELEMETRY_SKIPPED_FRAMES.value(fleet.skipped_frames),
+            define.INDEX_CHUNKS.reading(self._by_model(lambda s: len(s.index))),
+            define.INDEX_BYTES.reading(self._by_model(lambda s: s.index.bytes)),
+            define.ROUTABLE_REPLICAS.reading(self._by_model(_routable)),
+            define.PANIC.reading(self._by_model(lambda service: service.candidates.is_in_panic)),
+            define.BUILD_INFO.reading(lambda: [((__version__, BUILD_KIND), 1.0)]),
         )
 
         self._process = CollectorRegistry(auto_describe=False)
@@ -188,7 +105,7 @@ class Metrics:
         return tuple(self._series)
 
     def add(self, *series: Series) -> None:
-        """Register series that other modules own."""
+        """Register series."""
         self._series += series
 
     def render(self) -> bytes:
@@ -226,25 +143,15 @@ class Metrics:
             yield from series.parts(PREFIX)
         yield generate_latest(self._process).decode()
 
-    # definitions
-
-    def _counter(self, name: str, text: str, labels: Labels) -> Counter:
-        counter = Counter(name, text, labels)
+    def _counter(self, definition: Definition) -> Counter:
+        counter = definition.counter()
         self._series.append(counter)
         return counter
 
-    def _histogram(
-        self, name: str, text: str, labels: Labels, bounds: tuple[float, ...] = SECONDS
-    ) -> Histogram:
-        histogram = Histogram(name, text, labels, bounds)
+    def _histogram(self, definition: Definition) -> Histogram:
+        histogram = definition.histogram()
         self._series.append(histogram)
         return histogram
-
-    def _gauge(self, name: str, text: str, labels: Labels, read: Callable[[], Rows]) -> None:
-        self._series.append(Reading("gauge", name, text, labels, read))
-
-    def _sum(self, name: str, text: str, labels: Labels, read: Callable[[], Rows]) -> None:
-        self._series.append(Reading("counter", name, text, labels, read))
 
     # readings of the fleet
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 import msgspec
 
 from argosy_router.config import AccessFormat
+from argosy_router.metrics.definitions import ACCESS_LOG_DROPPED_LINES
 from argosy_router.metrics.series import Reading
 from argosy_router.observability.line_writer import LineWriter
 
@@ -82,14 +83,8 @@ class AccessLog:
         self.dropped = 0
 
     def series(self) -> Reading:
-        """The metric of dropped lines."""
-        return Reading(
-            "counter",
-            "access_log_dropped_lines",
-            "Access lines that nobody read in time.",
-            (),
-            lambda: [((), self.dropped)],
-        )
+        """Return the metric of dropped lines."""
+        return ACCESS_LOG_DROPPED_LINES.value(lambda: self.dropped)
 
     def write(self, entry: AccessEntry) -> None:
         """Add one entry."""

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from argosy_router.metrics.series import PREFIX, Labels, Reading, Rows
+from argosy_router.metrics.definitions import USAGE_REQUESTS, USAGE_TOKENS, USAGE_WRITE_FAILURES
+from argosy_router.metrics.series import PREFIX, Labels, Reading
 from argosy_router.observability.append_file import AppendFile, flush_until_cancelled
 from argosy_router.observability.usage_line import UsageLine
 
@@ -117,45 +118,21 @@ class UsageLedger:
     # metrics
 
     def series(self) -> list[Reading]:
-        """The metrics of the ledger."""
+        """Return the metrics of the ledger."""
         return [
-            self._requests(lambda: self._request_rows(list(self._totals))),
-            self._tokens(lambda: self._token_rows(list(self._totals))),
-            Reading(
-                "counter",
-                "usage_write_failures",
-                "Failed attempts to append to the usage files; what they held is written later.",
-                (),
-                lambda: [((), self.write_failures)],
-            ),
+            USAGE_REQUESTS.reading(lambda: self._request_rows(list(self._totals))),
+            USAGE_TOKENS.reading(lambda: self._token_rows(list(self._totals))),
+            USAGE_WRITE_FAILURES.value(lambda: self.write_failures),
         ]
 
     def render(self, key: str) -> bytes:
         """Render the usage of one key as a Prometheus text exposition."""
         accounts = [(key, model) for model in self._models.get(key, ())]
         readings = (
-            self._requests(lambda: self._request_rows(accounts)),
-            self._tokens(lambda: self._token_rows(accounts)),
+            USAGE_REQUESTS.reading(lambda: self._request_rows(accounts)),
+            USAGE_TOKENS.reading(lambda: self._token_rows(accounts)),
         )
         return "".join([part for reading in readings for part in reading.parts(PREFIX)]).encode()
-
-    def _requests(self, read: Callable[[], Rows]) -> Reading:
-        return Reading(
-            "counter",
-            "usage_requests",
-            "Requests answered per API key; usage of streams that were cut is estimated.",
-            ("key", "model", "metered"),
-            read,
-        )
-
-    def _tokens(self, read: Callable[[], Rows]) -> Reading:
-        return Reading(
-            "counter",
-            "usage_tokens",
-            "Tokens used per API key; cached ones are among the prompt's.",
-            ("key", "model", "kind"),
-            read,
-        )
 
     def _request_rows(self, accounts: Iterable[_Account]) -> Iterator[tuple[Labels, float]]:
         for account in accounts:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from argosy_protocol.openai import MAX_TOKENS
 from argosy_router.auth.accounts import RateLimited
-from argosy_router.metrics.series import Counter, Series
+from argosy_router.metrics.definitions import RATE_LIMITED
+from argosy_router.metrics.series import Series
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 
 
@@ -16,7 +17,7 @@ class Reservations:
     """Charges the keys of one router."""
 
     def __init__(self) -> None:
-        self._limited = Counter("rate_limited", "Requests refused by the limits of their key.", ("key",))
+        self._limited = RATE_LIMITED.counter()
 
     def series(self) -> tuple[Series, ...]:
         """Return the metrics of refusals."""

@@ -1,0 +1,248 @@
+"""Definitions of the router's metrics: name, kind, labels, help and buckets of every `argosy_router_*` series.
+
+Must not know: who counts what, and why.
+Invariant: label values are configured names of models, replicas and keys, or from short closed sets, never anything a
+client sends.
+"""
+
+# Not compiled: a table, read at the start.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from argosy_router.metrics.series import Counter, Histogram, Reading, Rows
+
+SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
+    *(0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
+)
+"""vLLM's time-to-first-token buckets up to 160 s, so that dashboards can compare both."""
+TOKEN_SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15),
+    *(0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5),
+)
+"""vLLM's buckets of time per output token, with finer ones for small models."""
+DECISION_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3)
+QUEUE_WAIT_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+
+
+class Definition(NamedTuple):
+    """What the exposition says of one series, besides its values."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    """Without `series.PREFIX`, and without a counter's `_total`."""
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+    def counter(self) -> Counter:
+        """Return a counter that starts at zero."""
+        return Counter(self.name, self.help, self.labels)
+
+    def histogram(self) -> Histogram:
+        """Return a histogram without observations."""
+        return Histogram(self.name, self.help, self.labels, self.buckets)
+
+    def reading(self, read: Callable[[], Rows]) -> Reading:
+        """Return a gauge or counter whose values `read` returns at each scrape."""
+        kind: Literal["gauge", "counter"] = "gauge" if self.kind == "gauge" else "counter"
+        return Reading(kind, self.name, self.help, self.labels, read)
+
+    def value(self, read: Callable[[], float]) -> Reading:
+        """Return a gauge or counter without labels, whose value `read` returns at each scrape."""
+        return self.reading(lambda: [((), read())])
+
+
+_MODEL = ("model",)
+_REPLICA = ("model", "replica")
+
+# requests
+REQUESTS = Definition("counter", "requests", ("model", "code"), "Requests answered, by status code.")
+REQUEST_DURATION = Definition(
+    "histogram",
+    "request_duration_seconds",
+    _MODEL,
+    "Time from a complete request to the end of its response.",
+    SECONDS,
+)
+TTFT = Definition(
+    "histogram",
+    "ttft_seconds",
+    _MODEL,
+    "Time to first token: from a complete request to the first event of its stream.",
+    SECONDS,
+)
+ITL = Definition(
+    "histogram", "itl_seconds", _MODEL, "Mean time between the tokens of a stream.", TOKEN_SECONDS
+)
+CLIENT_DISCONNECTS = Definition(
+    "counter",
+    "client_disconnects",
+    _MODEL,
+    "Requests whose client disconnected before the end of the response.",
+)
+
+# admission
+RATE_LIMITED = Definition(
+    "counter", "rate_limited", ("key",), "Requests refused by the rate limits of their API key."
+)
+QUEUED_REQUESTS = Definition("gauge", "queued_requests", _MODEL, "Requests in the queue.")
+ADMITTED_REQUESTS = Definition(
+    "gauge", "admitted_requests", _MODEL, "Requests that flow control has admitted and that have not ended."
+)
+QUEUE_SECONDS = Definition(
+    "histogram",
+    "queue_seconds",
+    ("model", "outcome"),
+    "Time that requests spent in the queue, by how they left it.",
+    QUEUE_WAIT_SECONDS,
+)
+
+# routing decisions
+DECISION = Definition("histogram", "decision_seconds", (), "Time to choose a replica.", DECISION_SECONDS)
+CANARY_REQUESTS = Definition(
+    "counter",
+    "canary_requests",
+    ("model", "service"),
+    "Requests for the models of services that have a canary, by the service that answered.",
+)
+ROUTES = Definition(
+    "counter",
+    "routes",
+    (*_REPLICA, "reason", "mode"),
+    "Attempts dispatched, by the reason for the choice and by what the router knew of the replica.",
+)
+PREDICTED_CACHED_TOKENS = Definition(
+    "counter",
+    "predicted_cached_tokens",
+    _REPLICA,
+    "Prompt tokens predicted to be in the replica's cache, for requests whose response reported usage.",
+)
+ACTUAL_CACHED_TOKENS = Definition(
+    "counter", "actual_cached_tokens", _REPLICA, "Cached prompt tokens reported in usage."
+)
+PROMPT_TOKENS = Definition("counter", "prompt_tokens", _REPLICA, "Prompt tokens reported in usage.")
+COMPLETION_TOKENS = Definition(
+    "counter", "completion_tokens", _REPLICA, "Generated tokens reported in usage."
+)
+PREDICTED_TTFT = Definition(
+    "counter", "predicted_ttft_seconds", _REPLICA, "Sum of the predicted times to first token of streams."
+)
+ACTUAL_TTFT = Definition(
+    "counter", "actual_ttft_seconds", _REPLICA, "Sum of the measured times to first token of streams."
+)
+TTFT_ERROR = Definition(
+    "histogram",
+    "ttft_error_seconds",
+    _REPLICA,
+    "Absolute error of the predicted time to first token of streams.",
+    SECONDS,
+)
+
+# failures
+RETRIES = Definition(
+    "counter", "retries", ("model", "reason"), "Attempts repeated before the first byte of a response."
+)
+HEDGES = Definition(
+    "counter", "hedges", ("model", "outcome"), "Second attempts sent beside an overdue one, by outcome."
+)
+UPSTREAM_FAILURES = Definition(
+    "counter", "upstream_failures", (*_REPLICA, "reason"), "Attempts that failed, by reason."
+)
+EJECTIONS = Definition("counter", "ejections", _REPLICA, "Ejections of a replica, begun or renewed.")
+COOLDOWNS = Definition(
+    "counter", "rests", _REPLICA, "Times a replica reported that it was full and was put in cooldown."
+)
+MIGRATIONS = Definition(
+    "counter",
+    "migrations",
+    ("model", "outcome"),
+    "Streams whose replica failed, by outcome of their migration.",
+)
+INTERRUPTED_STREAMS = Definition(
+    "counter", "interrupted_streams", _REPLICA, "Responses left incomplete because their replica failed."
+)
+
+# replicas
+REPLICA_STATE = Definition(
+    "gauge",
+    "replica_state",
+    (*_REPLICA, "state"),
+    "State of a replica: 1 for the current one, 0 for the others.",
+)
+INFLIGHT_REQUESTS = Definition(
+    "gauge", "inflight_requests", _REPLICA, "Requests sent to a replica that have not ended."
+)
+QUEUED_TOKENS = Definition(
+    "gauge", "queued_tokens", _REPLICA, "Uncached prompt tokens that a replica has yet to compute."
+)
+KV_USAGE_RATIO = Definition("gauge", "kv_usage_ratio", _REPLICA, "Share of a replica's KV cache in use.")
+TELEMETRY_AGE = Definition(
+    "gauge", "telemetry_age_seconds", _REPLICA, "Time since the last heartbeat of a replica."
+)
+TELEMETRY_SYNCS = Definition(
+    "counter", "telemetry_syncs", _REPLICA, "Snapshots of cached prefixes received from a replica."
+)
+TELEMETRY_SKIPPED_FRAMES = Definition(
+    "counter",
+    "telemetry_skipped_frames",
+    (),
+    "Telemetry frames of unknown types, which newer engines send; the router skips them.",
+)
+INDEX_CHUNKS = Definition("gauge", "index_chunks", _MODEL, "Chunks in the prefix index.")
+INDEX_BYTES = Definition("gauge", "index_bytes", _MODEL, "Memory of the prefix index.")
+ROUTABLE_REPLICAS = Definition("gauge", "routable_replicas", _MODEL, "Replicas that may get requests.")
+PANIC = Definition(
+    "gauge", "panic", _MODEL, "1 while most routable replicas are ejected; the router then ignores ejections."
+)
+
+# connections
+CLIENT_CONNECTIONS = Definition("gauge", "client_connections", (), "Open client connections.")
+REFUSED_CONNECTIONS = Definition(
+    "counter", "refused_connections", (), "Client connections refused beyond --max-connections."
+)
+STREAM_PAUSES = Definition("counter", "stream_pauses", (), "Event-loop pauses made to coalesce stream reads.")
+INFLIGHT_BODY_BYTES = Definition(
+    "gauge",
+    "inflight_body_bytes",
+    (),
+    "Memory of request bodies that are being received or whose response is incomplete.",
+)
+
+# usage, logs and the program itself
+USAGE_REQUESTS = Definition(
+    "counter",
+    "usage_requests",
+    ("key", "model", "metered"),
+    "Requests answered per API key; usage of streams that were cut is estimated.",
+)
+USAGE_TOKENS = Definition(
+    "counter",
+    "usage_tokens",
+    ("key", "model", "kind"),
+    "Tokens used per API key; cached tokens are also counted as prompt tokens.",
+)
+USAGE_WRITE_FAILURES = Definition(
+    "counter",
+    "usage_write_failures",
+    (),
+    "Failed attempts to append to the usage files; the lines are written later.",
+)
+ACCESS_LOG_DROPPED_LINES = Definition(
+    "counter",
+    "access_log_dropped_lines",
+    (),
+    "Access log lines dropped because standard error was not read in time.",
+)
+BUILD_INFO = Definition(
+    "gauge",
+    "build_info",
+    ("version", "build"),
+    "Always 1, by version and build: compiled, or pure (Python sources, twice the CPU per request).",
+)
+
+DEFINITIONS = tuple(value for value in list(globals().values()) if isinstance(value, Definition))
+"""All of the above."""
