@@ -131,3 +131,59 @@ def test_the_cycle_check_sees_imports_of_types_and_in_functions(tmp_path: Path) 
         graphlib.TopologicalSorter(import_graph(package)).prepare()
     (package / "c.py").write_text("import os")
     graphlib.TopologicalSorter(import_graph(package)).prepare()
+
+
+NO_PUBLIC_NAME = {
+    "_replace": "part of the public interface of named tuples",
+    "_exit": "`os` has no other name for it",
+    "_from_config": "transformers has no other way to make a model of a given class from its configuration",
+}
+"""Private-looking names that tests may use on other objects, and why."""
+
+BY_NAME = {"setattr", "delattr", "getattr", "hasattr"}
+"""Functions, and methods of pytest's monkeypatch, that take the name of an attribute as a string."""
+
+
+def private_accesses(source: str) -> Iterator[str]:
+    """Uses of other objects' private attributes. An object's own ones (`self._x`) are its business."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+            values = [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]
+            names = [value.rpartition(".")[2] for value in values if isinstance(value, str)]
+        for name in names:
+            is_private = name.startswith("_") and not name.startswith("__")
+            if is_private and name not in NO_PUBLIC_NAME:
+                yield f"line {node.lineno}: {name}"
+
+
+def test_tests_use_public_names_only() -> None:
+    found = {
+        str(path.relative_to(ROOT)): list(private_accesses(path.read_text("utf-8")))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+    }
+    assert len(found) > 200
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("queue._waiting", 1),
+        ("super()._start()", 1),
+        ("from argosy_router.server import _wait", 1),
+        ("monkeypatch.setattr(module, '_LIMIT', 1)", 1),
+        ("monkeypatch.setattr('argosy_router.server._LIMIT', 1)", 1),
+        ("self._x = cls._y", 0),
+        ("self.queue._waiting", 1),
+        ("event._replace(time=1); os._exit(1); event.__class__", 0),
+        ("monkeypatch.setattr(module, 'LIMIT', '_x')", 0),
+    ],
+)
+def test_the_rule_for_tests_sees_private_names(source: str, count: int) -> None:
+    assert len(list(private_accesses(source))) == count
