@@ -397,6 +397,48 @@ VALID = [
 ]  # fmt: skip
 
 
+def one_of_kinds(*kinds: dict[str, Any]) -> dict[str, Any]:
+    """A oneOf of objects that differ in their `kind` only."""
+    return {
+        "oneOf": [{"type": "object", "properties": {"kind": kind}, "required": ["kind"]} for kind in kinds]
+    }
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"const": True}, {"const": 1}),
+        ({"const": False}, {"const": 0}),
+        ({"const": [True]}, {"const": [1]}),
+        ({"const": {"a": True}}, {"const": {"a": 1}}),
+        ({"const": 1}, {"const": "1"}),
+        ({"const": None}, {"const": False}),
+        ({"const": ["object", []]}, {"const": {}}),
+        ({"const": 2**53}, {"const": 2**53 + 1}),
+        ({"enum": [1, 1.0]}, {"enum": [2]}),
+    ],
+)
+def test_options_with_unequal_kinds_are_accepted(first: dict[str, Any], second: dict[str, Any]) -> None:
+    schema = one_of_kinds(first, second)
+    assert json.loads(normalized_schema(schema))["oneOf"] == schema["oneOf"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"const": 1}, {"const": 1.0}),
+        ({"const": 0}, {"const": -0.0}),
+        ({"enum": ["a", 2]}, {"enum": ["b", 2.0]}),
+        ({"const": [1, {"a": 2}]}, {"const": [1.0, {"a": 2.0}]}),
+        ({"const": {"a": 1, "b": 2}}, {"const": {"b": 2, "a": 1}}),
+    ],
+)
+def test_options_with_equal_kinds_are_refused(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """JSON Schema compares numbers by their value, however they are written."""
+    with pytest.raises(InvalidRequest, match="oneOf whose options may overlap"):
+        normalized_schema(one_of_kinds(first, second))
+
+
 @pytest.mark.parametrize("schema", VALID, ids=[json.dumps(schema)[:50] for schema in VALID])
 def test_accepted_schemas_compile(backend: XGrammarBackend, schema: Any) -> None:
     jsonschema.Draft202012Validator.check_schema(schema)

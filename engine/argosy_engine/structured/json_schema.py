@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from argosy_engine.errors import InvalidRequest
@@ -384,19 +384,35 @@ def _types_of_value(value: Any) -> tuple[str, ...]:
             return ("object",)
 
 
-def _tags(schema: Any, name: str) -> list[str]:
-    """Return the values, as JSON text, to which an object schema limits a required property; empty if it does not."""
+def _tags(schema: Any, name: str) -> frozenset[Hashable]:
+    """Return the values, as `_comparable`, that an object schema allows for a required property.
+
+    Empty if the schema does not limit the property to some values.
+    """
     if not isinstance(schema, dict):
-        return []
+        return frozenset()
     required = schema.get("required")
     if not isinstance(required, list) or name not in required:
-        return []
+        return frozenset()
     properties = schema.get("properties")
     value = properties.get(name) if isinstance(properties, dict) else None
     if not isinstance(value, dict) or not ("const" in value or isinstance(value.get("enum"), list)):
-        return []
+        return frozenset()
     values = [value["const"]] if "const" in value else value["enum"]
-    return [json.dumps(item, sort_keys=True) for item in values]
+    return frozenset(_comparable(item) for item in values)
+
+
+def _comparable(value: Any) -> Hashable:
+    """Return a key that is equal for values that JSON Schema holds equal: 1 and 1.0 are, true and 1 are not."""
+    match value:
+        case dict():
+            return "object", frozenset((name, _comparable(item)) for name, item in value.items())
+        case list():
+            return "array", tuple(_comparable(item) for item in value)
+        case bool():
+            return "boolean", value
+        case _:
+            return value
 
 
 def _check_pattern(pattern: object, path: str) -> None:
