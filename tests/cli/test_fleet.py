@@ -188,6 +188,31 @@ def test_a_replica_that_dies_soon_after_it_was_ready_does_not_take_an_update_on(
     assert "exited with code 3" in capfd.readouterr().err
 
 
+def test_an_edit_that_does_not_work_costs_one_replica_whatever_may_be_unavailable(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rollout = {"maxSurge": 0, "maxUnavailable": 3}
+    fleet.manifest(replicas=3, rollout=rollout)
+    assert fleet.start() == 0
+    fleet.manifest(replicas=3, rollout=rollout, engine={"env": [{"name": "FAKE_EXIT", "value": "1"}]})
+    with Load(fleet.url, workers=1) as load:
+        assert fleet.up() == 1
+    assert load.failures == []
+    status = fleet.status()
+    assert [replica.name for replica in status.services[0].replicas] == ["tiny-1", "tiny-2", "tiny-3"]
+    assert [replica.phase for replica in status.services[0].replicas[:2]] == ["Routable", "Routable"]
+    capfd.readouterr()
+    assert fleet.argosy("ps") == 0
+    assert capfd.readouterr().out.splitlines()[-1] == (
+        "default/tiny: RolloutHalted: tiny-3 does not become ready (exited with code 1 while starting); "
+        "no further replica is replaced until it is ready or the manifest changes"
+    )
+
+    fleet.manifest(replicas=3, rollout=rollout, engine={"env": [{"name": "FAKE_ANSWER", "value": "mended"}]})
+    assert fleet.up() == 0
+    assert {replica.phase for replica in fleet.replicas()} == {"Routable"}
+
+
 def test_a_bad_manifest_changes_nothing(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
     fleet.manifest(replica=2)
     assert fleet.start() == 2

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.local.rollout import Goal, Member, goal, next_step, revision, threads_per_replica
+from argosy.local.rollout import Goal, Member, goal, next_step, revision_of, threads_per_replica
 from argosy_resource.types import InferenceService, parse
 
 OLD, NEW = "old", "new"
@@ -90,6 +90,84 @@ def test_a_rollout_keeps_its_bounds_and_ends(
     assert [member.revision for member in fleet.values()] == [NEW] * replicas
 
 
+def roll_out(
+    wanted: InferenceService, fleet: dict[str, Member], *, works: bool, steps: int = 50
+) -> tuple[Goal, int]:
+    """Take steps until nothing is left to do; every new replica becomes available, or fails.
+
+    Returns the last goal and the smallest number of available replicas on the way.
+    """
+    lowest, serial = len(fleet), len(fleet)
+    for _ in range(steps):
+        aim = goal(wanted, list(fleet.values()))
+        step = next_step(aim, list(fleet.values()))
+        for name in step.retire:
+            del fleet[name]
+        lowest = min(lowest, sum(member.is_available for member in fleet.values()))
+        for _ in range(step.start):
+            fleet[f"new-{serial}"] = Member(
+                f"new-{serial}", aim.revision, works, is_leaving=False, has_failed=not works
+            )
+            serial += 1
+        if step == (0, ()):
+            break
+    return aim, lowest
+
+
+@pytest.mark.parametrize("surge", [0, 1, 4])
+@pytest.mark.parametrize("unavailable", [1, 2, 4])
+def test_an_edit_that_does_not_work_costs_one_replica_and_halts(surge: int, unavailable: int) -> None:
+    edited = service(replicas=4, rollout={"maxSurge": surge, "maxUnavailable": unavailable})
+    fleet = {str(number): Member(str(number), OLD, True, False) for number in range(4)}
+    aim, lowest = roll_out(edited, fleet, works=False)
+    new = [member.name for member in fleet.values() if member.revision == aim.revision]
+    assert len(new) == 1
+    assert aim.halted_by == new[0]
+    assert lowest == (4 if surge else 3)
+    assert sum(member.is_available for member in fleet.values()) == lowest
+
+    mended = service(
+        replicas=4,
+        engine={"maxNumSeqs": 8},
+        rollout={"maxSurge": surge, "maxUnavailable": unavailable},
+    )
+    aim, _ = roll_out(mended, fleet, works=True)
+    assert [member.revision for member in fleet.values()] == [aim.revision] * 4
+
+
+def test_a_later_failure_halts_as_well() -> None:
+    edited = service(replicas=3, rollout={"maxSurge": 2})
+    new = revision_of(edited)
+    fleet = [Member(name, OLD, True, False) for name in ("a", "b")]
+    fleet += [Member("c", new, True, False), Member("d", new, False, False, has_failed=True)]
+    aim = goal(edited, fleet)
+    assert aim.halted_by == "d"
+    assert next_step(aim, fleet) == (0, ())
+    fleet[-1] = Member("d", new, True, False)  # it serves after all
+    aim = goal(edited, fleet)
+    assert aim.halted_by == ""
+    assert next_step(aim, fleet).retire == ("a",)
+
+
+@pytest.mark.parametrize(("replicas", "retired"), [(3, ""), (2, ""), (1, "b"), (0, "nba")])
+def test_a_halted_rollout_still_scales_down(replicas: int, retired: str) -> None:
+    edited = service(replicas=replicas)
+    fleet = [Member(name, OLD, True, False) for name in "ab"]
+    fleet.append(Member("n", revision_of(edited), False, False, has_failed=True))
+    assert next_step(goal(edited, fleet), fleet) == (0, tuple(retired))
+
+
+def test_a_router_that_restarts_costs_no_old_replica() -> None:
+    edited = service(replicas=2)
+    new = revision_of(edited)
+    fleet = [Member(name, OLD, False, False, is_unreported=True) for name in "ab"]
+    assert next_step(goal(edited, fleet), fleet) == (1, ())
+    fleet.append(Member("n", new, False, False, has_failed=True))
+    assert goal(edited, fleet).halted_by == "n"
+    fleet[-1:] = [Member(name, new, True, False) for name in "no"]
+    assert next_step(goal(edited, fleet), fleet) == (0, ("a", "b"))
+
+
 @pytest.mark.parametrize(
     ("spec", "is_same"),
     [
@@ -106,7 +184,7 @@ def test_a_rollout_keeps_its_bounds_and_ends(
     ],
 )
 def test_a_revision_changes_with_what_makes_the_process(spec: dict[str, object], is_same: bool) -> None:
-    assert (revision(service(**spec)) == revision(service())) == is_same
+    assert (revision_of(service(**spec)) == revision_of(service())) == is_same
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,23 @@ class Replica:
         self._retired = asyncio.Event()
         self._halted = asyncio.Event()
         self._failures = 0
-        self._ended = ""
-        """How the previous process ended."""
+        self.last_exit = ""
+        """How the previous process ended; empty if there was none."""
 
     @property
     def is_leaving(self) -> bool:
         return self._retired.is_set()
+
+    @property
+    def ready_s(self) -> float:
+        """Seconds since this process became ready; 0 if it is not ready."""
+        return time.monotonic() - self.ready_since if self.ready_since else 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process of it ended or hung, and no later one has been ready for `min_ready_s`."""
+        is_steady = self.ready_since > 0 and self.ready_s >= self._settings.min_ready_s
+        return self._failures > 0 and not is_steady
 
     def retire(self) -> None:
         """Let the replica drain and end."""
@@ -104,7 +115,7 @@ class Replica:
             if self._retired.is_set():
                 break
             delay = backoff_s(self._settings, self._failures)
-            self._enter("BackOff", f"{self._ended}; next start after {delay:.1f} s")
+            self._enter("BackOff", f"{self.last_exit}; next start after {delay:.1f} s")
             await first_of(self._retired, timeout_s=delay)
             self.restarts += 1
 
@@ -112,12 +123,14 @@ class Replica:
         port = free_port()
         self.url = f"http://{HOST}:{port}"
         self.started = time.time()
-        self._enter("Starting", f"again; before, {self._ended}" if self._ended else "starting the process")
+        self._enter(
+            "Starting", f"again; before, {self.last_exit}" if self.last_exit else "starting the process"
+        )
         try:
             process = await Process.start(self._command(port), self._environment(), self._log)
         except OSError as error:
             self._failures += 1
-            self._ended = f"cannot start: {error}"
+            self.last_exit = f"cannot start: {error}"
             return
         self.pid = process.pid
         try:
@@ -133,7 +146,7 @@ class Replica:
         """Follow the process until it ends or hangs, or the replica is retired."""
         if await self._becomes_ready(process):
             since = self.ready_since = time.monotonic()
-            self._enter("Ready", f"again; before, {self._ended}" if self._ended else "")
+            self._enter("Ready", f"again; before, {self.last_exit}" if self.last_exit else "")
             try:
                 hung = await self._stays_healthy(process)
             finally:
@@ -143,10 +156,10 @@ class Replica:
             if self._retired.is_set():
                 return
             self._failures += 1
-            self._ended = "hung: /health did not answer" if hung else process.outcome
+            self.last_exit = "hung: /health did not answer" if hung else process.outcome
         elif not self._retired.is_set():
             self._failures += 1
-            self._ended = f"{process.outcome} while starting"
+            self.last_exit = f"{process.outcome} while starting"
 
     async def _becomes_ready(self, process: Process) -> bool:
         """Wait until the engine is ready (True), or has ended or is retired (False). The phase that the engine reports

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -25,7 +24,7 @@ import xxhash
 from argosy.local.control_messages import FleetStatus, ReplicaStatus, RouterStatus, ServiceStatus
 from argosy.local.gpus import choose_gpus, local_gpus
 from argosy.local.replica import Replica
-from argosy.local.rollout import Goal, Member, goal, next_step, threads_per_replica
+from argosy.local.rollout import Goal, Member, goal, next_step, revision_of, threads_per_replica
 from argosy.local.router_process import RouterProcess
 from argosy.local.settings import Settings
 from argosy.local.state_dir import StateDir
@@ -52,6 +51,8 @@ class Supervisor:
         self._wanted: dict[str, InferenceService] = {}
         self._replicas: dict[str, Replica] = {}
         self._serials: dict[str, int] = {}
+        self._halted: dict[str, str] = {}
+        """Service -> the replica that halts its rollout; empty if none does."""
         self._gone: deque[str] = deque()
         self._dirty = asyncio.Event()
         self._fleet_revision = ""
@@ -122,16 +123,14 @@ class Supervisor:
 
     def _reconcile(self, key: str) -> None:
         service = self._wanted.get(key)
-        wanted = self._goal(service) if service else Goal(replicas=0, revision="", surge=0, unavailable=1)
-        members = [
-            Member(
-                replica.name,
-                replica.revision,
-                self._is_available(replica, wanted.revision),
-                replica.is_leaving,
-            )
-            for replica in self._members(key)
-        ]
+        members = self._members(key, revision_of(service) if service else "")
+        wanted = (
+            self._goal(service, members) if service else Goal(replicas=0, revision="", surge=0, unavailable=1)
+        )
+        if wanted.halted_by != self._halted.get(key, ""):
+            self._halted[key] = wanted.halted_by
+            if wanted.halted_by:
+                log.warning("the rollout of %s halts: %s", key, self._halt_reason(wanted))
         step = next_step(wanted, members)
         for name in step.retire:
             log.info("retire %s", name)
@@ -140,14 +139,28 @@ class Supervisor:
             for _ in range(step.start):
                 self._start(service, wanted.revision)
 
-    def _goal(self, service: InferenceService) -> Goal:
+    def _goal(self, service: InferenceService, members: Sequence[Member]) -> Goal:
         gpu = service.spec.resources.gpu
         if gpu is None:
-            return goal(service)
+            return goal(service, members)
         others = sum(
             len(replica.gpus) for replica in self._replicas.values() if replica.service.key != service.key
         )
-        return goal(service, capacity=(len(self._gpus) - others) // gpu.count)
+        return goal(service, members, capacity=(len(self._gpus) - others) // gpu.count)
+
+    def _members(self, key: str, revision: str) -> list[Member]:
+        """The service's replicas as the rollout sees them, while `revision` is the desired one."""
+        return [
+            Member(
+                replica.name,
+                replica.revision,
+                is_available=self._is_available(replica, revision),
+                is_leaving=replica.is_leaving,
+                is_unreported=self._is_unreported(replica),
+                has_failed=replica.has_failed,
+            )
+            for replica in self._replicas_of(key)
+        ]
 
     def _start(self, service: InferenceService, revision: str) -> None:
         assert self._tasks is not None
@@ -206,7 +219,7 @@ class Supervisor:
     def _fleet_service(self, service: InferenceService) -> FleetService:
         endpoints = tuple(
             Endpoint(name=replica.name, url=replica.url, draining=replica.is_leaving)
-            for replica in self._members(service.key)
+            for replica in self._replicas_of(service.key)
             if replica.phase in ("Ready", "Draining")
         )
         entry = fleet_service(service, endpoints=endpoints, internal_key=self._internal_key(service))
@@ -232,19 +245,25 @@ class Supervisor:
 
     # status
 
-    def _members(self, key: str) -> list[Replica]:
+    def _replicas_of(self, key: str) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.service.key == key]
 
     def _is_routable(self, replica: Replica) -> bool:
         entry = self._router.replica(replica.service.key, replica.name, replica.url)
         return replica.phase == "Ready" and entry is not None and entry.routable
 
+    def _is_unreported(self, replica: Replica) -> bool:
+        """Whether the engine is ready, but the router has not reported yet whether it serves: the router restarts, or
+        has just been told of it."""
+        entry = self._router.replica(replica.service.key, replica.name, replica.url)
+        return replica.phase == "Ready" and (entry is None or entry.state == "connecting")
+
     def _is_available(self, replica: Replica, revision: str) -> bool:
         """Whether a rolling update may count it as available: it is routable and, if of the new revision, has been
         ready for `min_ready_s`. If that is still to come, schedule a reconcile for then."""
         if not self._is_routable(replica):
             return False
-        left = replica.ready_since + self._settings.min_ready_s - time.monotonic()
+        left = self._settings.min_ready_s - replica.ready_s
         if replica.revision != revision or left <= 0:
             return True
         self._look_again(left)
@@ -261,14 +280,14 @@ class Supervisor:
 
     def _service_status(self, key: str) -> ServiceStatus:
         service = self._wanted.get(key)
-        wanted = self._goal(service) if service else None
-        revision = wanted.revision if wanted else ""
-        replicas = tuple(self._replica_status(replica, revision) for replica in self._members(key))
+        wanted = self._goal(service, self._members(key, revision_of(service))) if service else None
+        desired = wanted.revision if wanted else ""
+        replicas = tuple(self._replica_status(replica, desired) for replica in self._replicas_of(key))
         status = ServiceStatus(
             key=key,
             model=service.served_name if service else "",
             desired=wanted.replicas if wanted else 0,
-            revision=revision,
+            revision=desired,
             replicas=replicas,
         )
         return msgspec.structs.replace(status, reason=self._why(status, service, wanted))
@@ -294,6 +313,13 @@ class Supervisor:
             started=replica.started,
         )
 
+    def _halt_reason(self, wanted: Goal) -> str:
+        failed = self._replicas[wanted.halted_by]
+        return (
+            f"{failed.name} does not become ready ({failed.last_exit}); no further replica is replaced until it is "
+            "ready or the manifest changes"
+        )
+
     def _why(self, status: ServiceStatus, service: InferenceService | None, wanted: Goal | None) -> str:
         if service is None or wanted is None:
             return "deleted; its last requests finish"
@@ -303,6 +329,8 @@ class Supervisor:
             return f"NoGPU: the GPUs that are left hold {max(0, wanted.most)} of {wanted.replicas} replicas"
         if status.is_settled:
             return ""
+        if wanted.halted_by:
+            return f"RolloutHalted: {self._halt_reason(wanted)}"
         for replica in status.replicas:
             if replica.is_current and replica.phase == "BackOff":
                 return f"{replica.name} {replica.reason}"

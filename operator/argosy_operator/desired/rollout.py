@@ -33,7 +33,12 @@ from argosy_operator.names import (
 )
 from argosy_operator.observed.observation import Object, Observation
 from argosy_operator.observed.pod import Pod
-from argosy_resource.rollout_policy import may_replace_in_place
+from argosy_resource.rollout_policy import (
+    RolloutReplica,
+    halting_replica,
+    may_replace_in_place,
+    rollout_bounds,
+)
 from argosy_resource.types import InferenceService
 
 MIN_READY_SECONDS: Final = 10
@@ -94,10 +99,10 @@ def plan_rollout(
     phase: Phase = "normal"
     if no_gpu_for_surge(service, observed, revision):
         phase = "in-place" if may_replace_in_place(service) else "waiting-for-capacity"
-    surge, unavailable = _strategy(service, observed, revision, in_place=phase == "in-place")
-    failed = _failed_replacements(observed, revision)
-    is_halted = bool(failed) and any(pod.is_routable for pod in observed.pods if pod.revision != revision)
-    if is_halted:
+    replicas = _replicas(observed, revision)
+    surge, unavailable = rollout_bounds(service.spec.rollout, replicas, is_in_place=phase == "in-place")
+    halting = halting_replica(replicas)
+    if halting is not None:
         phase = "halted"
         if live is not None and _template_revision(live) == revision:
             # Kubernetes scales a paused Deployment to its size plus maxSurge: a smaller surge would remove replicas.
@@ -106,8 +111,8 @@ def plan_rollout(
         phase=phase,
         surge=surge,
         unavailable=unavailable,
-        is_paused=is_halted,
-        halted_by=failed[0] if is_halted else None,
+        is_paused=halting is not None,
+        halted_by=next((pod for pod in observed.pods if halting and pod.name == halting.name), None),
         has_turn=has_turn,
         input_digest=digest,
     )
@@ -129,14 +134,19 @@ def waits_for_its_turn(deployment: Object) -> bool:
     return HELD_ANNOTATION in deployment["metadata"].get("annotations", {})
 
 
-def _failed_replacements(observed: Observation, revision: str) -> list[Pod]:
-    """Pods of the new revision that do not come up (no image, crash loop, out of memory), by name."""
-    failed = [
-        pod
+def _replicas(observed: Observation, revision: str) -> list[RolloutReplica]:
+    """The living pods as the rollout policy sees them. A pod with a problem (no image, crash loop, out of memory) has
+    failed."""
+    return [
+        RolloutReplica(
+            pod.name,
+            is_new=pod.revision == revision,
+            is_serving=pod.is_routable,
+            has_failed=pod.problem is not None,
+        )
         for pod in observed.pods
-        if pod.is_alive and pod.revision == revision and pod.problem is not None and not pod.is_routable
+        if pod.is_alive
     ]
-    return sorted(failed, key=lambda pod: pod.name)
 
 
 def no_gpu_for_surge(service: InferenceService, observed: Observation, revision: str) -> bool:
@@ -225,26 +235,6 @@ def _is_healthy(service: InferenceService, observed: Observation, revision: str)
         and all(pod.revision == revision and (pod.is_routable or pod.unschedulable) for pod in alive)
         and (service.spec.replicas == 0 or any(pod.is_routable for pod in alive))
     )
-
-
-def _strategy(
-    service: InferenceService, observed: Observation, revision: str, *, in_place: bool
-) -> tuple[int, int]:
-    """maxSurge and maxUnavailable."""
-    rollout = service.spec.rollout
-    surge = 0 if in_place else rollout.surge
-    unavailable = max(1, rollout.unavailable) if in_place else rollout.unavailable
-    if not _is_first(observed, revision):
-        return surge, unavailable
-    return (1, 0) if surge else (0, min(unavailable, 1))
-
-
-def _is_first(observed: Observation, revision: str) -> bool:
-    """Whether the first new replica still has to show that the change works. The Deployment creates the second one once
-    the first has been ready for MIN_READY_SECONDS."""
-    alive = [pod for pod in observed.pods if pod.is_alive]
-    new = [pod for pod in alive if pod.revision == revision]
-    return len(new) < len(alive) and (len(new) < 2 or not any(pod.is_routable for pod in new))
 
 
 def _live_strategy(deployment: Object, surge: int, unavailable: int) -> tuple[int, int]:
