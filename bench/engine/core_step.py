@@ -22,7 +22,6 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from results import save
 
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.core.engine_core import EngineCore
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, group_layers
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
@@ -133,13 +133,7 @@ class StubExecutor:
                 )
         return tokens
 
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
+    def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
         return [None]
 
     def shutdown(self) -> None: ...

@@ -17,6 +17,7 @@ from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineAsleep, EngineDead, InvalidRequest, UtilityFailed
 from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 from argosy_engine.executor.worker_class import worker_class
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.osproc.child_process import wait_readable
 
 PROMPTS = ["Once upon a time", "The sea", "One, two, three,"]
@@ -166,7 +167,7 @@ def test_workers_know_their_rank_and_the_tightest_says_how_many_blocks_there_are
     executor = MultiprocExecutor(args, world_size=3)
     try:
         assert executor.start().memory.num_blocks == 312
-        assert executor.collective_rpc("place", kwargs={"base": 0}) == [[0, 3], [1, 3], [2, 3]]
+        assert executor.collective_rpc(CollectiveRpc("place", kwargs={"base": 0})) == [[0, 3], [1, 3], [2, 3]]
         check_late_answers(executor, tmp_path / "pipe")
     finally:
         executor.shutdown()
@@ -176,9 +177,9 @@ def check_late_answers(executor: MultiprocExecutor, pipe: Path) -> None:
     """What a worker answers after the timeout is nobody's answer."""
     os.mkfifo(pipe)
     with pytest.raises(UtilityFailed, match="worker 0 has not answered within"):
-        executor.collective_rpc("open_pipe", timeout=0.05, args=[str(pipe)])
+        executor.collective_rpc(CollectiveRpc("open_pipe", timeout=0.05, args=[str(pipe)]))
     with pipe.open("wb"):
-        answers = executor.collective_rpc("place", kwargs={"base": 10})
+        answers = executor.collective_rpc(CollectiveRpc("place", kwargs={"base": 10}))
     assert answers == [[10, 3], [11, 3], [12, 3]]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy_engine.config import MemoryBudget
 from argosy_engine.errors import EngineDead
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, group_layers
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
@@ -64,14 +64,8 @@ class FakeExecutor:
         assert not self.is_asleep
         return FakePending(self, self.worker.execute(step))
 
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        self.is_asleep = method == "sleep"
+    def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
+        self.is_asleep = call.method == "sleep"
         if self.is_asleep:
             self.worker = FakeWorker(BLOCK)
         return [None]

@@ -15,8 +15,10 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
+
+import msgspec
 
 from argosy_engine.config import EngineArgs, HfOverrides, ResolvedConfig
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
@@ -27,6 +29,7 @@ from argosy_engine.core.sleep_state import SleepState
 from argosy_engine.core.watchdog import Watchdog
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor, PendingOutput
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.core_messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -45,8 +48,6 @@ logger = logging.getLogger("argosy.core")
 
 _MAX_NUM_MIXED_PREFILL_TOKENS = 512
 """Default on a CPU, where a step of the whole token budget takes seconds. Larger chunks are hardly faster per token."""
-
-_MAX_TIMEOUT_S = 86400.0
 
 
 class _LaunchedStep(NamedTuple):
@@ -447,19 +448,13 @@ class EngineCore:
             self.scheduler.update_from_output(launched.step, launched.pending.get())
         self.sleep_state.sleep(level)
 
-    def _collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Check the timeout and call `Executor.collective_rpc`."""
-        if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < _MAX_TIMEOUT_S):
-            raise UtilityFailed(
-                f"collective_rpc: timeout is a number of seconds above 0, not {timeout!r:.64}"
-            )
-        return self.executor.collective_rpc(method, timeout, args, kwargs)
+    def _collective_rpc(self, call: Any) -> list[Any]:
+        """Call a method of every worker.
+
+        Args:
+            call: a `CollectiveRpc`, or its msgpack values if it came from another process.
+        """
+        return self.executor.collective_rpc(msgspec.convert(call, CollectiveRpc))
 
     def shutdown(self) -> None:
         self.structured.close()

@@ -10,6 +10,7 @@ from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.errors import EngineAsleep, UtilityFailed
 from argosy_engine.executor.base import Executor
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 
 LEVELS = (1, 2)
 
@@ -37,7 +38,7 @@ class SleepState:
             raise UtilityFailed(f"there is no sleep level {level}; there are {LEVELS[0]} and {LEVELS[1]}")
         if self._scheduler.has_unfinished_requests or not self._kv.reset_prefix_cache():
             raise UtilityFailed("requests are running")
-        self._executor.collective_rpc("sleep", args=[level])
+        self._executor.collective_rpc(CollectiveRpc("sleep", args=[level]))
         self._scheduler.forget_released()
         self.level = level
 
@@ -47,5 +48,5 @@ class SleepState:
         Raises:
             UtilityFailed: memory no longer suffices, or the checkpoint is gone; the engine stays asleep.
         """
-        self._executor.collective_rpc("wake_up")
+        self._executor.collective_rpc(CollectiveRpc("wake_up"))
         self.level = 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
@@ -44,20 +44,10 @@ class Executor(Protocol):
         """
         ...
 
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
+    def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
         """Call a public method of every worker and return the results by rank.
 
-        Arguments and results must be msgpack values.
-
-        Args:
-            timeout: seconds to wait for the answers; the call itself is not cancelled. It has no effect on a worker in
-                the core's own process, because the call is synchronous there.
+        The timeout has no effect on a worker in the core's own process, because the call is synchronous there.
 
         Raises:
             UtilityFailed: the method does not exist, failed in a worker, or did not end in time.

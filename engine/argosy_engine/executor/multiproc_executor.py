@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +20,8 @@ import msgspec
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastWriter, MessageStream
-from argosy_engine.executor.worker_process import CALL, EXECUTE, FAILED, INIT, SAMPLE, Call, Failure
+from argosy_engine.executor.worker_messages import CALL, EXECUTE, FAILED, INIT, SAMPLE, WorkerFailure
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
@@ -85,7 +85,7 @@ class MultiprocExecutor:
         self._queue.put(INIT + self._encode(self._args))
         answers = [self._answer(rank) for rank in range(len(self._processes))]
         for answer in answers:
-            if isinstance(answer, Failure):
+            if isinstance(answer, WorkerFailure):
                 raise ConfigError(answer.message) if answer.is_config_error else EngineDead(answer.message)
         infos = [msgspec.msgpack.decode(_payload(answer), type=WorkerInfo) for answer in answers]
         # A block id is used on every rank, so the rank with the least memory determines the number of blocks.
@@ -108,22 +108,17 @@ class MultiprocExecutor:
             EngineDead: see `Executor.execute`.
         """
         answer = self._answer(0)
-        if isinstance(answer, Failure):
+        if isinstance(answer, WorkerFailure):
             raise EngineDead(f"a step failed in worker 0: {answer.message}")
         self._pending.popleft().output = self._outputs.decode(answer)
 
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
+    def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
         while self._pending:  # answers come in the order of the calls
             self.receive()
+        method, timeout = call.method, call.timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._queue.put(CALL + self._encode(Call(method, list(args), dict(kwargs or {}))))
-        answers: list[memoryview | Failure] = []
+        self._queue.put(CALL + self._encode(call))
+        answers: list[memoryview | WorkerFailure] = []
         try:
             for rank in range(self._world_size):
                 answers.append(self._answer(rank, deadline))  # noqa: PERF401 (keeps those before a timeout)
@@ -133,7 +128,7 @@ class MultiprocExecutor:
                 self._num_late[rank] += 1
             raise UtilityFailed(f"{method}: worker {late} has not answered within {timeout:g} s") from None
         for rank, answer in enumerate(answers):
-            if isinstance(answer, Failure):
+            if isinstance(answer, WorkerFailure):
                 raise UtilityFailed(f"{method} failed in worker {rank}: {answer.message}")
         return [msgspec.msgpack.decode(_payload(answer)) for answer in answers]
 
@@ -148,7 +143,7 @@ class MultiprocExecutor:
                 process.wait()
         self._processes = []
 
-    def _answer(self, rank: int, deadline: float | None = None) -> memoryview | Failure:
+    def _answer(self, rank: int, deadline: float | None = None) -> memoryview | WorkerFailure:
         """Wait for a worker's next answer, discarding those to calls that have timed out.
 
         Args:
@@ -173,7 +168,7 @@ class MultiprocExecutor:
                 break
             self._num_late[rank] -= 1
         if message[:1] == FAILED:
-            return msgspec.msgpack.decode(message[1:], type=Failure)
+            return msgspec.msgpack.decode(message[1:], type=WorkerFailure)
         return memoryview(message)[1:]
 
     def _poller(self, awaited: int) -> select.poll:
@@ -190,6 +185,6 @@ class MultiprocExecutor:
         return EngineDead(f"worker {rank} ended ({describe_exit(process.poll())})")
 
 
-def _payload(answer: memoryview | Failure) -> memoryview:
+def _payload(answer: memoryview | WorkerFailure) -> memoryview:
     assert isinstance(answer, memoryview)
     return answer

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import UtilityFailed
 from argosy_engine.executor.base import PendingOutput
 from argosy_engine.executor.worker_class import public_method, worker_class
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
 
@@ -23,18 +23,12 @@ class UniprocExecutor:
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         return self._worker.execute(step)
 
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        function = public_method(self._worker, method)
+    def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
+        function = public_method(self._worker, call.method)
         try:
-            return [function(*args, **(kwargs or {}))]
+            return [function(*call.args, **call.kwargs)]
         except Exception as error:
-            raise UtilityFailed(f"{method} failed: {type(error).__name__}: {error}") from error
+            raise UtilityFailed(f"{call.method} failed: {type(error).__name__}: {error}") from error
 
     def shutdown(self) -> None:
         self._worker.shutdown()

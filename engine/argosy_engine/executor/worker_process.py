@@ -17,11 +17,12 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import Struct
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastReader, MessageStream, ReaderEnds
+from argosy_engine.executor.worker_messages import CALL, DONE, EXECUTE, FAILED, WorkerFailure
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.osproc.child_process import die_with_parent
 from argosy_protocol.program.log_format import configure_logging
@@ -30,31 +31,6 @@ if TYPE_CHECKING:
     from argosy_engine.worker.pending_step import PendingStep
 
 logger = logging.getLogger("argosy.worker")
-
-INIT = b"\x00"
-"""`EngineArgs`: make the worker and load the model. The first message; every rank answers with `WorkerInfo`."""
-EXECUTE = b"\x01"
-"""`SchedulerOutput`: run a step. Every rank computes the same tokens; only rank 0 answers, with `ModelRunnerOutput`."""
-SAMPLE = b"\x02"
-"""`GrammarBitmask` or None, for the previous step, which awaits it and is answered only now."""
-CALL = b"\x03"
-"""`Call`: call a method of the worker. Every rank answers."""
-
-DONE = b"\x00"
-"""Answer: the result."""
-FAILED = b"\x01"
-"""Answer: `Failure`."""
-
-
-class Call(Struct, array_like=True):
-    method: str
-    args: list[Any]
-    kwargs: dict[str, Any]
-
-
-class Failure(Struct, array_like=True):
-    message: str
-    is_config_error: bool = False
 
 
 def main() -> None:
@@ -98,7 +74,7 @@ class WorkerProcess:
             return
         steps = msgspec.msgpack.Decoder(SchedulerOutput)
         grammars = msgspec.msgpack.Decoder(GrammarBitmask | None)
-        calls = msgspec.msgpack.Decoder(Call)
+        calls = msgspec.msgpack.Decoder(CollectiveRpc)
         awaiting: PendingStep | None = None
         while True:
             message = self._reader.get()
@@ -131,10 +107,10 @@ class WorkerProcess:
 
     def _fail(self, activity: str, error: Exception) -> None:
         if isinstance(error, (ConfigError, UtilityFailed)):  # the message is meant for the caller
-            failure = Failure(str(error), isinstance(error, ConfigError))
+            failure = WorkerFailure(str(error), isinstance(error, ConfigError))
         else:
             logger.exception("worker %d failed (%s)", self._rank, activity)
-            failure = Failure(f"{type(error).__name__}: {error}")
+            failure = WorkerFailure(f"{type(error).__name__}: {error}")
         self._answers.send(FAILED + self._encode(failure))
 
 

@@ -22,6 +22,7 @@ from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 logger = logging.getLogger("argosy.frontend")
@@ -226,8 +227,8 @@ class AsyncLLM:
         Raises:
             UtilityFailed: there is no such method, it failed, or its time is up.
         """
-        call = method, timeout, list(args), dict(kwargs or {})
-        return list(await self.client.call_utility("collective_rpc", *call))
+        call = CollectiveRpc(method, timeout, list(args), dict(kwargs or {}))
+        return list(await self.client.call_utility("collective_rpc", call))
 
     async def close(self) -> None:
         """End the core; requests that are still running fail, so that no reader waits for ever."""

@@ -24,6 +24,7 @@ from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput
 from argosy_engine.frontend.prompts import PromptType
 from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.params.sampling_params import SamplingParams
 
 logger = logging.getLogger("argosy.frontend")
@@ -137,8 +138,8 @@ class LLMEngine:
         Raises:
             UtilityFailed: there is no such method, it failed, or its time is up.
         """
-        call = method, timeout, list(args), dict(kwargs or {})
-        return list(self.client.call_utility("collective_rpc", *call))
+        call = CollectiveRpc(method, timeout, list(args), dict(kwargs or {}))
+        return list(self.client.call_utility("collective_rpc", call))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, and no effect, while requests hold blocks."""

@@ -1,0 +1,26 @@
+"""Kinds of messages between `MultiprocExecutor` and its workers: the first byte of each; msgpack follows."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+INIT = b"\x00"
+"""`EngineArgs`: make the worker and load the model. The first message; every rank answers with `WorkerInfo`."""
+EXECUTE = b"\x01"
+"""`SchedulerOutput`: run a step. Every rank computes the same tokens; only rank 0 answers, with `ModelRunnerOutput`."""
+SAMPLE = b"\x02"
+"""`GrammarBitmask` or None, for the previous step, which awaits it and is answered only now."""
+CALL = b"\x03"
+"""`CollectiveRpc`: call a method of the worker. Every rank answers."""
+
+DONE = b"\x00"
+"""Answer: the result."""
+FAILED = b"\x01"
+"""Answer: `WorkerFailure`."""
+
+
+class WorkerFailure(Struct, array_like=True):
+    """Error of a worker's start, step or call."""
+
+    message: str
+    is_config_error: bool = False
