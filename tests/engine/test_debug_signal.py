@@ -47,6 +47,8 @@ def test_a_server_tells_stacks_and_ages_of_both_processes(tmp_path: Path) -> Non
             assert about in told
         assert told.count("most recent call first") >= 2, "stacks of both processes"
         (core,) = children(server.process.pid)
+        assert f"argosy engine core, process {core}: state of the engine core\n" in told
+        assert f"argosy engine API, process {server.process.pid}: state of the API" in told
         os.kill(core, signal.SIGUSR1)
         wait_until(lambda: log.read_text().count("state of the engine core") == 2, "another description")
         begin_stream(server).close()
@@ -57,7 +59,7 @@ import sys, time
 from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
 dump_stacks_on_signal()
 if sys.argv[1] == "describing":
-    describe_on_signal(lambda: "described")
+    describe_on_signal("argosy test", lambda: "described")
 import _thread
 lock = _thread.allocate_lock()
 lock.acquire()
@@ -83,7 +85,8 @@ def test_a_main_thread_that_hangs_is_told(state: str, tmp_path: Path) -> None:
             process.send_signal(signal.SIGUSR1)
             wait_until(lambda: "hangs_here" in log.read_text(), "the stack")
             if state == "describing":
-                wait_until(lambda: "described" in log.read_text(), "the description")
+                named = f"argosy test, process {process.pid}: described"
+                wait_until(lambda: named in log.read_text(), "the description")
             assert process.poll() is None
         finally:
             process.kill()

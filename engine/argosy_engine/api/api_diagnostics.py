@@ -23,7 +23,7 @@ def describe_on_signal(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
     def describe() -> None:
         try:
             state = f"state of the API: {engine.phase}" if engine.llm is None else engine.llm.describe()
-            logger.warning("%s\n%s", state, describe_tasks(loop))
+            logger.warning("argosy engine API, process %d: %s\n%s", os.getpid(), state, describe_tasks(loop))
             if engine.llm is not None and not engine.llm.is_dead:
                 os.kill(engine.llm.client.pid, signal.SIGUSR1)
         except Exception:

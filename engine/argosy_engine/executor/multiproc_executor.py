@@ -25,9 +25,7 @@ from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
-from argosy_engine.osproc.child_process import describe_exit, parent_argument
-
-_EXIT_TIMEOUT_S = 5.0
+from argosy_engine.osproc.child_process import EXIT_TIMEOUT_S, describe_exit, end_child, parent_argument
 
 
 class PendingAnswer:
@@ -135,12 +133,8 @@ class MultiprocExecutor:
     def shutdown(self) -> None:
         """End the workers. May be called twice."""
         self._queue.close()  # they exit when their sockets close
-        for process in self._processes:
-            try:
-                process.wait(_EXIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for rank, process in enumerate(self._processes):
+            end_child(process, f"worker {rank}")
         self._processes = []
 
     def _answer(self, rank: int, deadline: float | None = None) -> memoryview | WorkerFailure:
@@ -181,7 +175,7 @@ class MultiprocExecutor:
     def _dead(self, rank: int) -> EngineDead:
         process = self._processes[rank]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_EXIT_TIMEOUT_S)
+            process.wait(EXIT_TIMEOUT_S)
         return EngineDead(f"worker {rank} ended ({describe_exit(process.poll())})")
 
 

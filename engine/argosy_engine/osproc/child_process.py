@@ -8,13 +8,23 @@ that forked it, so it is requested only if that is the parent's main thread.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 
+logger = logging.getLogger("argosy.core")
+
 _PR_SET_PDEATHSIG = 1
+
+EXIT_TIMEOUT_S = 5.0
+"""How long a child may take to exit after its pipe or socket is closed, before it is killed."""
+_KILL_TIMEOUT_S = 5.0
+"""How long a killed child may take to end. It may hang in an uninterruptible system call, of a device's driver or of a
+network file system, and must not hold up its parent then."""
 
 
 def parent_argument() -> str:
@@ -33,6 +43,34 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before the call
         os._exit(1)
+
+
+def end_child(process: subprocess.Popen[bytes], name: str, timeout_s: float = EXIT_TIMEOUT_S) -> bool:
+    """Wait for a child that was told to exit, and kill it if it does not. Blocks for a bounded time.
+
+    Args:
+        name: what the log calls the child.
+        timeout_s: how long it may take to exit.
+
+    Returns whether it has ended. If not, the kernel ends it once its system call returns.
+    """
+    try:
+        process.wait(timeout_s)
+        return True
+    except subprocess.TimeoutExpired:
+        logger.warning("%s, process %d, has not exited within %g s: killing it", name, process.pid, timeout_s)
+    process.kill()
+    try:
+        process.wait(_KILL_TIMEOUT_S)
+        return True
+    except subprocess.TimeoutExpired:
+        logger.error(
+            "%s, process %d, has not ended %g s after SIGKILL: giving it up",
+            name,
+            process.pid,
+            _KILL_TIMEOUT_S,
+        )
+        return False
 
 
 def describe_exit(code: int | None) -> str:

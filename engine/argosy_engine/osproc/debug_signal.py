@@ -22,10 +22,11 @@ def dump_stacks_on_signal() -> None:
     faulthandler.register(signal.SIGUSR1)
 
 
-def describe_on_signal(describe: Callable[[], str]) -> None:
+def describe_on_signal(program: str, describe: Callable[[], str]) -> None:
     """Log a description on SIGUSR1, besides the stacks. Call it in the main thread.
 
     Args:
+        program: name of the program and its role; begins the description, together with the process id.
         describe: called in another thread; exceptions are logged.
     """
     read_end, write_end = os.pipe()
@@ -34,12 +35,14 @@ def describe_on_signal(describe: Callable[[], str]) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     faulthandler.register(signal.SIGUSR1, chain=True)
-    threading.Thread(target=_describe, args=(read_end, describe), daemon=True, name="diagnostics").start()
+    threading.Thread(
+        target=_describe, args=(read_end, program, describe), daemon=True, name="diagnostics"
+    ).start()
 
 
-def _describe(read_end: int, describe: Callable[[], str]) -> None:
+def _describe(read_end: int, program: str, describe: Callable[[], str]) -> None:
     while os.read(read_end, 4096):
         try:
-            logger.warning("%s", describe())
+            logger.warning("%s, process %d: %s", program, os.getpid(), describe())
         except Exception:
             logger.exception("the state could not be described")

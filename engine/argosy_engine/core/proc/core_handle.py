@@ -26,14 +26,11 @@ from argosy_engine.messages.core_messages import (
     Ready,
     RequestType,
 )
-from argosy_engine.osproc.child_process import describe_exit, open_pidfd, parent_argument
+from argosy_engine.osproc.child_process import describe_exit, end_child, open_pidfd, parent_argument
 from argosy_engine.osproc.file_descriptors import require_free
 
 START_TIMEOUT_S = 1800.0
 """Limit for a start. Loading a large model from a slow disk takes long; a core that dies is detected at once."""
-
-_EXIT_TIMEOUT_S = 5.0
-"""How long the core may take to exit after its standard input is closed, before it is killed."""
 
 
 class CoreHandle:
@@ -110,15 +107,11 @@ class CoreHandle:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def end(self) -> None:
-        """End the core by closing its standard input, or kill it if it hangs. Blocks for a few seconds at most."""
+        """End the core by closing its standard input, or kill it if it hangs. Blocks for ten seconds at most."""
         if self._process is not None:
             if self._process.stdin is not None:
                 self._process.stdin.close()  # the core exits on end of file
-            try:
-                self._process.wait(_EXIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            end_child(self._process, "the engine core")
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None

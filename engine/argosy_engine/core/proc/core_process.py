@@ -138,7 +138,7 @@ class CoreProcess:
         # Most objects of the start live as long as the process: exclude them from later garbage collections.
         gc.collect()
         gc.freeze()
-        describe_on_signal(self._describe)
+        describe_on_signal("argosy engine core", self._describe)
         self._tell(Ready(msgspec.structs.replace(config, startup_phases=phases)))
         threading.Thread(target=self.process_input_socket, daemon=True, name="input").start()
         sender = threading.Thread(target=self.process_output_socket, name="output")
