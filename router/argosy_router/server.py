@@ -46,7 +46,7 @@ from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.accounting.reservations import Reservations
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.dispatcher import Dispatcher
-from argosy_router.proxy.downstream.commented_stream import KeepAlive
+from argosy_router.proxy.downstream.commented_stream import CommentSchedule
 from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.queued_call import QueuedCall
 from argosy_router.proxy.request_handler import RequestHandler
@@ -125,7 +125,9 @@ class Router:
             RetryBudgets(self.fleet),
             self.accounting,
             wheel=self.wheel,
-            keep_alive=KeepAlive(config.flow_control.keep_alive_s, config.flow_control.keep_alive_after_s),
+            comments=CommentSchedule(
+                config.flow_control.keep_alive_s, config.flow_control.keep_alive_after_s
+            ),
         )
         self._keys = ApiKeys(config.api_keys, config.api_keys_file, routers=max(1, config.routers))
         self.application = RouterApplication(
@@ -262,7 +264,7 @@ class Router:
         app = build_admin(
             self.fleet,
             self.metrics,
-            self.accounting.decisions,
+            self.accounting.attempt_log,
             admin_keys(config.fleet_key),
             frozenset((config.host, config.admin_host, socket.gethostname(), *config.admin_names)),
             self.application,

@@ -119,6 +119,6 @@ async def test_a_restarted_router_is_warm_from_its_snapshots(
             await restarted.until(lambda: len(frames) == ENGINES * FRAMES_TO_BE_WARM)
             for number, home in enumerate(homes):
                 assert await replica_of(restarted, prompt(number)) == home
-            reasons = {record.reason for record in restarted.router.accounting.decisions.latest(prefixes)}
+            reasons = {record.reason for record in restarted.router.accounting.attempt_log.latest(prefixes)}
             assert reasons == {"cached"}
             assert restarted.metric("index_chunks") == sum(len(engine.resident) for engine in engines)

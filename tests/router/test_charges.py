@@ -148,7 +148,7 @@ async def test_a_prompt_counts_until_the_first_token_and_its_request_until_the_l
         load = r.replica(0).load
         writer.write(request_bytes(content=LONG + "which of them is it?" * 60, stream=True))
         await r.until(lambda: bool(r.engines[0].requests))
-        record = next(r.router.accounting.decisions.latest(1))
+        record = next(r.router.accounting.attempt_log.latest(1))
         uncached = record.prompt_tokens - record.predicted_cached_tokens
         assert 0 < uncached < record.prompt_tokens
         assert (load.inflight, load.requests) == (1, 1)

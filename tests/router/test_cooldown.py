@@ -132,9 +132,9 @@ async def test_telemetry_that_told_of_room_before_is_no_reason_to_ask_again() ->
 async def test_a_replica_in_cooldown_has_no_room() -> None:
     async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
         (service,) = r.router.fleet.services.values()
-        before = service.candidates.room(time.monotonic())
+        before = service.candidates.free_sequences(time.monotonic())
         await ask(r, 2)
-        assert service.candidates.room(time.monotonic()) == before // 2
+        assert service.candidates.free_sequences(time.monotonic()) == before // 2
 
 
 async def test_a_cooldown_counts_for_the_very_next_choice() -> None:

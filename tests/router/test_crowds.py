@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from argosy_router.config import FlowControlLimits, ServerLimits
-from argosy_router.proxy.upstream.attempt_log import DecisionLog
+from argosy_router.proxy.upstream.attempt_log import AttemptLog
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import raw, read_all, rig, until
@@ -99,7 +99,7 @@ async def test_memory_does_not_grow_with_requests_served() -> None:
     # A deadline that was ended stays in the timer wheel until its time: make that short.
     soon = FlowControlLimits(keep_alive_s=0.1, keep_alive_after_s=0.1)
     async with rig([engine], server=limits, flow_control=soon) as r:
-        r.router.accounting.decisions = DecisionLog(100)
+        r.router.accounting.attempt_log = AttemptLog(100)
 
         async def serve(requests: int) -> int:
             for number in range(requests // 5):

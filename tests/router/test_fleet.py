@@ -14,7 +14,7 @@ from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import PAGE
 from argosy_router.config import FlowControlLimits
 from argosy_router.fleet import fleet
-from argosy_router.fleet.load import MIN_LESSON_TOKENS, LoadAccount
+from argosy_router.fleet.load import MIN_SAMPLE_TOKENS, LoadAccount
 from argosy_router.policy.rate_priors import PRIOR
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
@@ -170,7 +170,7 @@ def test_a_frame_that_tells_no_new_rate_costs_nobody_anything() -> None:
     load = LoadAccount("r", lambda: events.append("measured"))
     load.report(requests=1, tokens=10)
     assert not events
-    load.learn(MIN_LESSON_TOKENS, 1.0)
+    load.learn(MIN_SAMPLE_TOKENS, 1.0)
     assert len(events) == 1, "answers tell, too"
     for rate in (100.0, 200.0, 0.0):
         load.report(requests=1, tokens=10, prefill_tokens_per_s=rate)

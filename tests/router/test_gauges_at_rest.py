@@ -108,7 +108,7 @@ def gauges(r: Rig) -> dict[str, float]:
                 "wait_s",
             )
         }
-        figures[f"{replica.name} attempts"] = len(replica.under_way)
+        figures[f"{replica.name} attempts"] = len(replica.inflight_attempts)
     return figures
 
 

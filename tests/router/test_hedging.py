@@ -17,7 +17,7 @@ from argosy_router.config import ClientLimits, ConfigError
 from argosy_router.http.deadlines import Deadline
 from argosy_router.main import build_parser, config_of
 from argosy_router.proxy.resilience import hedging
-from argosy_router.proxy.upstream.attempt_log import DecisionRecord
+from argosy_router.proxy.upstream.attempt_log import AttemptRecord
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally
 from .harness import Rig, chat, raw, read_all, rig, service
@@ -102,9 +102,9 @@ def failures(r: Rig) -> dict[str, float]:
     return {labels[1]: count for labels, count in r.router.metrics.failures.sums()}
 
 
-def decisions(r: Rig) -> list[DecisionRecord]:
+def decisions(r: Rig) -> list[AttemptRecord]:
     """Newest first."""
-    return list(r.router.accounting.decisions.latest(1000))
+    return list(r.router.accounting.attempt_log.latest(1000))
 
 
 def is_whole(answer: httpx.Response) -> bool:
@@ -521,7 +521,7 @@ async def test_who_waits_goes_before_a_hedge() -> None:
         more = service(r.engines, limits=ServiceLimits(max_inflight_per_replica=4))
         r.discovery.set(FleetDocument(services=(more,)))
         now = r.router.requests.now()
-        assert served.candidates.room(now) > 0
+        assert served.candidates.free_sequences(now) > 0
         assert not r.router.flow_control.has_capacity(served, now)
         await r.until(lambda: sent(r) == 3)
         assert r.router.flow_control.has_capacity(served, now)

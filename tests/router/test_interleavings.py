@@ -170,7 +170,7 @@ class Play:
         for replica in self.replicas:
             load = replica.load
             assert (load.inflight, load.inflight_sequences, load.inflight_tokens) == (0, 0, 0), replica.name
-            assert not replica.under_way
+            assert not replica.inflight_attempts
         labels = f'{{model="{MODEL}",outcome='
         for outcome in ("won", "lost", "failed", "promoted", "abandoned"):
             self.happened[f"hedge {outcome}"] += int(self.r.metric(f'hedges_total{labels}"{outcome}"}}'))

@@ -18,7 +18,7 @@ import pytest
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
 from argosy_protocol.telemetry import Load
 from argosy_router.config import FlowControlLimits
-from argosy_router.fleet.candidates import SEATS_PER_SEQ
+from argosy_router.fleet.candidates import BATCHES_PER_REPLICA
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, answer_normally, completion, event
 from .harness import Rig, chat, raw, read_all, rig, service
@@ -121,7 +121,7 @@ async def test_waiting_is_not_held_against_the_replica() -> None:
 async def test_replicas_that_report_themselves_full_are_full() -> None:
     engines = [FakeEngine(hello={"max_num_seqs": 2}), FakeEngine(hello={"max_num_seqs": 2})]
     async with rig(engines) as r:
-        seats = int(2 * SEATS_PER_SEQ)
+        seats = int(2 * BATCHES_PER_REPLICA)
         for engine in engines:
             engine.announce(Load(core_step_age_s=0.0, num_running=seats))
         await r.until(lambda: all(replica.load.requests == seats for replica in r.router.fleet.replicas()))

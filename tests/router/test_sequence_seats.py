@@ -77,7 +77,7 @@ def asking(r: Rig, n: int = 1) -> asyncio.Task[int]:
 
 def room(r: Rig) -> int:
     (service,) = r.router.fleet.services.values()
-    return service.candidates.room(r.router.requests.now())
+    return service.candidates.free_sequences(r.router.requests.now())
 
 
 @pytest.mark.parametrize("kind", CALLS)

@@ -37,10 +37,10 @@ from argosy_router.http.messages import Request as RouterRequest
 from argosy_router.metrics.registry import CONTENT_TYPE, Metrics
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE
 from argosy_router.proxy.application import RouterApplication
-from argosy_router.proxy.downstream.playground_client import InnerClient
+from argosy_router.proxy.downstream.playground_client import PlaygroundClient
 from argosy_router.proxy.request.call_decoding import SESSION_HEADER, prompt_of, session_of
 from argosy_router.proxy.request.model_names import find_service
-from argosy_router.proxy.upstream.attempt_log import CAPACITY, DecisionLog
+from argosy_router.proxy.upstream.attempt_log import CAPACITY, AttemptLog
 
 MAX_WAIT_S = 60.0
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -78,7 +78,7 @@ def admin_keys(fleet_key: bytes) -> KeyRing:
 def build_admin(
     fleet: Fleet,
     metrics: Metrics,
-    decisions: DecisionLog,
+    decisions: AttemptLog,
     keys: KeyRing,
     names: Collection[str],
     application: RouterApplication,
@@ -164,7 +164,7 @@ def build_admin(
             b"POST", b"/v1/chat/completions", list(request.headers.raw), is_http10=False, keep_alive=True
         )
         inner.body = await _body(request, MAX_CHAT_BYTES)
-        client = InnerClient()
+        client = PlaygroundClient()
         application.chat(client, inner)
         gone = asyncio.ensure_future(request.receive())  # the body was read, so only a disconnect can follow
         await asyncio.wait((client.head, gone), return_when=asyncio.FIRST_COMPLETED)

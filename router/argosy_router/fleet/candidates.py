@@ -1,7 +1,7 @@
 """Candidates: the replicas of a service that a request may be sent to now, cached until something changes.
 
 Owns: which replicas are candidates (routable, healthy, below the in-flight limit, able to serve an adapter or alias),
-and how many more sequences they take.
+and how many more sequences they can take.
 Must not know: how one of them is chosen.
 Invariant: a request is refused only when no replica could take it; ejected and suspect replicas are used before that.
 """
@@ -19,15 +19,16 @@ from argosy_router.fleet.replica import Replica
 from argosy_router.policy.interface import Candidate
 from argosy_router.prefixes.index import PrefixIndex
 
-SEATS_PER_SEQ: Final = 1.5
-"""A replica counts as full at this multiple of its batch size. Half a batch waits inside the engine, so that it never
-runs dry; requests that wait in the router instead can still be ordered, and go wherever there is room first."""
+BATCHES_PER_REPLICA: Final = 1.5
+"""Capacity of a replica, as a multiple of its batch size (`max_num_seqs`). Half a batch waits inside the engine, so
+that it never runs dry; requests that wait in the router instead can still be ordered, and go to the first free
+replica."""
 NO_LIMIT: Final = 1 << 30
-"""Room of a service whose replicas do not report their batch size."""
+"""Capacity of a service whose replicas do not report their batch size."""
 
 
 class Candidates:
-    """Replicas that a request may be sent to, ordered by name as policies expect."""
+    """The replicas that a request may be sent to, ordered by name as policies expect."""
 
     __slots__ = ("loads", "positions", "replicas", "slot_changes")
 
@@ -73,8 +74,8 @@ class CandidatePool:
     def below_limit(
         self, now: float, tried: Collection[Replica] = (), name: str = "", sequences: int = 1
     ) -> Candidates:
-        """Replicas of the best health class below the in-flight limit; of these, the ones with room for all of the
-        request's sequences, if there are any.
+        """Return the replicas of the best health class below the in-flight limit; of these, the ones with capacity for
+        all of the request's sequences, if there are any.
 
         Raises:
             Unavailable: no replica is routable.
@@ -95,31 +96,32 @@ class CandidatePool:
             candidates = self._with_slots(below)
         return candidates
 
-    def room(self, now: float, name: str = "") -> int:
-        """How many more sequences the replicas that can answer as `name` take together; zero or less if they are full.
+    def free_sequences(self, now: float, name: str = "") -> int:
+        """Return how many more sequences the replicas that can answer as `name` can take together; zero or less if they
+        are full.
 
         Raises:
             Unavailable: no such replica is routable.
         """
         limit = self.spec.limits.max_inflight_per_replica
         candidates = self.healthy(now, (), name)
-        room = 0
+        free = 0
         for replica in candidates.replicas:
             load = replica.load
             if limit:
-                room += max(0, limit - load.inflight_sequences)
+                free += max(0, limit - load.inflight_sequences)
             elif replica.hello is None:
                 return NO_LIMIT
             else:
-                seats = int(SEATS_PER_SEQ * load.max_num_seqs)
-                # A replica overloaded by one huge call counts as negative room, but for no more than half a batch, so
-                # that its peers' batches can still be filled.
-                room += max(seats - load.requests, load.max_num_seqs - seats)
-        return room
+                capacity = int(BATCHES_PER_REPLICA * load.max_num_seqs)
+                # A replica overloaded by one huge call counts as negative, but for no more than half a batch, so that
+                # its peers' batches can still be filled.
+                free += max(capacity - load.requests, load.max_num_seqs - capacity)
+        return free
 
-    def takes(self, now: float, name: str, sequences: int) -> bool:
-        """Whether there is room for a request with this many sequences. A request larger than any replica needs only as
-        much room as an idle replica has.
+    def can_take(self, now: float, name: str, sequences: int) -> bool:
+        """Return whether there is capacity for a request with this many sequences. A request larger than any replica
+        needs only as much as an idle replica has.
 
         Raises:
             Unavailable: no replica that can answer as `name` is routable.
@@ -129,32 +131,35 @@ class CandidatePool:
             most = limit - min(sequences, limit)
             replicas = self.healthy(now, (), name).replicas
             return any(replica.load.inflight_sequences <= most for replica in replicas)
-        room = self.room(now, name)
-        if room >= sequences or room <= 0:
-            return room > 0
-        seats = [int(SEATS_PER_SEQ * r.load.max_num_seqs) for r in self.healthy(now, (), name).replicas]
-        return room >= max(seats)
+        free = self.free_sequences(now, name)
+        if free >= sequences or free <= 0:
+            return free > 0
+        capacities = [
+            int(BATCHES_PER_REPLICA * r.load.max_num_seqs) for r in self.healthy(now, (), name).replicas
+        ]
+        return free >= max(capacities)
 
     def healthy(self, now: float, tried: Collection[Replica] = (), name: str = "") -> Candidates:
-        """Replicas of the best health class that can answer as `name`, those at the in-flight limit included.
+        """Return the replicas of the best health class that can answer as `name`, including those at the in-flight
+        limit.
 
         Raises:
             Unavailable: no replica is routable.
         """
         if tried:
-            return self._with_slots(self._admitted(now, tried, name))
+            return self._with_slots(self._best_class(now, tried, name))
         if now >= self._kept_until:
             self._kept.clear()
         candidates = self._kept.get(name)
         if candidates is None or candidates.slot_changes != self._index.slot_changes:
-            candidates = self._with_slots(self._admitted(now, (), name))
+            candidates = self._with_slots(self._best_class(now, (), name))
             if not self._kept:
                 changes = [replica.health.next_change(now) for replica in self._replicas.values()]
                 self._kept_until = min(changes, default=inf)
             self._kept[name] = candidates
         return candidates
 
-    def _admitted(self, now: float, tried: Collection[Replica], name: str) -> list[Replica]:
+    def _best_class(self, now: float, tried: Collection[Replica], name: str) -> list[Replica]:
         usable = [
             replica
             for replica in self._replicas.values()

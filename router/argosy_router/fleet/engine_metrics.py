@@ -19,24 +19,24 @@ PRIOR_PROMPT_TOKENS = 1024.0
 Names = tuple[bytes, ...]
 
 
-class _Dialect(NamedTuple):
-    """An engine's metric names; of several alternatives, the first one present counts."""
+class _MetricNames(NamedTuple):
+    """The metric names of one make of engine; of several alternatives, the first one present counts."""
 
     running: Names
     waiting: Names
     kv_usage: Names
     prompts: Names
-    """Number of prompts so far."""
+    """Counts prompts."""
     prompt_tokens: Names
-    """Number of tokens in these prompts."""
+    """Counts the tokens of these prompts."""
     looked_up: Names
-    """Prompt tokens looked up in the prefix cache."""
+    """Counts prompt tokens looked up in the prefix cache."""
     found: Names
-    """Those of them that were found."""
+    """Counts those of them that were found."""
 
 
-_DIALECTS = (
-    _Dialect(
+_ENGINES = (
+    _MetricNames(
         running=(b"vllm:num_requests_running",),
         waiting=(b"vllm:num_requests_waiting",),
         kv_usage=(b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc"),
@@ -45,7 +45,7 @@ _DIALECTS = (
         looked_up=(b"vllm:prefix_cache_queries_total", b"vllm:gpu_prefix_cache_queries_total"),
         found=(b"vllm:prefix_cache_hits_total", b"vllm:gpu_prefix_cache_hits_total"),
     ),
-    _Dialect(
+    _MetricNames(
         running=(b"sglang:num_running_reqs",),
         waiting=(b"sglang:num_queue_reqs",),
         kv_usage=(b"sglang:token_usage",),
@@ -73,16 +73,17 @@ class EngineLoad(NamedTuple):
 
 
 def parse_load(exposition: bytes) -> EngineLoad | None:
-    """Read the load from a Prometheus text exposition; None if it is of no engine we know."""
+    """Read the load from a Prometheus text exposition; None if no known engine wrote it."""
     lines = b"\n" + exposition
-    for dialect in _DIALECTS:
-        if any(_values(lines, name) for name in dialect.running):
-            return _load(dialect, lines)
+    for engine in _ENGINES:
+        if any(_values(lines, name) for name in engine.running):
+            return _load(engine, lines)
     return None
 
 
 def _values(lines: bytes, name: bytes) -> list[float]:
-    """Samples of one name. Searching for the few names needed takes a fifth of the time of parsing all lines."""
+    """Return the samples of one name. Searching for the few names needed takes a fifth of the time
+    that parsing all lines takes."""
     values = []
     start = b"\n" + name
     at = lines.find(start)
@@ -100,18 +101,18 @@ def _values(lines: bytes, name: bytes) -> list[float]:
     return values
 
 
-def _load(dialect: _Dialect, lines: bytes) -> EngineLoad:
+def _load(engine: _MetricNames, lines: bytes) -> EngineLoad:
     def values(names: Names) -> list[float]:
         return next(filter(None, (_values(lines, name) for name in names)), [])
 
-    waiting = sum(values(dialect.waiting))
-    usage = values(dialect.kv_usage)
-    prompts, prompt_tokens = sum(values(dialect.prompts)), sum(values(dialect.prompt_tokens))
-    looked_up, found = sum(values(dialect.looked_up)), sum(values(dialect.found))
+    waiting = sum(values(engine.waiting))
+    usage = values(engine.kv_usage)
+    prompts, prompt_tokens = sum(values(engine.prompts)), sum(values(engine.prompt_tokens))
+    looked_up, found = sum(values(engine.looked_up)), sum(values(engine.found))
     length = prompt_tokens / prompts if prompts else PRIOR_PROMPT_TOKENS
     uncached = 1.0 - min(1.0, found / looked_up) if looked_up else 1.0
     return EngineLoad(
-        running=int(sum(values(dialect.running))),
+        running=int(sum(values(engine.running))),
         waiting=int(waiting),
         kv_usage=min(1.0, sum(usage) / len(usage)) if usage else 0.0,
         queued_tokens=int(waiting * length * uncached),

@@ -279,5 +279,5 @@ def _fell_silent(service: Service, replica: Replica, *, is_certain: bool) -> Non
     """Fail the requests at a replica that shows no sign of life, so that they move to another healthy one, if there is
     one: those without a response yet, and once `is_certain` also those whose response has begun."""
     others = (other for other in service.replicas.values() if other is not replica)
-    if any(other.is_routable and other.health.is_well for other in others):
+    if any(other.is_routable and other.health.is_healthy for other in others):
         replica.pool.fail_requests(FirstByteTimeout("the replica fell silent"), include_begun=is_certain)

@@ -79,7 +79,7 @@ class Health:
         return self._ejected_until is not None
 
     @property
-    def is_well(self) -> bool:
+    def is_healthy(self) -> bool:
         return self._ejected_until is None and not self.is_suspect
 
     def condition(self, now: float) -> Literal["well", "suspect", "ejected", "half-open"]:

@@ -22,7 +22,7 @@ from argosy_router.policy.wait_model import waiting_s
 
 _UNMEASURED = Rates(0.0, 0.0)
 _LEARNING_RATE = 0.2
-MIN_LESSON_TOKENS = 256
+MIN_SAMPLE_TOKENS = 256
 """For shorter prompts, the time to first token says more about the network than about the replica."""
 
 
@@ -80,8 +80,8 @@ class LoadAccount(Candidate):
         return self._measured
 
     @property
-    def has_seat(self) -> bool:
-        """Whether one more request would run at once, by the current estimate."""
+    def has_free_slot(self) -> bool:
+        """Whether one more sequence would join the engine's batch at once, by the current estimate."""
         return self.requests < self.max_num_seqs
 
     def charge(self, tokens: int, sequences: int = 1) -> Charge:
@@ -137,7 +137,7 @@ class LoadAccount(Candidate):
     def learn(self, tokens: int, seconds: float) -> None:
         """Learn the prefill rate from an answer whose first token came after `seconds`, with `tokens` to compute until
         then. Ignored for replicas that report their rate."""
-        if self._is_measuring or tokens < MIN_LESSON_TOKENS or seconds <= 0.0:
+        if self._is_measuring or tokens < MIN_SAMPLE_TOKENS or seconds <= 0.0:
             return
         rate = tokens / seconds
         known = self._measured.prefill_tokens_per_s or rate

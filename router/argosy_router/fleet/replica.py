@@ -34,7 +34,7 @@ class Member(NamedTuple):
     """Further names of its model that it accepts."""
 
 
-class Movable(Protocol):
+class InflightAttempt(Protocol):
     """An attempt at a replica that can be moved to another one."""
 
     def core_stalled(self, age_s: float, bound_s: float) -> None:
@@ -83,7 +83,7 @@ class Replica:
         """Age of the core's last step at the last heartbeat."""
         self.stall_bound_s = SUSPECT_STEP_AGE_S
         """Age of the last step beyond which a core with work counts as stalled."""
-        self.under_way: set[Movable] = set()
+        self.inflight_attempts: set[InflightAttempt] = set()
         """Attempts that were sent to it and have not ended."""
         self.syncs = 0
         """Telemetry snapshots applied: one per connection, if nothing is lost."""
@@ -100,7 +100,7 @@ class Replica:
     @property
     def has_work(self) -> bool:
         """Whether it has reported requests, or this router has attempts under way there."""
-        return self.load.reported_requests > 0 or bool(self.under_way)
+        return self.load.reported_requests > 0 or bool(self.inflight_attempts)
 
     @property
     def is_stalled(self) -> bool:

@@ -59,11 +59,11 @@ POLLS_PER_RETRY = 60
 same address."""
 
 
-class Foreign(Exception):
+class NotArgosyEngine(Exception):
     """The replica does not speak our telemetry protocol."""
 
 
-class Crowded(UpstreamError):
+class TelemetryFull(UpstreamError):
     """The replica is ours and healthy, but its telemetry has no room for another reader."""
 
 
@@ -104,7 +104,7 @@ class TelemetryClient:
             is_foreign = False
             try:
                 failures = 0 if await self._follow() else failures + 1
-            except Foreign as reason:
+            except NotArgosyEngine as reason:
                 is_foreign = True
                 if replica.link != "foreign":
                     log.info("replica %s is not one of ours: %s", replica.name, reason)
@@ -126,7 +126,7 @@ class TelemetryClient:
         A lost stream alone says nothing about its health; silence does, and so does a refused new connection.
         """
         self._lose(str(error))
-        if isinstance(error, Crowded):
+        if isinstance(error, TelemetryFull):
             self._set_suspect(False)
             self._set_link("stale")
         elif self._replica.link != "stale":
@@ -178,7 +178,7 @@ class TelemetryClient:
 
     def _apply_hello(self, hello: Hello) -> None:
         if hello.min_reader_version > PROTOCOL_VERSION:
-            raise Foreign(f"telemetry needs a reader of version {hello.min_reader_version}")
+            raise NotArgosyEngine(f"telemetry needs a reader of version {hello.min_reader_version}")
         if hello.model != self._model:
             log.warning(
                 "replica %s serves %r, expected %r: prefix hints will not match",
@@ -202,14 +202,14 @@ class TelemetryClient:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
         )
-        if replica.load.has_seat and replica.health.found_room():
+        if replica.load.has_free_slot and replica.health.found_room():
             self._on_change()
         replica.core_step_age_s = load.core_step_age_s
         replica.stall_bound_s = stall_bound_s(load.longest_step_s)
         is_stalled = replica.is_stalled
         self._set_suspect(is_stalled or load.core_step_age_s > SUSPECT_STEP_AGE_S)
         if is_stalled:
-            for attempt in list(replica.under_way):
+            for attempt in list(replica.inflight_attempts):
                 attempt.core_stalled(load.core_step_age_s, replica.stall_bound_s)
 
     def _synced(self) -> None:
@@ -269,14 +269,14 @@ class _Stream:
         if status in (401, 403):
             self._end(UpstreamError("the replica refused the router's key"))
         elif status == 429:
-            self._end(Crowded("telemetry has no room for another reader"))
+            self._end(TelemetryFull("telemetry has no room for another reader"))
         elif status >= 500:
             self._end(UpstreamError(f"telemetry answered {status}"))
         elif (
             status != 200
             or content_type.partition(b";")[0].strip().lower() != TELEMETRY_CONTENT_TYPE.encode()
         ):
-            self._end(Foreign(f"status {status}, another content type"))
+            self._end(NotArgosyEngine(f"status {status}, another content type"))
         elif self.connection is not None:
             self.connection.begun()
 
@@ -289,8 +289,10 @@ class _Stream:
                     raise TelemetryError("the first frame is not a hello")
                 self._is_greeted = True
                 self._apply(frame)
-        except (TelemetryError, Foreign, ValueError) as error:
-            self._end(error if isinstance(error, (TelemetryError, Foreign)) else TelemetryError(str(error)))
+        except (TelemetryError, NotArgosyEngine, ValueError) as error:
+            self._end(
+                error if isinstance(error, (TelemetryError, NotArgosyEngine)) else TelemetryError(str(error))
+            )
 
     def on_end(self) -> None:
         if not self.ended.done():

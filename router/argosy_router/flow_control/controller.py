@@ -104,7 +104,7 @@ class FlowController:
     def has_capacity(self, service: Service, now: float, name: str = "", sequences: int = 1) -> bool:
         """Whether a service with requests under way could take one more at once, and no request is queued for it."""
         try:
-            return not self._queues[service].num_queued and service.candidates.takes(now, name, sequences)
+            return not self._queues[service].num_queued and service.candidates.can_take(now, name, sequences)
         except Unavailable:
             return False
 
@@ -116,10 +116,10 @@ class FlowController:
                 del self._queues[gone]
         queue = self._queues[service] = ServiceQueue(
             service.spec.model,
-            service.candidates.room,
+            service.candidates.free_sequences,
             lambda: self._bounds(service),
             now,
-            service.candidates.takes,
+            service.candidates.can_take,
         )
         return queue
 

@@ -20,8 +20,8 @@ replica holds more than `COLD_HIT` of the prompt (all chats begin with the same 
 rendezvous hash of the prompt's beginning among the candidates within `COLD_SLACK` of the best. Routers thus agree on
 where a new prefix goes without communicating, and loaded replicas are passed over. So are replicas that were sent more
 than `COLD_SHARE` of the mean lately: in an idle fleet a hash alone would give some replica more prefixes than its cache
-can hold. If none is left, slower replicas within `COLD_STRETCH` are considered, so that a replica whose first steps
-were slow gets requests on which to be measured again.
+can hold. If none is left, slower replicas within `MAX_COLD_COST_RATIO` are considered, so that a replica whose first
+steps were slow gets requests on which to be measured again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COLD_HIT: Final = 0.1
 """Saving a tenth of the prompt is not worth sending all prompts to one replica."""
 COLD_SHARE: Final = 1.25
 """The same bound on the work sent in the last minute or so."""
-COLD_STRETCH: Final = 4.0
+MAX_COLD_COST_RATIO: Final = 4.0
 """Speed differences within this factor may be noise; a replica slower than that is used only when others are busy."""
 
 
@@ -86,7 +86,7 @@ def _with_room(candidates: list[Candidate], close: list[int], costs: list[float]
             for position, candidate in enumerate(candidates)
             if candidate.recent_work <= bound
             and candidate.wait_s <= best
-            and costs[position] <= COLD_STRETCH * best
+            and costs[position] <= MAX_COLD_COST_RATIO * best
         ]
         or close
     )

@@ -89,7 +89,7 @@ class Dispatcher:
         except ApiError:
             return None
         replica = choice.replica
-        return choice if replica.health.is_well and not replica.is_stalled else None
+        return choice if replica.health.is_healthy and not replica.is_stalled else None
 
     def choose_hedge(self, call: Call, tried: Sequence[Replica], now: float) -> Choice | None:
         """Choose a hedge's target for an overdue answer; None if no healthy replica has capacity, or if the service's
@@ -101,7 +101,7 @@ class Dispatcher:
         except ApiError:
             return None
         health = choice.replica.health
-        is_fit = health.is_well and not health.is_in_cooldown(now)
+        is_fit = health.is_healthy and not health.is_in_cooldown(now)
         return choice if is_fit and self.hedging.spend(call.service) else None
 
     def watch_first_token(

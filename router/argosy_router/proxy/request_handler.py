@@ -21,7 +21,7 @@ from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.accounting.reservations import Reservations
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.downstream.answer import Answer
-from argosy_router.proxy.downstream.commented_stream import KeepAlive
+from argosy_router.proxy.downstream.commented_stream import CommentSchedule
 from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.queued_call import QueuedCall
 from argosy_router.proxy.request.call import Call
@@ -43,7 +43,7 @@ class RequestHandler:
         accounting: RequestAccounting,
         *,
         wheel: TimerWheel,
-        keep_alive: KeepAlive,
+        comments: CommentSchedule,
     ) -> None:
         self._flow_control = flow_control
         self._reservations = reservations
@@ -52,7 +52,7 @@ class RequestHandler:
         self._retry_budgets = retry_budgets
         self._accounting = accounting
         self._wheel = wheel
-        self._keep_alive = keep_alive
+        self._comments = comments
         self._upstream_ids = UpstreamIds()
         self.now = time.monotonic
         """Not the loop's clock, which stands still between turns and counts milliseconds."""
@@ -67,7 +67,7 @@ class RequestHandler:
         retry_budget = self._retry_budgets.of(call.service, self.now())
         retry_budget.earn()
         outcome = RequestOutcome(call, started)
-        answer = Answer(client, outcome, wheel=self._wheel, keep_alive=self._keep_alive, now=self.now)
+        answer = Answer(client, outcome, wheel=self._wheel, comments=self._comments, now=self.now)
         exchange = Exchange(
             answer,
             outcome,

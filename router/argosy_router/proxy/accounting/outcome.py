@@ -9,7 +9,7 @@ from __future__ import annotations
 from argosy_router.auth.accounts import Reservation
 from argosy_router.fleet.service import Choice
 from argosy_router.proxy.request.call import Call
-from argosy_router.proxy.upstream.attempt_log import DecisionRecord
+from argosy_router.proxy.upstream.attempt_log import AttemptRecord
 from argosy_router.proxy.upstream.usage_scan import TokenUsage
 
 CLIENT_GONE = 499
@@ -54,7 +54,7 @@ class RequestOutcome:
 
         # Of the last attempt, set when the request ends.
         self.choice: Choice | None = None
-        self.record: DecisionRecord | None = None
+        self.record: AttemptRecord | None = None
         self.sent_at = started
         """When the attempt began; when the request arrived if there was no attempt."""
         self.usage: TokenUsage | None = None

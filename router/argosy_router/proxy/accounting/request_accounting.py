@@ -19,7 +19,7 @@ from argosy_router.observability.trace_capture import CapturedRequest, TraceCapt
 from argosy_router.observability.usage_ledger import UsageLedger
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 from argosy_router.proxy.request.call import Call
-from argosy_router.proxy.upstream.attempt_log import DecisionLog, DecisionRecord, HedgeOutcome
+from argosy_router.proxy.upstream.attempt_log import AttemptLog, AttemptRecord, HedgeOutcome
 
 
 class RequestAccounting:
@@ -40,7 +40,7 @@ class RequestAccounting:
         self._ledger = ledger
         self._recorder = recorder
         self._policy = policy
-        self.decisions = DecisionLog()
+        self.attempt_log = AttemptLog()
 
     def usage_of(self, key: str) -> bytes:
         """Render what the key of this name has used in Prometheus' text format."""
@@ -48,11 +48,11 @@ class RequestAccounting:
 
     # while a request is under way
 
-    def record_attempt(self, call: Call, choice: Choice, attempt: int) -> DecisionRecord:
+    def record_attempt(self, call: Call, choice: Choice, attempt: int) -> AttemptRecord:
         """Count an attempt that is being sent, and add its decision record to the ring."""
         model, replica, decision = call.service.model, choice.replica, choice.decision
         self._metrics.routes.add((model, replica.name, decision.reason, replica.link))
-        record = DecisionRecord(
+        record = AttemptRecord(
             time.time(),
             call.request_id.decode(),
             model,
@@ -65,14 +65,14 @@ class RequestAccounting:
             decision.cost_s,
             replica.link,
         )
-        self.decisions.add(record)
+        self.attempt_log.add(record)
         return record
 
     def count_retry(self, call: Call, reason: str) -> None:
         """Count an attempt that is repeated before the answer began."""
         self._metrics.retries.add((call.service.spec.model, reason))
 
-    def count_hedge(self, call: Call, record: DecisionRecord, outcome: HedgeOutcome) -> None:
+    def count_hedge(self, call: Call, record: AttemptRecord, outcome: HedgeOutcome) -> None:
         """Count how the hedge that `record` describes ended."""
         record.hedge = outcome
         self._metrics.hedges.add((call.service.spec.model, outcome))
@@ -157,7 +157,7 @@ class RequestAccounting:
         self._metrics.ttft_error.observe(labels, abs(ttft_s - choice.predicted_ttft_s))
         choice.replica.load.learn(choice.tokens_ahead, ttft_s)
 
-    def _bill(self, outcome: RequestOutcome, record: DecisionRecord, duration_s: float) -> None:
+    def _bill(self, outcome: RequestOutcome, record: AttemptRecord, duration_s: float) -> None:
         """Enter what the request used into the ledger, or that nobody knows."""
         call = outcome.call
         model = call.service.model
@@ -174,7 +174,7 @@ class RequestAccounting:
             self._metrics.itl.observe((model,), (duration_s - outcome.first_event_s) / (generated - 1))
 
 
-def _recorded(call: Call, record: DecisionRecord, arrival_s: float) -> CapturedRequest:
+def _recorded(call: Call, record: AttemptRecord, arrival_s: float) -> CapturedRequest:
     """Make the recorder's entry; the chunks' ends are estimates, scaled to the prompt's true length."""
     estimated = call.service.lengths.tokens(call.prompt)
     scale = record.prompt_tokens / estimated

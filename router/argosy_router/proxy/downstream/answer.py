@@ -1,8 +1,8 @@
-"""The answer to one request, as its client gets it.
+"""The answer to one request: everything that is written to its client.
 
-Owns: everything that is written to the client: comments while there is no answer, the head, the body, errors.
+Owns: comments while there is no answer, the head, the body, errors.
 Must not know: attempts, retries, which replica answers.
-Invariant: the answer begins once; a stream's client that gets comments first has its answer inside the same stream.
+Invariant: the answer begins once; after comments it continues inside the same stream.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from argosy_protocol.errors import ApiError, InternalError
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.interfaces import Client
 from argosy_router.proxy.accounting.outcome import RequestOutcome
-from argosy_router.proxy.downstream.commented_stream import COMMENT, STREAM_HEADERS, BegunStream, KeepAlive
+from argosy_router.proxy.downstream.commented_stream import (
+    COMMENT,
+    STREAM_HEADERS,
+    CommentedStream,
+    CommentSchedule,
+)
 from argosy_router.proxy.downstream.error_headers import error_headers
 
 log = logging.getLogger(__name__)
 
 
 class Answer:
-    """Writes to the client, and notes in the outcome what it was sent."""
+    """Writes to the client, and notes in the outcome what was written."""
 
     def __init__(
         self,
@@ -29,61 +34,61 @@ class Answer:
         outcome: RequestOutcome,
         *,
         wheel: TimerWheel,
-        keep_alive: KeepAlive,
+        comments: CommentSchedule,
         now: Callable[[], float],
     ) -> None:
         """`now` is a monotonic clock."""
         self._client = client
         self._outcome = outcome
-        self._keep_alive = keep_alive
+        self._comments = comments
         self._now = now
         self._quiet: Deadline | None = None
-        """When a stream's client that has got nothing gets the next comment."""
+        """Streams only: when the next comment is due while the client waits for its answer."""
         self._has_comments = False
-        """Whether the client has got comments."""
+        """Whether a comment was sent, and with it the status 200."""
         self.is_sent = False
         """Whether the request was sent to a replica."""
         self.is_accepted = False
-        """Whether a replica has begun a stream for the request, perhaps without an event yet."""
+        """Whether a replica has sent the head of a stream, perhaps without an event yet."""
         self.is_started = False
-        """Whether the client has got something of its answer."""
+        """Whether a part of the answer was sent."""
         self.is_client_paused = False
-        """Whether the client cannot keep up."""
+        """Whether the client reads more slowly than the answer arrives."""
         if outcome.call.is_stream:
             self._quiet = Deadline(wheel, self._on_quiet)
-            self._quiet.set(keep_alive.interval_s)
+            self._quiet.set(comments.interval_s)
 
     # comments
 
     def accepted(self) -> None:
-        """Note that a replica has accepted the request, so comments need not wait longer."""
+        """Note that a replica has accepted the request, so that comments need not wait for `after_s`."""
         self.is_accepted = True
         if self._quiet is not None and not self._has_comments and not self.is_started:
             quiet_s = self._now() - self._outcome.started
-            self._quiet.set(max(0.0, self._keep_alive.interval_s - quiet_s))
+            self._quiet.set(max(0.0, self._comments.interval_s - quiet_s))
 
     def _on_quiet(self) -> None:
-        """Send a comment to the client of a stream that has got nothing for a while."""
-        quiet, times = self._quiet, self._keep_alive
+        """Send a comment if one is due, and set the next deadline."""
+        quiet, schedule = self._quiet, self._comments
         if quiet is None or self.is_started:
             return
         if not self._has_comments and self.is_sent and not self.is_accepted:
-            left_s = self._outcome.started + times.after_s - self._now()
+            left_s = self._outcome.started + schedule.after_s - self._now()
             if left_s > 0.0:
                 quiet.set(left_s)
                 return
         if not self._has_comments:
             self._has_comments = True
             self._client.start(200, STREAM_HEADERS + self._identity, COMMENT)
-            self._client = BegunStream(self._client)
+            self._client = CommentedStream(self._client)
         elif not self.is_client_paused:
             self._client.send(COMMENT)
-        quiet.set(times.interval_s)
+        quiet.set(schedule.interval_s)
 
     # the answer
 
     def start(self, status: int, headers: bytes, route: bytes, data: bytes) -> None:
-        """Begin an answer that comes in pieces.
+        """Begin an answer that is sent in pieces.
 
         Args:
             headers: lines of the replica's response.
@@ -105,12 +110,12 @@ class Answer:
         self._client.finish()
 
     def respond(self, status: int, headers: bytes, route: bytes, body: bytes) -> None:
-        """Give a whole answer; the arguments are those of `start`."""
+        """Send a whole answer; the arguments are those of `start`."""
         self._outcome.status = status
         self._client.respond(status, headers + self._identity + route, body)
 
     def respond_error(self, error: ApiError, route: bytes) -> None:
-        """Answer with an error of our own."""
+        """Send an error of the router's own."""
         if isinstance(error, InternalError):
             log.error("request %s: %s", self._outcome.call.request_id.decode(), error.message)
         self.respond(error.http_status, error_headers(error), route, error.body())
@@ -121,7 +126,7 @@ class Answer:
         self._client.finish()
 
     def abort(self) -> None:
-        """Cut the connection: the rest of a unary answer will not come."""
+        """Cut the connection, because the rest of a unary answer is lost."""
         self._client.abort()
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""A client whose event stream has begun before there was an answer.
+"""Comments that keep a stream's connection open before there is an answer.
 
-Owns: the comments that such a client gets, and how the answer continues inside the stream.
-Must not know: when comments are due.
+Owns: the comment, when one is due, and how the answer continues inside a stream that has begun with comments.
+Must not know: attempts, which replica answers.
 
-Comments keep load balancers from closing a connection on which nothing is sent for a minute or so. Their price: the
-status is 200 from then on, and a later failure becomes an error event. Comments are no part of an answer, so the
-request may still be sent to another replica.
+Load balancers close a connection on which nothing is sent for a minute or so; comments prevent this. Their price: the
+status is 200 from the first comment on, and a later failure becomes an error event. Comments are no part of an answer,
+so the request may still be sent to another replica.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ COMMENT = b": keep-alive\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """When the client of a stream without an event gets a comment. Times in seconds."""
+class CommentSchedule:
+    """When the client of a stream that has no event yet gets a comment. Times in seconds."""
 
     interval_s: float = 10.0
-    """A sixth of the idle time that common load balancers allow."""
+    """Time between two comments: a sixth of the idle time that common load balancers allow."""
     after_s: float = 15.0
-    """From this age on a request that was sent, but that no replica has accepted, gets comments, too. Most failures
-    happen before, and can still have a status of their own."""
+    """Age from which a request gets comments that was sent but that no replica has accepted. Most failures happen
+    earlier, and can then still have a status of their own."""
 
 
-class BegunStream:
-    """Wraps a client whose event stream has begun, and sends the answer inside that stream."""
+class CommentedStream:
+    """Wraps a client whose event stream has begun with comments, and sends the answer inside that stream."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -1,6 +1,6 @@
-"""A client without a connection: a request that the admin page sends through this router.
+"""The client of a chat in the admin page's playground: it has no connection, and is read as an async iterator.
 
-Owns: the answer until it is read. Must not know: HTTP framing, routes.
+Owns: the part of the answer that has not been read. Must not know: HTTP framing, routes.
 Invariant: at most `MAX_HELD_BYTES` and one write of the exchange are held; a reader that stops reading ends the
 exchange as a client that disconnects does.
 """
@@ -19,12 +19,12 @@ from argosy_router.http.messages import Headers
 MAX_HELD_BYTES = 256 * 1024
 
 
-class AnswerCut(Exception):
-    """The answer is incomplete and cannot be continued."""
+class IncompleteAnswer(Exception):
+    """The answer was cut, and the rest of it is lost."""
 
 
-class InnerClient:
-    """The client of one exchange, which reads the answer as an async iterator."""
+class PlaygroundClient:
+    """Holds the answer of one exchange until it is read."""
 
     def __init__(self) -> None:
         self.head: asyncio.Future[tuple[int, Headers]] = asyncio.get_running_loop().create_future()
@@ -34,10 +34,10 @@ class InnerClient:
         self._held_bytes = 0
         self._is_paused = False
         self._is_complete = False
-        self._is_cut = False
-        self._news = asyncio.Event()
+        self._is_incomplete = False
+        self._has_changed = asyncio.Event()
 
-    # what the exchange calls
+    # called by the exchange
 
     def attach(self, exchange: ClientListener) -> None:
         self._exchange = exchange
@@ -54,7 +54,7 @@ class InnerClient:
     def send(self, data: bytes) -> None:
         self._pieces.append(data)
         self._held_bytes += len(data)
-        self._news.set()
+        self._has_changed.set()
         if self._held_bytes > MAX_HELD_BYTES and self._exchange is not None and not self._is_paused:
             self._is_paused = True
             self._exchange.on_client_paused()
@@ -62,30 +62,30 @@ class InnerClient:
     def finish(self) -> None:
         self._exchange = None
         self._is_complete = True
-        self._news.set()
+        self._has_changed.set()
 
     def abort(self) -> None:
-        self._is_cut = True
+        self._is_incomplete = True
         self.finish()
 
-    # what the reader calls
+    # called by the reader
 
     async def body(self) -> AsyncIterator[bytes]:
         """Yield the answer as it arrives.
 
         Raises:
-            AnswerCut: the answer is incomplete.
+            IncompleteAnswer: the answer is incomplete.
         """
         try:
             while True:
                 while self._pieces:
                     yield self._take()
-                if self._is_cut:
-                    raise AnswerCut
+                if self._is_incomplete:
+                    raise IncompleteAnswer
                 if self._is_complete:
                     return
-                self._news.clear()
-                await self._news.wait()
+                self._has_changed.clear()
+                await self._has_changed.wait()
         finally:
             self.leave()
 

@@ -87,7 +87,7 @@ class OutlierDetector:
             self._fleet.changed()
 
     def _cool_down(self, service: Service, replica: Replica, seconds: float, now: float) -> None:
-        if replica.health.cool_down(now, seconds, until_room=not replica.load.has_seat):
+        if replica.health.cool_down(now, seconds, until_room=not replica.load.has_free_slot):
             self._metrics.cooldowns.add((service.spec.model, replica.name))
             service.invalidate()
 

@@ -17,7 +17,7 @@ from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.messages import Headers, first_value
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.header_policy import returned as returned_headers
-from argosy_router.proxy.upstream.attempt_log import DecisionRecord
+from argosy_router.proxy.upstream.attempt_log import AttemptRecord
 from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
 from argosy_router.proxy.upstream.request_head import request_head
 from argosy_router.proxy.upstream.response_status import Refused
@@ -57,7 +57,7 @@ class Attempt:
         listener: AttemptListener,
         call: Call,
         choice: Choice,
-        record: DecisionRecord,
+        record: AttemptRecord,
         transcript: Transcript | None,
         *,
         wheel: TimerWheel,
@@ -111,7 +111,7 @@ class Attempt:
             # account when it is predicted to be computed. A slower replica corrects that by the queue it reports.
             self._prefill_end = Deadline(self._wheel, self._charge.first_token)
             self._prefill_end.set(self.choice.predicted_ttft_s)
-        self.replica.under_way.add(self)
+        self.replica.inflight_attempts.add(self)
         self.replica.pool.acquire(self, fresh=fresh)
 
     def end_when_answering(self, overdue: Deadline | None) -> None:
@@ -142,7 +142,7 @@ class Attempt:
         """End the attempt, however it went. A replica that still works on it sees a reset and aborts the work."""
         assert not self.is_over, "an attempt ends once"
         self.is_over = True
-        self.replica.under_way.discard(self)
+        self.replica.inflight_attempts.discard(self)
         self._charge.release()
         for deadline in (self._overdue, self._prefill_end):
             if deadline is not None:

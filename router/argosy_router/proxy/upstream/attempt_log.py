@@ -1,6 +1,7 @@
-"""Decision records: the last choices of replicas, and how they turned out.
+"""Attempt log: the last attempts, why each replica was chosen, and how the attempt ended.
 
-Owns: a bounded ring of records for the admin port. Must not know: prompts, keys; a record names a request by its id.
+Owns: a bounded ring of records, which the admin port shows as decisions. Must not know: prompts, keys; a record names a
+request by its id.
 Invariant: at most `CAPACITY` records, whatever the load; a record is complete once its request has ended.
 """
 
@@ -11,11 +12,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 CAPACITY = 1000
-"""A few hundred kilobytes; a minute of a busy service."""
+"""Records kept: a few hundred kilobytes; a minute of a busy service."""
 
 HedgeOutcome = Literal["won", "lost", "failed", "promoted", "abandoned"]
 """won: the hedge responded first; lost: the first attempt did; failed: the hedge failed before that; promoted: the
-first attempt failed, which left the hedge alone; abandoned: the client left before that."""
+first attempt failed, and the hedge took its place; abandoned: the client left before that."""
 
 
 FIELDS = (
@@ -25,8 +26,8 @@ FIELDS = (
 )
 
 
-class DecisionRecord:
-    """One attempt that was sent."""
+class AttemptRecord:
+    """One attempt that was sent, and the decision for its replica."""
 
     __slots__ = FIELDS
 
@@ -57,17 +58,17 @@ class DecisionRecord:
         self.predicted_ttft_s = predicted_ttft_s
         self.cost_s = cost_s
         self.mode = mode
-        """How the router knew the replica: `synced`, `stale` or `foreign`."""
+        """State of the replica's telemetry at the dispatch: `synced`, `stale` or `foreign`."""
         self.resumed_tokens = 0
-        """Tokens of a failed replica's output that this attempt continues."""
+        """Output tokens of a failed replica that precede what this attempt generates."""
         self.hedge: Literal["", "racing"] | HedgeOutcome = ""
         """How a hedge ended; empty for attempts that are no hedges."""
         self.status = 0
         """Zero until the request has ended."""
         self.cached_tokens: int | None = None
-        """By the answer's usage; None if it reported none."""
+        """From the usage that the answer reports; None if it reported none."""
         self.completion_tokens: int | None = None
-        """By the same usage; without one, what a stream's client was sent."""
+        """From the same usage; without one, the tokens that a stream's client was sent."""
         self.ttft_s: float | None = None
         """Streams only."""
         self.upstream_id = b""
@@ -79,16 +80,16 @@ class DecisionRecord:
         return values
 
 
-class DecisionLog:
+class AttemptLog:
     """A ring of the newest records."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._records: deque[DecisionRecord] = deque(maxlen=capacity)
+        self._records: deque[AttemptRecord] = deque(maxlen=capacity)
 
-    def add(self, record: DecisionRecord) -> None:
+    def add(self, record: AttemptRecord) -> None:
         self._records.append(record)
 
-    def latest(self, limit: int, model: str = "") -> Iterator[DecisionRecord]:
+    def latest(self, limit: int, model: str = "") -> Iterator[AttemptRecord]:
         """Yield the newest records first, of one model if it is given."""
         for record in reversed(self._records):
             if limit <= 0:

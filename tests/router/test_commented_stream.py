@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_router.proxy.downstream.commented_stream import BegunStream
+from argosy_router.proxy.downstream.commented_stream import CommentedStream
 
 
 class Client:
@@ -24,6 +24,6 @@ class Client:
 @pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n"])
 def test_a_whole_answer_is_one_event_whatever_its_lines_end_with(end: bytes) -> None:
     client = Client()
-    BegunStream(client).respond(502, b"", b'{"error":' + end + b'"data: no event"}' + end)  # type: ignore[arg-type]
+    CommentedStream(client).respond(502, b"", b'{"error":' + end + b'"data: no event"}' + end)  # type: ignore[arg-type]
     assert client.sent == b'data: {"error": "data: no event"}\n\n'
     assert client.is_finished
