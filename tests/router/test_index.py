@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from argosy_router.prefixes.index import SHARDS, PrefixIndex
-from argosy_router.prefixes.replica_prefixes import GUESS_TTL_S, MAX_GUESS_TTL_S, ReplicaPrefixes
+from argosy_router.prefixes.replica_prefixes import MAX_SPECULATIVE_TTL_S, SPECULATIVE_TTL_S, ReplicaPrefixes
 from argosy_router.prefixes.table import SCRUB_STEP, ChunkTable
 
 REPLICAS = 4
@@ -23,7 +23,7 @@ def tokens_of(chunk: int) -> int:
 
 
 class Index(RuleBasedStateMachine):
-    """Random announcements, evictions, guesses, restarts and departures."""
+    """Random announcements, evictions, inserts, restarts and departures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Index(RuleBasedStateMachine):
         self.now = 0.0
         self.residencies = [ReplicaPrefixes(self.index) for _ in range(REPLICAS)]
         self.announced: list[set[int]] = [set() for _ in range(REPLICAS)]
-        self.guessed: list[dict[int, float]] = [{} for _ in range(REPLICAS)]
+        self.speculative: list[dict[int, float]] = [{} for _ in range(REPLICAS)]
 
     replicas = st.integers(0, REPLICAS - 1)
     some_chunks = st.sets(st.sampled_from(CHUNKS), min_size=1)
@@ -41,44 +41,46 @@ class Index(RuleBasedStateMachine):
         self.residencies[replica].stored(sorted(chunks), [tokens_of(chunk) for chunk in sorted(chunks)])
         self.announced[replica] |= chunks
         for chunk in chunks:
-            self.guessed[replica].pop(chunk, None)
+            self.speculative[replica].pop(chunk, None)
 
     @rule(replica=replicas, chunks=some_chunks)
     def remove(self, replica: int, chunks: set[int]) -> None:
         self.residencies[replica].removed(sorted(chunks))
         self.announced[replica] -= chunks
         for chunk in chunks:
-            self.guessed[replica].pop(chunk, None)
+            self.speculative[replica].pop(chunk, None)
 
     @rule(replica=replicas, chain=st.sampled_from(CHAINS), length=st.integers(1, 7))
-    def guess(self, replica: int, chain: list[int], length: int) -> None:
+    def insert_speculatively(self, replica: int, chain: list[int], length: int) -> None:
         chunks = chain[:length]
-        self.residencies[replica].guess(chunks, lambda: [tokens_of(chunk) for chunk in chunks], self.now)
+        self.residencies[replica].insert_speculatively(
+            chunks, lambda: [tokens_of(chunk) for chunk in chunks], self.now
+        )
         for chunk in chunks:
             if chunk not in self.announced[replica]:
-                self.guessed[replica].setdefault(chunk, self.now + GUESS_TTL_S)
+                self.speculative[replica].setdefault(chunk, self.now + SPECULATIVE_TTL_S)
 
-    @rule(seconds=st.floats(0.0, 2 * GUESS_TTL_S))
+    @rule(seconds=st.floats(0.0, 2 * SPECULATIVE_TTL_S))
     def expire(self, seconds: float) -> None:
         self.now += seconds
         for replica, residency in enumerate(self.residencies):
             residency.expire(self.now)
-            self.guessed[replica] = {
-                c: until for c, until in self.guessed[replica].items() if until > self.now
+            self.speculative[replica] = {
+                c: until for c, until in self.speculative[replica].items() if until > self.now
             }
 
     @rule(replica=replicas)
     def restart(self, replica: int) -> None:
         self.residencies[replica].clear()
         self.announced[replica].clear()
-        self.guessed[replica].clear()
+        self.speculative[replica].clear()
 
     @rule(replica=replicas)
     def replace(self, replica: int) -> None:
         self.residencies[replica].close()
         self.residencies[replica] = ReplicaPrefixes(self.index)
         self.announced[replica].clear()
-        self.guessed[replica].clear()
+        self.speculative[replica].clear()
 
     @rule(steps=st.integers(1, 2 * SHARDS))
     def scrub(self, steps: int) -> None:
@@ -91,7 +93,7 @@ class Index(RuleBasedStateMachine):
     def scrub_all(self) -> None:
         while self.index.scrub():
             pass
-        held = set().union(*self.announced, *self.guessed)
+        held = set().union(*self.announced, *self.speculative)
         assert len(self.index) == len(held), "nothing but held chunks stays after scrubbing"
 
     @invariant()
@@ -99,7 +101,7 @@ class Index(RuleBasedStateMachine):
         for chain in CHAINS:
             runs, longest = self.index.match(chain)
             for replica, residency in enumerate(self.residencies):
-                held = self.announced[replica] | self.guessed[replica].keys()
+                held = self.announced[replica] | self.speculative[replica].keys()
                 length = next((n for n, chunk in enumerate(chain) if chunk not in held), len(chain))
                 expected = tokens_of(chain[length - 1]) if length else None
                 assert runs.get(residency.slot) == expected
@@ -124,13 +126,13 @@ def test_the_cap_holds_and_the_newest_survive() -> None:
     assert all(index.match([chunk])[1] for chunk in range(29_000, 30_000))
 
 
-def test_use_keeps_a_guessed_prefix_alive() -> None:
+def test_use_keeps_a_speculative_prefix() -> None:
     index = PrefixIndex(capacity=SHARDS * 4)
     slot = index.acquire_slot()
     hot = [1, 2, 3]
     for chunk in range(1000, 5_000):
-        index.guess(slot, hot, lambda: [10, 20, 30])
-        index.guess(slot, [chunk], lambda: [1])
+        index.insert_speculatively(slot, hot, lambda: [10, 20, 30])
+        index.insert_speculatively(slot, [chunk], lambda: [1])
     assert index.match(hot) == ({slot: 30}, 3)
 
 
@@ -140,20 +142,20 @@ def test_use_keeps_an_announced_prefix_alive() -> None:
     hot = [1, 2, 3]
     holder.stored(hot, [10, 20, 30])
     for chunk in range(1000, 5_000):
-        holder.guess(hot, lambda: [10, 20, 30], 0.0)
+        holder.insert_speculatively(hot, lambda: [10, 20, 30], 0.0)
         busy.stored([chunk], [1])
     assert index.match(hot) == ({holder.slot: 30}, 3)
-    assert not holder.has_guesses, "what is announced is not a guess"
+    assert not holder.has_unconfirmed, "what is announced is confirmed"
 
 
 def test_use_in_another_slot_keeps_it_alive_too() -> None:
     index = PrefixIndex(capacity=SHARDS * 4)
     first, second = index.acquire_slot(), index.acquire_slot()
     for chunk in range(0, 3 * SHARDS, SHARDS):
-        index.guess(first, [chunk], lambda: [1])
-    index.guess(second, [0], lambda: [1])
+        index.insert_speculatively(first, [chunk], lambda: [1])
+    index.insert_speculatively(second, [0], lambda: [1])
     for chunk in range(3 * SHARDS, 6 * SHARDS, SHARDS):
-        index.guess(first, [chunk], lambda: [1])
+        index.insert_speculatively(first, [chunk], lambda: [1])
     assert index.match([0]) == ({first: 1, second: 1}, 1)
 
 
@@ -213,38 +215,38 @@ def test_many_holders_are_found_as_few_are() -> None:
     assert runs == {slot: 10 * (1 + slot % 3) for slot in slots}
 
 
-def test_a_guess_outlives_the_wait_that_is_expected() -> None:
+def test_a_speculative_insert_outlives_the_expected_wait() -> None:
     index = PrefixIndex()
     residency = ReplicaPrefixes(index)
-    residency.guess([1], lambda: [10], 0.0, expected_s=60.0)
-    residency.guess([2], lambda: [10], 0.0)
-    residency.expire(GUESS_TTL_S)
+    residency.insert_speculatively([1], lambda: [10], 0.0, expected_s=60.0)
+    residency.insert_speculatively([2], lambda: [10], 0.0)
+    residency.expire(SPECULATIVE_TTL_S)
     assert index.match([2])[1] == 0
     assert index.match([1])[1] == 1
     residency.expire(120.0)
     assert index.match([1])[1] == 0
 
 
-def test_no_wait_makes_a_guess_outlive_its_ceiling() -> None:
+def test_the_lifetime_of_a_speculative_insert_is_bounded() -> None:
     index = PrefixIndex()
     residency = ReplicaPrefixes(index)
-    residency.guess([1], lambda: [10], 0.0, expected_s=1e9)
-    residency.expire(MAX_GUESS_TTL_S)
+    residency.insert_speculatively([1], lambda: [10], 0.0, expected_s=1e9)
+    residency.expire(MAX_SPECULATIVE_TTL_S)
     assert index.match([1])[1] == 0
-    assert not residency.has_guesses
+    assert not residency.has_unconfirmed
 
 
-def test_guesses_are_bounded_by_the_index_and_the_oldest_go_first() -> None:
+def test_speculative_inserts_are_bounded_and_the_oldest_are_erased_first() -> None:
     index = PrefixIndex(capacity=SHARDS * 16)
     busy, idle = ReplicaPrefixes(index), ReplicaPrefixes(index)
-    idle.guess([1, 2, 3], lambda: [1, 2, 3], 0.0)
+    idle.insert_speculatively([1, 2, 3], lambda: [1, 2, 3], 0.0)
     for start in range(SHARDS, 40 * SHARDS, 8):
         prompt = range(start, start + 8)
-        busy.guess(prompt, lambda: range(8), float(start))
-        assert index.guessed == idle.num_guesses + busy.num_guesses <= index.max_guesses
-        assert all(busy.is_guess(chunk) for chunk in prompt), "the newest is kept"
+        busy.insert_speculatively(prompt, lambda: range(8), float(start))
+        assert index.num_speculative == idle.num_unconfirmed + busy.num_unconfirmed <= index.max_speculative
+        assert all(busy.is_unconfirmed(chunk) for chunk in prompt), "the newest is kept"
     assert index.match([1, 2, 3]) == ({idle.slot: 3}, 3)
-    busy.guess(range(10**6, 10**6 + index.capacity), lambda: range(index.capacity), 1e6)
-    assert not busy.has_guesses, "one that is too long by itself is not believed at all"
+    busy.insert_speculatively(range(10**6, 10**6 + index.capacity), lambda: range(index.capacity), 1e6)
+    assert not busy.has_unconfirmed, "one that is too long by itself is not believed at all"
     idle.close()
-    assert index.guessed == 0
+    assert index.num_speculative == 0

@@ -39,7 +39,7 @@ def test_no_use_takes_more_than_the_cap(limit: int, replicas: int) -> None:
         fill(index, residency, index.capacity // 5, rng)
         prompt = [rng.getrandbits(64) for _ in range(64)]
         for _ in range(3):
-            residency.guess(prompt, lambda: range(64), float(round_number))
+            residency.insert_speculatively(prompt, lambda: range(64), float(round_number))
         assert index.bytes <= limit
     used = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()

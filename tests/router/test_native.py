@@ -157,11 +157,14 @@ class Tables(RuleBasedStateMachine):
             each.add(number, hashes, array(typecode, [tokens] * len(hashes)))
 
     @rule(number=slot, hashes=chain, hold=st.sampled_from([list, lambda tokens: array("I", tokens)]))
-    def guess(
+    def insert_speculatively(
         self, number: int, hashes: Sequence[int], hold: Callable[[Sequence[int]], Sequence[int]]
     ) -> None:
         self.set_live(number)
-        added = [each.guess(number, hashes, lambda: hold(range(1, 1 + len(hashes)))) for each in self.tables]
+        added = [
+            each.insert_speculatively(number, hashes, lambda: hold(range(1, 1 + len(hashes))))
+            for each in self.tables
+        ]
         assert added[0] == added[1]
 
     @rule(number=slot, hashes=chain)
@@ -214,7 +217,7 @@ def test_what_was_unused_longest_leaves_first(native: Callable[[str], ModuleType
     made.resize(100)
     made.set_live(0, True)
     made.add(0, range(100), [1] * 100)
-    made.guess(0, range(10), lambda: ())  # used again
+    made.insert_speculatively(0, range(10), lambda: ())  # used again
     made.add(0, [100], [1])
     gone = {chunk for chunk in range(101) if not made.holds(0, chunk)}
     assert gone
@@ -249,8 +252,8 @@ def test_memory_is_what_it_says(native: Callable[[str], ModuleType]) -> None:
         (lambda made: made.add(0, [1, 2], [1]), ValueError),
         (lambda made: made.add(0, ["a"], [1]), TypeError),
         (lambda made: made.add(0, 5, [1]), TypeError),
-        (lambda made: made.guess(0, [1, 2], lambda: [1]), IndexError),
-        (lambda made: made.guess(0, [1], lambda: 1 / 0), ZeroDivisionError),
+        (lambda made: made.insert_speculatively(0, [1, 2], lambda: [1]), IndexError),
+        (lambda made: made.insert_speculatively(0, [1], lambda: 1 / 0), ZeroDivisionError),
         (lambda made: made.match([None]), TypeError),
         (lambda made: made.resize(0), ValueError),
         (lambda made: type(made)(3), ValueError),
@@ -291,8 +294,8 @@ def test_arrays_of_something_else_are_type_errors(native: Callable[[str], Module
         lambda: made.remove(0, hashes),
         lambda: made.add(0, hashes, [1]),
         lambda: made.add(0, [1], hashes),
-        lambda: made.guess(0, hashes, lambda: [1]),
-        lambda: made.guess(0, [1], lambda: hashes),
+        lambda: made.insert_speculatively(0, hashes, lambda: [1]),
+        lambda: made.insert_speculatively(0, [1], lambda: hashes),
         lambda: native("_hashing").chunk_tokens(hashes, 4.0),
     ):
         with pytest.raises(TypeError, match="contiguous, of unsigned integers of 4 or 8 bytes"):
@@ -307,7 +310,7 @@ def test_no_chunks(native: Callable[[str], ModuleType], nothing: Any) -> None:
         made.set_live(0, True)
         made.add(0, nothing, nothing)
         made.remove(0, nothing)
-        assert made.guess(0, nothing, lambda: nothing) == []
+        assert made.insert_speculatively(0, nothing, lambda: nothing) == []
         assert made.match(nothing) == ({}, 0)
 
 
@@ -317,6 +320,6 @@ def test_what_is_read_cannot_change_meanwhile(native: Callable[[str], ModuleType
     made.set_live(0, True)
     hashes, listed = array("Q", [1, 2]), [3, 4]
     with pytest.raises(BufferError):
-        made.guess(0, hashes, lambda: hashes.pop())
+        made.insert_speculatively(0, hashes, lambda: hashes.pop())
     hashes.pop()  # released
-    assert made.guess(0, listed, lambda: [listed.pop(), listed.pop()]) == [3, 4]
+    assert made.insert_speculatively(0, listed, lambda: [listed.pop(), listed.pop()]) == [3, 4]

@@ -128,11 +128,11 @@ class Service:
         residency = replica.prefixes
         if not replica.is_synced:
             return False
-        if not residency.has_guesses:
+        if not residency.has_unconfirmed:
             return True
         while length and not self.index.holds(residency.slot, hashes[length - 1]):
             length -= 1
-        return length > 0 and not residency.is_guess(hashes[length - 1])
+        return length > 0 and not residency.is_unconfirmed(hashes[length - 1])
 
     def invalidate(self) -> None:
         """Drop cached candidates: a replica came, went, or changed its state."""
@@ -178,7 +178,7 @@ class Service:
         self._count_work(replica.load, choice.uncached_tokens, now)
         residency, tokens = replica.prefixes, lambda: self.lengths.chunk_ends(prompt)
         if replica.is_synced:
-            residency.guess(prompt.hashes, tokens, now, expected_s=choice.predicted_ttft_s)
+            residency.insert_speculatively(prompt.hashes, tokens, now, expected_s=choice.predicted_ttft_s)
         else:
             residency.remember(prompt.hashes, tokens, now)
 

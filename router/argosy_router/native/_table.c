@@ -258,9 +258,9 @@ static int append(PyObject *list, uint64_t number) {
     return failed ? -1 : 0;
 }
 
-PyDoc_STRVAR(guess_doc, "guess(slot, hashes, tokens): the chunks that the slot did not hold before");
+PyDoc_STRVAR(insert_speculatively_doc, "insert_speculatively(slot, hashes, tokens): the chunks that the slot did not hold before");
 
-static PyObject *Table_guess(Table *table, PyObject *args) {
+static PyObject *Table_insert_speculatively(Table *table, PyObject *args) {
     unsigned slot;
     PyObject *hash_argument, *estimator, *made = NULL, *added = NULL, *result = NULL;
     Numbers hashes = {0}, estimates = {0};
@@ -607,7 +607,7 @@ static void Table_dealloc(Table *table) {
 
 static PyMethodDef methods[] = {
     {"add", (PyCFunction)Table_add, METH_VARARGS, add_doc},
-    {"guess", (PyCFunction)Table_guess, METH_VARARGS, guess_doc},
+    {"insert_speculatively", (PyCFunction)Table_insert_speculatively, METH_VARARGS, insert_speculatively_doc},
     {"remove", (PyCFunction)Table_remove, METH_VARARGS, remove_doc},
     {"holds", (PyCFunction)Table_holds, METH_VARARGS, holds_doc},
     {"match", (PyCFunction)Table_match, METH_O, match_doc},

@@ -21,9 +21,9 @@ from argosy_router.native.chunk_table import ChunkTable
 SHARDS = 256
 DEFAULT_CAPACITY = 1_000_000
 """In chunks. The router then sizes its indexes by the memory it has (`index_memory`)."""
-GUESS_SHARE = 4
+SPECULATIVE_SHARE = 4
 """At most 1/4 as many speculative inserts as the capacity."""
-_GUESS_BYTES = 110
+_SPECULATIVE_BYTES = 110
 """Bytes of a chunk in a list and in a set, with the set at its emptiest."""
 
 
@@ -43,7 +43,7 @@ class PrefixIndex:
         """Slots being scrubbed from the current shard, fixed when it was begun; empty between shards."""
         self.slot_changes = 0
         """Incremented whenever a slot is acquired or retired."""
-        self.guessed = 0
+        self.num_speculative = 0
         """Chunks inserted speculatively, which replicas are expected to announce; counted by `replica_prefixes`."""
         self.resize(capacity)
 
@@ -51,17 +51,17 @@ class PrefixIndex:
         """Change the capacity; surplus entries are evicted as new ones are inserted, or by `trim`."""
         self.capacity = max(SHARDS, capacity)
         self._table.resize(self.capacity // SHARDS)
-        self.max_guesses = self.capacity // GUESS_SHARE
+        self.max_speculative = self.capacity // SPECULATIVE_SHARE
 
     def capacity_within(self, limit: int) -> int:
         """The largest capacity whose entries and speculative inserts never take more than `limit` bytes with the
         current number of slots."""
-        return SHARDS * self._table.shard_capacity(limit // SHARDS, _GUESS_BYTES // GUESS_SHARE)
+        return SHARDS * self._table.shard_capacity(limit // SHARDS, _SPECULATIVE_BYTES // SPECULATIVE_SHARE)
 
     @property
     def bytes(self) -> int:
         """Memory used now."""
-        return self._table.bytes + self.guessed * _GUESS_BYTES
+        return self._table.bytes + self.num_speculative * _SPECULATIVE_BYTES
 
     @property
     def is_overfull(self) -> bool:
@@ -134,12 +134,14 @@ class PrefixIndex:
         """Note that `slot` holds these chunks; `tokens[i]` are the prompt tokens up to and including chunk i."""
         self._table.add(slot, hashes, tokens)
 
-    def guess(self, slot: int, hashes: Sequence[int], tokens: Callable[[], Sequence[int]]) -> list[int]:
+    def insert_speculatively(
+        self, slot: int, hashes: Sequence[int], tokens: Callable[[], Sequence[int]]
+    ) -> list[int]:
         """Insert the chunks of a prompt that is sent to `slot` speculatively, and mark them as just used.
 
         `tokens` is called for estimates only if some chunk is new. Returns the chunks that the slot did not have.
         """
-        return self._table.guess(slot, hashes, tokens)
+        return self._table.insert_speculatively(slot, hashes, tokens)
 
     def remove(self, slot: int, hashes: Iterable[int]) -> None:
         """Note that `slot` no longer holds these chunks."""

@@ -2,9 +2,9 @@
 
 Owns: the replica's slots, speculative inserts awaiting confirmation, the history of prompts it was sent.
 Must not know: frames, sockets, other replicas.
-Invariants: for a replica with telemetry, a speculative insert is confirmed or erased after `MAX_GUESS_TTL_S` at the
-latest, and those of all replicas together stay within the index's `max_guesses`. For a replica without telemetry, the
-prompts it was sent count as cached for one to two periods of `HISTORY_S` after their last use.
+Invariants: for a replica with telemetry, a speculative insert is confirmed or erased after `MAX_SPECULATIVE_TTL_S` at
+the latest, and those of all replicas together stay within the index's `max_speculative`. For a replica without
+telemetry, the prompts it was sent count as cached for one to two periods of `HISTORY_S` after their last use.
 
 The history has one slot per period, so that forgetting a period only retires its slot, whatever it holds.
 """
@@ -16,14 +16,14 @@ from heapq import heappop, heappush
 
 from argosy_router.prefixes.index import PrefixIndex
 
-GUESS_TTL_S = 10.0
-"""Minimum lifetime of a speculative insert. A prompt's chunks are announced once they are computed, so this is at least
-twice a bad time to first token. Longer sends followers to a replica that never got the prefix; shorter scatters a
-burst."""
+SPECULATIVE_TTL_S = 10.0
+"""Minimum lifetime of a speculative insert: twice a bad time to first token, because a prompt's chunks are announced
+once they are computed. With a longer one, requests would follow a prefix to a replica that never got it; with a shorter
+one, a burst of requests with one prefix would scatter."""
 TTFT_FACTOR = 2.0
 """For a prompt behind a long queue, the lifetime as a multiple of the expected time to first token."""
-MAX_GUESS_TTL_S = 300.0
-"""A request that waits longer has been given up by its client or its replica."""
+MAX_SPECULATIVE_TTL_S = 300.0
+"""Maximum lifetime: a request that waits longer has been aborted by its client or its replica."""
 HISTORY_S = 300.0
 """A conversation's next turn comes within minutes, and a busy cache is replaced in about that time."""
 
@@ -35,7 +35,7 @@ class ReplicaPrefixes:
         self._index = index
         self.slot = index.acquire_slot()
         self._unconfirmed: set[int] = set()
-        self._guesses: list[tuple[float, list[int]]] = []
+        self._speculative_inserts: list[tuple[float, list[int]]] = []
         """Heap of (expiry, chunks)."""
         self._history: dict[int, int] = {}
         """period -> slot"""
@@ -66,10 +66,10 @@ class ReplicaPrefixes:
             self._index.retire_slot(slot)
         self._history.clear()
         self._unconfirmed.clear()
-        self._index.guessed -= sum(len(hashes) for _, hashes in self._guesses)
-        self._guesses.clear()
+        self._index.num_speculative -= sum(len(hashes) for _, hashes in self._speculative_inserts)
+        self._speculative_inserts.clear()
 
-    def guess(
+    def insert_speculatively(
         self,
         hashes: Sequence[int],
         tokens: Callable[[], Sequence[int]],
@@ -78,16 +78,14 @@ class ReplicaPrefixes:
         expected_s: float = 0.0,
     ) -> None:
         """Insert a prompt speculatively: the replica was sent it and will announce its chunks in about `expected_s`."""
-        added = self._index.guess(self.slot, hashes, tokens)
+        added = self._index.insert_speculatively(self.slot, hashes, tokens)
         if added:
             self._unconfirmed.update(added)
-            heappush(
-                self._guesses, (now + min(MAX_GUESS_TTL_S, max(GUESS_TTL_S, TTFT_FACTOR * expected_s)), added)
-            )
+            heappush(self._speculative_inserts, (now + _lifetime_s(expected_s), added))
             index = self._index
-            index.guessed += len(added)
-            while index.guessed > index.max_guesses and self._guesses:
-                self._end_first_guess()
+            index.num_speculative += len(added)
+            while index.num_speculative > index.max_speculative and self._speculative_inserts:
+                self._erase_first_insert()
 
     def remember(self, hashes: Sequence[int], tokens: Callable[[], Sequence[int]], now: float) -> None:
         """Record a prompt in the history: the replica was sent it and has no telemetry to announce it."""
@@ -95,36 +93,41 @@ class ReplicaPrefixes:
         slot = self._history.get(period)
         if slot is None:
             slot = self._history[period] = self._index.acquire_slot()
-        self._index.guess(slot, hashes, tokens)
+        self._index.insert_speculatively(slot, hashes, tokens)
 
     def expire(self, now: float) -> None:
         """Erase speculative inserts that were not confirmed in time, and past periods of the history."""
-        guesses = self._guesses
-        while guesses and guesses[0][0] <= now:
-            self._end_first_guess()
+        inserts = self._speculative_inserts
+        while inserts and inserts[0][0] <= now:
+            self._erase_first_insert()
         period = int(now / HISTORY_S)
         for past in [past for past in self._history if past < period - 1]:
             self._index.retire_slot(self._history.pop(past))
 
-    def _end_first_guess(self) -> None:
+    def _erase_first_insert(self) -> None:
         """Erase the unconfirmed chunks of the speculative insert that expires first."""
-        _, hashes = heappop(self._guesses)
-        self._index.guessed -= len(hashes)
+        _, hashes = heappop(self._speculative_inserts)
+        self._index.num_speculative -= len(hashes)
         late = self._unconfirmed.intersection(hashes)
         if late:
             self._unconfirmed -= late
             self._index.remove(self.slot, late)
 
     @property
-    def num_guesses(self) -> int:
+    def num_unconfirmed(self) -> int:
         """Number of chunks that were inserted speculatively and are not confirmed."""
         return len(self._unconfirmed)
 
     @property
-    def has_guesses(self) -> bool:
+    def has_unconfirmed(self) -> bool:
         """Whether some chunk was inserted speculatively and is not confirmed."""
         return bool(self._unconfirmed)
 
-    def is_guess(self, chunk: int) -> bool:
+    def is_unconfirmed(self, chunk: int) -> bool:
         """Whether `chunk` was inserted speculatively and is not confirmed."""
         return chunk in self._unconfirmed
+
+
+def _lifetime_s(expected_s: float) -> float:
+    """Return how long an insert waits for its confirmation, which is expected in `expected_s`."""
+    return min(MAX_SPECULATIVE_TTL_S, max(SPECULATIVE_TTL_S, TTFT_FACTOR * expected_s))

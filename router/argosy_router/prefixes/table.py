@@ -131,7 +131,9 @@ class ChunkTable:
                     self._evict(shard)
                 shard[chunk] = bit | (count & _TOKEN_MASK)
 
-    def guess(self, slot: int, hashes: Sequence[int], tokens: Callable[[], Sequence[int]]) -> list[int]:
+    def insert_speculatively(
+        self, slot: int, hashes: Sequence[int], tokens: Callable[[], Sequence[int]]
+    ) -> list[int]:
         """Insert these chunks for `slot` speculatively, and mark them as just used.
 
         `tokens` is called for estimates only if some chunk is new. Returns the chunks that the slot did not have.
