@@ -1,0 +1,158 @@
+"""The fair queue: order by priority, shares by weight, and its bounds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from argosy_router.auth.accounts import Account
+from argosy_router.flow_control.fair_queue import FairQueue, QueueFull
+from argosy_router.flow_control.queued_request import Entry
+
+from .accounts import account
+
+UNBOUNDED = (1 << 30, 1 << 30)
+
+
+def drain(queue: FairQueue[Entry]) -> list[Entry]:
+    return [queue.pop() for _ in range(len(queue))]
+
+
+def test_lower_priorities_go_first_and_equals_in_order() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    one = account()
+    entries = [Entry(one, priority, 1.0, 1) for priority in (0, 5, -1, 0, 5)]
+    for entry in entries:
+        queue.push(entry, *UNBOUNDED)
+    assert drain(queue) == [entries[index] for index in (2, 0, 3, 1, 4)]
+    assert queue.bytes == 0
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 5.0]), min_size=2, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), st.floats(1, 100)), min_size=1, max_size=80),
+)
+def test_backlogged_accounts_get_shares_by_weight(
+    weights: list[float], work: list[tuple[int, float]]
+) -> None:
+    """Goyal, Vin, Cheng: the services of two accounts that both wait, over their weights, differ by at most the sum
+    of their largest requests over their weights."""
+    accounts = [account(f"a{number}", weight=weight) for number, weight in enumerate(weights)]
+    queue: FairQueue[Entry] = FairQueue()
+    pending: dict[Account, int] = defaultdict(int)
+    largest: dict[Account, float] = defaultdict(float)
+    for number, cost in work:
+        owner = accounts[number % len(accounts)]
+        queue.push(Entry(owner, 0, cost, 1), *UNBOUNDED)
+        pending[owner] += 1
+        largest[owner] = max(largest[owner], cost)
+    served: dict[Account, float] = defaultdict(float)
+    for entry in drain(queue):
+        served[entry.account] += entry.cost / entry.account.weight
+        pending[entry.account] -= 1
+        waiting = [owner for owner in accounts if pending[owner]]
+        for one in waiting:
+            for other in waiting:
+                bound = largest[one] / one.weight + largest[other] / other.weight
+                assert served[one] - served[other] <= bound + 1e-6
+
+
+def test_who_idled_has_no_claim_on_the_past() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    busy, idle = account("busy"), account("idle")
+    for _ in range(20):
+        queue.push(Entry(busy, 0, 1.0, 1), *UNBOUNDED)
+    for _ in range(10):
+        queue.pop()
+    for _ in range(10):
+        queue.push(Entry(idle, 0, 1.0, 1), *UNBOUNDED)
+    owners = [entry.account.name for entry in drain(queue)]
+    assert abs(owners[:10].count("idle") - 5) <= 1
+
+
+def test_a_full_queue_makes_room_for_those_who_have_less() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    hog, modest = account("hog"), account("modest")
+    for _ in range(4):
+        queue.push(Entry(hog, 0, 1.0, 1), 4, 100)
+    out = queue.push(Entry(modest, 0, 1.0, 1), 4, 100)
+    assert out is not None
+    assert out.account is hog
+    queue.push(Entry(modest, 0, 1.0, 1), 4, 100)
+    for newcomer in (Entry(modest, 0, 1.0, 1), Entry(hog, 0, 1.0, 1), Entry(modest, 1, 1.0, 1)):
+        with pytest.raises(QueueFull):
+            queue.push(newcomer, 4, 100)
+    urgent = queue.push(Entry(hog, -1, 1.0, 1), 4, 100)
+    assert urgent is not None
+    assert len(queue) == 4
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Everything that goes in comes out once, however; bounds hold; nothing starves."""
+
+    MAX_ENTRIES, MAX_BYTES = 12, 60
+
+    @initialize()
+    def begin(self) -> None:
+        self.queue: FairQueue[Entry] = FairQueue()
+        self.accounts = [
+            account(f"a{number}", weight=weight) for number, weight in enumerate((0.5, 1.0, 4.0))
+        ]
+        self.inside: list[Entry] = []
+        self.passed_by: dict[Entry, int] = {}
+
+    @rule(
+        number=st.integers(0, 2), priority=st.integers(-1, 1), cost=st.floats(1, 50), size=st.integers(0, 70)
+    )
+    def push(self, number: int, priority: int, cost: float, size: int) -> None:
+        entry = Entry(self.accounts[number], priority, cost, size)
+        try:
+            out = self.queue.push(entry, self.MAX_ENTRIES, self.MAX_BYTES)
+        except QueueFull:
+            assert len(self.inside) == self.MAX_ENTRIES or self.queue.bytes + size > self.MAX_BYTES
+            return
+        if out is not None:
+            assert out.priority >= priority
+            self.inside.remove(out)
+        self.inside.append(entry)
+        self.passed_by[entry] = 0
+
+    @rule()
+    def pop(self) -> None:
+        if not self.inside:
+            return
+        entry = self.queue.pop()
+        self.inside.remove(entry)
+        assert entry.priority == min([entry.priority, *(other.priority for other in self.inside)])
+        for other in self.inside:
+            if other.account is entry.account and other.priority == entry.priority:
+                assert self.arrival(entry) < self.arrival(other), "first come, first served within an account"
+            if other.priority == entry.priority:
+                self.passed_by[other] += 1
+                assert self.passed_by[other] <= 12 + 2 * 50 * 4.0 / 0.5, "waited for ever among equals"
+
+    def arrival(self, entry: Entry) -> int:
+        return list(self.passed_by).index(entry)
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        if self.inside:
+            entry = self.inside.pop(data.draw(st.integers(0, len(self.inside) - 1)))
+            self.queue.remove(entry)
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        assert len(self.queue) == len(self.inside) <= self.MAX_ENTRIES
+        assert self.queue.bytes == sum(entry.size for entry in self.inside) <= self.MAX_BYTES
+        assert self.queue.oldest is (self.inside[0] if self.inside else None)
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

@@ -1,0 +1,111 @@
+"""Rate limits of an account: requests and tokens per minute, and parallel requests."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy_router.auth.accounts import RateLimited, Reservation
+from argosy_router.ratelimit.token_bucket import PERIOD_S, TokenBucket, duration
+
+from .accounts import account
+
+
+def left(reservation: Reservation, kind: str) -> int:
+    """What an answer says is left of a limit."""
+    lines = reservation.header_lines.decode().split("\r\n")
+    return next(
+        int(line.split(": ")[1]) for line in lines if line.startswith(f"x-ratelimit-remaining-{kind}")
+    )
+
+
+def test_a_limit_is_refilled_by_the_minute() -> None:
+    limited = account(requests_per_minute=60)
+    for _ in range(60):
+        limited.reserve(1, 0.0)
+    with pytest.raises(RateLimited) as refused:
+        limited.reserve(1, 0.0)
+    headers = refused.value.headers()
+    assert headers["retry-after-ms"] == "1000"
+    assert headers["x-ratelimit-limit-requests"] == "60"
+    assert headers["x-ratelimit-remaining-requests"] == "0"
+    assert headers["x-ratelimit-reset-requests"] == "1m0s"
+    assert "x-ratelimit-limit-tokens" not in headers
+    assert left(limited.reserve(1, 1.0), "requests") == 0
+
+
+def test_tokens_are_settled_by_what_was_used() -> None:
+    limited = account(tokens_per_minute=600)
+    reservation = limited.reserve(500, 0.0)
+    assert left(reservation, "tokens") == 100
+    reservation.settle(100)
+    limited.reserve(400, 0.0).settle(700)  # 200 more than there were
+    with pytest.raises(RateLimited) as refused:
+        limited.reserve(100, 0.0)
+    assert refused.value.retry_after_s == pytest.approx(30.0)
+    assert left(limited.reserve(100, 30.1), "tokens") == 1
+
+
+def test_a_request_larger_than_the_limit_needs_all_of_it_and_passes() -> None:
+    limited = account(tokens_per_minute=100)
+    first = limited.reserve(5000, 0.0)
+    with pytest.raises(RateLimited) as refused:
+        limited.reserve(50, 0.0)
+    assert refused.value.retry_after_s == pytest.approx(30.0), "the bucket is empty, not in debt"
+    first.settle(60)
+    assert left(limited.reserve(40, 0.0), "tokens") == 0
+
+
+def test_parallel_requests_are_counted() -> None:
+    limited = account(max_parallel_requests=2)
+    first, second = limited.reserve(1, 0.0), limited.reserve(1, 0.0)
+    with pytest.raises(RateLimited, match="under way"):
+        limited.reserve(1, 0.0)
+    first.settle(5)
+    first.cancel()
+    limited.reserve(1, 0.0)
+    with pytest.raises(RateLimited):
+        limited.reserve(1, 0.0)
+    second.cancel()
+    limited.reserve(1, 0.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 400), st.integers(0, 800)), max_size=60))
+def test_no_minute_passes_more_than_twice_the_limit_plus_what_was_underestimated(
+    steps: list[tuple[float, int, int]],
+) -> None:
+    """A full bucket and a minute's refill: what any token bucket promises."""
+    limited = account(tokens_per_minute=1000, requests_per_minute=10)
+    now, passed = 0.0, []
+    for pause_s, asked, used in steps:
+        now += pause_s
+        try:
+            limited.reserve(asked, now).settle(used)
+        except RateLimited as error:
+            now += (error.retry_after_s or 0.0) + 1e-6
+            limited.reserve(asked, now).cancel()
+        else:
+            passed.append((now, used))
+    for start, _ in passed:
+        minute = [used for time, used in passed if start <= time <= start + PERIOD_S]
+        assert len(minute) <= 2 * 10
+        assert sum(minute[:-1]) <= 2 * 1000 + max(minute)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(-500, 1500)), max_size=50))
+def test_a_bucket_never_holds_more_than_a_minute(steps: list[tuple[float, int]]) -> None:
+    bucket = TokenBucket(1000, 0.0)
+    now = 0.0
+    for pause_s, amount in steps:
+        now += pause_s
+        bucket.wait_s(1, now)
+        bucket.take(amount)
+        assert 0 <= bucket.remaining() <= 1000
+        assert bucket.reset_s() >= 0
+
+
+def test_durations_are_written_as_openai_writes_them() -> None:
+    assert [duration(s) for s in (0, 0.0004, 0.12, 1, 1.5, 59.9991, 60, 359.2, 3600)] == [
+        *("0ms", "1ms", "120ms", "1s", "1.5s", "1m0s", "1m0s", "6m0s", "60m0s"),
+    ]
