@@ -91,7 +91,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Annotated[int, Meta(ge=16, le=1 << 20)] | None,
         Meta(
             description="most prompt tokens of a step that also decodes; fewer of them reduce inter-token latency; "
-            "default: 512 on a cpu, else no limit"
+            "default: 256 on a cpu, else no limit"
         ),
     ] = None
     scheduling_policy: Annotated[
