@@ -1,0 +1,119 @@
+"""Requests that are held while there is no replica, and streams that begin while they wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from argosy_protocol.fleet import FleetDocument
+from argosy_router.config import FlowControlLimits
+
+from .fake_engine import DONE, Connection, FakeEngine, Received, event
+from .harness import chat, rig, service
+from .queueing import check_hint, is_settled, send
+
+# no replica
+
+
+async def test_without_a_replica_requests_are_refused_at_once() -> None:
+    async with rig([]) as r:
+        refused = await r.chat()
+        assert refused.status_code == 503
+        check_hint(refused)
+
+
+async def test_requests_are_held_until_the_first_replica_comes() -> None:
+    async with rig([], flow_control=FlowControlLimits(hold_timeout_s=60.0)) as r:
+        held = await send(r, "held", 1)
+        async with FakeEngine() as engine:
+            r.discovery.set(FleetDocument(services=(service([engine]),)))
+            assert (await held).status_code == 200
+            await r.until(lambda: is_settled(r))
+
+
+async def test_a_steady_flow_of_newcomers_does_not_put_off_the_held() -> None:
+    async with rig([], flow_control=FlowControlLimits(hold_timeout_s=60.0)) as r:
+        held = await send(r, "held", 1)
+
+        async def flow() -> None:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.03):
+                        await r.chat("impatient")
+
+        flowing = asyncio.create_task(flow())
+        async with FakeEngine() as engine:
+            r.discovery.set(FleetDocument(services=(service([engine]),)))
+            assert (await held).status_code == 200
+            flowing.cancel()
+
+
+async def test_holding_ends() -> None:
+    async with rig([], flow_control=FlowControlLimits(hold_timeout_s=0.05)) as r:
+        assert (await r.chat()).status_code == 503
+
+
+# streams that wait
+
+
+QUICK = FlowControlLimits(keep_alive_s=0.01, hold_timeout_s=60.0)
+
+
+async def test_a_waiting_stream_gets_comments_and_then_its_events() -> None:
+    async def say(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(event("hello"))
+        connection.chunk(DONE)
+        connection.end_stream()
+
+    async with rig([], flow_control=QUICK) as r:
+        async with r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.headers["x-request-id"]
+            lines = answer.aiter_lines()
+            for _ in range(2):
+                assert (await anext(lines)).startswith(": ")
+                assert not await anext(lines)
+            async with FakeEngine(script=say) as engine:
+                r.discovery.set(FleetDocument(services=(service([engine]),)))
+                rest = [line async for line in lines if line and not line.startswith(":")]
+        assert "\n\n".join(rest) + "\n\n" == (event("hello") + DONE).decode()
+        await r.until(lambda: is_settled(r))
+
+
+async def test_a_begun_stream_is_told_of_a_refusal_by_an_event() -> None:
+    limits = FlowControlLimits(keep_alive_s=0.01, hold_timeout_s=0.5)
+    async with rig([], flow_control=limits) as r:
+        answer = await r.chat(stream=True)
+        assert answer.status_code == 200
+        comment, *_, error = [text for text in answer.text.split("\n\n") if text]
+        assert comment.startswith(": ")
+        assert error.startswith("data: ")
+        assert '"service_unavailable"' in error
+        assert r.metric('requests_total{code="503",model="tiny"}') == 1
+
+
+async def test_a_begun_stream_is_told_of_the_engine_s_error() -> None:
+    async def reject(connection: Connection, _: Received) -> None:
+        connection.answer(400, b'{"error":\n{"message":"no"}}')
+
+    async with rig([], flow_control=QUICK) as r:
+        async with r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            async with FakeEngine(script=reject) as engine:
+                r.discovery.set(FleetDocument(services=(service([engine]),)))
+                rest = [line async for line in lines if line and not line.startswith(":")]
+        assert rest == ['data: {"error": {"message":"no"}}']
+
+
+async def test_who_leaves_a_begun_stream_is_never_sent() -> None:
+    async with rig([], flow_control=QUICK) as r:
+        async with r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
+            await anext(answer.aiter_lines())
+        await r.until(lambda: is_settled(r))
+        async with FakeEngine() as engine:
+            r.discovery.set(FleetDocument(services=(service([engine]),)))
+            assert (await r.chat("next")).status_code == 200
+            assert len(engine.requests) == 1
