@@ -18,7 +18,7 @@ from argosy_engine.api.doctor import main as doctor
 from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit
-from argosy_engine.frontend.budget import budget_table
+from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import resolve_model

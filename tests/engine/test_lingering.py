@@ -11,9 +11,8 @@ import pytest
 import uvicorn
 
 from argosy_engine.api.connection_limit import MAX_TURNED_AWAY, protocol_of
-from argosy_engine.api.guard import Guard
 from argosy_engine.api.http_protocol import HttpLimits
-from argosy_protocol.bearer_keys import KeyRing
+from argosy_engine.api.request_limits import RequestLimits
 
 MAX_CONNECTIONS = 2
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -27,10 +26,10 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    """Of a server with the engine's protocol and guard."""
+    """Of a server with the engine's protocol and request limits."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        Guard(answer, KeyRing([])),
+        RequestLimits(answer),
         http=protocol_of(2 * MAX_CONNECTIONS, HttpLimits()),
         lifespan="off",
         log_level="critical",

@@ -8,20 +8,20 @@ from typing import Any, cast
 
 import pytest
 
+from argosy_engine.api.openai_serving import OpenAIServing
 from argosy_engine.api.serve import parse_args
-from argosy_engine.api.serving import Serving
 from argosy_protocol.errors import NotFound
 
 
 @pytest.fixture(params=[False, True])
-def serving(request: pytest.FixtureRequest) -> Iterator[tuple[Serving, bool]]:
+def serving(request: pytest.FixtureRequest) -> Iterator[tuple[OpenAIServing, bool]]:
     llm = cast(Any, SimpleNamespace(config=SimpleNamespace(max_model_len=64)))
-    made = Serving(llm, ("tiny", "small"), takes_any_name=request.param)
+    made = OpenAIServing(llm, ("tiny", "small"), takes_any_name=request.param)
     yield made, request.param
     made.close()
 
 
-def test_own_names_and_others(serving: tuple[Serving, bool]) -> None:
+def test_own_names_and_others(serving: tuple[OpenAIServing, bool]) -> None:
     made, takes_any_name = serving
     assert [made.check_model(name) for name in ("tiny", "small", "")] == ["tiny", "small", "tiny"]
     assert [card.id for card in made.models().data] == ["tiny", "small"]
@@ -35,7 +35,7 @@ def test_own_names_and_others(serving: tuple[Serving, bool]) -> None:
             made.model("org/Tiny")
 
 
-def test_a_router_s_word_holds_for_one_request(serving: tuple[Serving, bool]) -> None:
+def test_a_router_s_word_holds_for_one_request(serving: tuple[OpenAIServing, bool]) -> None:
     made, _ = serving
     told = made.answering_as("org/Tiny")
     assert [told.check_model(name) for name in ("tiny", "unknown", "")] == ["org/Tiny"] * 3

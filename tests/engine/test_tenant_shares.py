@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from argosy_engine.api.serving import Serving
+from argosy_engine.api.openai_serving import OpenAIServing
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.messages.core_messages import EngineCoreRequest
@@ -70,7 +70,7 @@ def test_the_tenant_of_a_request_reaches_the_core(name: str | None) -> None:
         return []
 
     processor = SimpleNamespace(sampling_params=lambda request: None, process_inputs=process_inputs)
-    serving = Serving(cast(Any, SimpleNamespace(input_processor=processor)), ("tiny",))
+    serving = OpenAIServing(cast(Any, SimpleNamespace(input_processor=processor)), ("tiny",))
     request = CompletionRequest(prompt="a")
     serving.answering_as(name, "tenant").core_requests([cast(Any, "prompt")], request)
     serving.core_requests([cast(Any, "prompt")], request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from argosy_engine.api.app import Engine
-from argosy_engine.api.serving import Serving
+from argosy_engine.api.openai_serving import OpenAIServing
 
 
 class StubEngine(Engine):
@@ -14,8 +14,8 @@ class StubEngine(Engine):
     def __init__(self, llm: Any) -> None:
         super().__init__(("tiny",))
         self.llm = llm
-        self._stub_serving = Serving(llm, self.names)
+        self._stub_serving = OpenAIServing(llm, self.names)
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> OpenAIServing:
         return self._stub_serving

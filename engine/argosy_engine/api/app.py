@@ -27,8 +27,8 @@ from argosy_engine.api.embeddings import embed
 from argosy_engine.api.error_fields import RequestBody, name_field
 from argosy_engine.api.http_responses import WatchedResponse, event_stream, json_response
 from argosy_engine.api.metrics import Metrics
+from argosy_engine.api.openai_serving import OpenAIServing, to_api_error
 from argosy_engine.api.server_args import ITERATION_TIMEOUT_S
-from argosy_engine.api.serving import Serving, to_api_error
 from argosy_engine.api.stats_log import StatsLog
 from argosy_engine.api.telemetry import TelemetryHub
 from argosy_engine.api.tokenization import detokenize, tokenize
@@ -81,12 +81,12 @@ class Engine:
         self.phase = "starting"
         self.is_draining = False
         self.llm: AsyncLLM | None = None
-        self._serving: Serving | None = None
+        self._serving: OpenAIServing | None = None
         self._metrics: Metrics | None = None
         self._telemetry: TelemetryHub | None = None
 
     def attach(self, llm: AsyncLLM) -> None:
-        self._serving = Serving(llm, self.names, takes_any_name=self.takes_any_name)
+        self._serving = OpenAIServing(llm, self.names, takes_any_name=self.takes_any_name)
         self._metrics = Metrics(llm.config)
         self._telemetry = TelemetryHub(llm, llm.config)
         llm.observers.extend((self._metrics, self._telemetry))
@@ -115,7 +115,7 @@ class Engine:
         return llm is None or (not llm.is_dead and llm.heartbeat_age_s < self.iteration_timeout_s)
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> OpenAIServing:
         """Raises Unavailable while the model loads, the engine sleeps or drains, or the core is dead."""
         if self._serving is None:
             raise Unavailable(f"the model is loading ({self.phase})", retry_after_s=1.0)
@@ -159,7 +159,7 @@ class Engine:
 
 
 def build_app(engine: Engine) -> FastAPI:
-    """The application without its guard (`api.guard`), which wraps it."""
+    """Build the application, without the layers around it (`api.auth_middleware`, `api.request_limits`)."""
     app = FastAPI(title="Argosy engine", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.engine = engine
 
@@ -290,7 +290,7 @@ def _loaded(engine: Engine) -> AsyncLLM:
     return engine.llm
 
 
-def _serving(engine: Engine, request: Request) -> Serving:
+def _serving(engine: Engine, request: Request) -> OpenAIServing:
     """What serves a request, by the name and for the tenant that a router says, if one does."""
     name, tenant = request.headers.get(headers.MODEL_NAME), request.headers.get(headers.TENANT, "")
     if name is None and not tenant:

@@ -6,14 +6,14 @@ from collections.abc import AsyncGenerator
 
 from argosy_engine.api.chat_format import ChatFormat
 from argosy_engine.api.choice_stream import stream_choices, whole_response
-from argosy_engine.api.serving import Serving
+from argosy_engine.api.openai_serving import OpenAIServing
 from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 
 
 async def chat(
-    serving: Serving, request: ChatCompletionRequest, request_id: str, size: int
+    serving: OpenAIServing, request: ChatCompletionRequest, request_id: str, size: int
 ) -> ChatCompletion:
     """Answer a chat with whole choices.
 
@@ -28,7 +28,12 @@ async def chat(
 
 
 def chat_stream(
-    serving: Serving, request: ChatCompletionRequest, request_id: str, size: int, *, resumable: bool = False
+    serving: OpenAIServing,
+    request: ChatCompletionRequest,
+    request_id: str,
+    size: int,
+    *,
+    resumable: bool = False,
 ) -> AsyncGenerator[ChatCompletionChunk, None]:
     """Answer a chat with a stream of chunks.
 
@@ -48,6 +53,6 @@ def chat_stream(
     return stream_choices(serving.llm, request, prepare)
 
 
-async def _prompt(serving: Serving, request: ChatCompletionRequest, size: int) -> Prompt:
+async def _prompt(serving: OpenAIServing, request: ChatCompletionRequest, size: int) -> Prompt:
     serving.llm.admission.check(request.n or 1)
     return await serving.render_pool.run(size, serving.llm.renderer.render_chat, request)

@@ -6,13 +6,15 @@ from collections.abc import AsyncGenerator
 
 from argosy_engine.api.choice_stream import stream_choices, whole_response
 from argosy_engine.api.completion_format import CompletionFormat
-from argosy_engine.api.serving import Serving
+from argosy_engine.api.openai_serving import OpenAIServing
 from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import Completion, CompletionRequest
 
 
-async def completion(serving: Serving, request: CompletionRequest, request_id: str, size: int) -> Completion:
+async def completion(
+    serving: OpenAIServing, request: CompletionRequest, request_id: str, size: int
+) -> Completion:
     """Answer a completion request with whole choices.
 
     Args:
@@ -30,7 +32,7 @@ async def completion(serving: Serving, request: CompletionRequest, request_id: s
 
 
 def completion_stream(
-    serving: Serving, request: CompletionRequest, request_id: str, size: int, *, resumable: bool = False
+    serving: OpenAIServing, request: CompletionRequest, request_id: str, size: int, *, resumable: bool = False
 ) -> AsyncGenerator[Completion, None]:
     """Answer a completion request with a stream of chunks.
 
@@ -57,6 +59,6 @@ def completion_stream(
     return stream_choices(serving.llm, request, prepare)
 
 
-async def _prompts(serving: Serving, request: CompletionRequest, size: int) -> list[Prompt]:
+async def _prompts(serving: OpenAIServing, request: CompletionRequest, size: int) -> list[Prompt]:
     serving.llm.admission.check(request.n or 1)
     return await serving.render_pool.run(size, serving.llm.renderer.render_completion, request)

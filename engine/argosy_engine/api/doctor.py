@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from argosy_engine.api.flags import EngineFlagParser
+from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit
-from argosy_engine.frontend.budget import budget_table, size
+from argosy_engine.frontend.memory_report import budget_table, size
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_path import resolve_model
 from argosy_engine.models.safetensors_header import checkpoint_elements

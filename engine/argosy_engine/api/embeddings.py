@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import aclosing
 
-from argosy_engine.api.serving import Serving
+from argosy_engine.api.openai_serving import OpenAIServing
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.pooling import pooling_request
 from argosy_engine.params.pooling_params import PoolingParams
@@ -18,7 +18,9 @@ from argosy_protocol.embeddings import (
 )
 
 
-async def embed(serving: Serving, request: EmbeddingRequest, request_id: str, size: int) -> EmbeddingResponse:
+async def embed(
+    serving: OpenAIServing, request: EmbeddingRequest, request_id: str, size: int
+) -> EmbeddingResponse:
     """
     Args:
         size: of the request's body, in bytes.

@@ -56,7 +56,7 @@ class HttpLimits:
     """For which a refused client's input is dropped before the connection is closed. The router's is the same."""
     unwanted_bytes: int = 64 << 20
     """Of a body that are dropped after its request has been answered. Clients that send all before they read get the
-    answer to a body of twice `guard.MAX_BODY_BYTES`."""
+    answer to a body of twice `request_limits.MAX_BODY_BYTES`."""
 
 
 class _Refused(Exception):

@@ -14,16 +14,17 @@ from typing import Any
 
 import uvicorn
 
-from argosy_engine.api.api_diagnostics import describe_on_signal
 from argosy_engine.api.app import Engine, build_app
+from argosy_engine.api.auth_middleware import ADMIN_PATHS, AuthMiddleware
 from argosy_engine.api.connection_limit import protocol_of
-from argosy_engine.api.flags import EngineFlagParser
-from argosy_engine.api.guard import Guard
+from argosy_engine.api.engine_flag_parser import EngineFlagParser
+from argosy_engine.api.request_limits import RequestLimits
 from argosy_engine.api.server_args import ServerArgs
+from argosy_engine.api.server_debug_signal import describe_server_on_signal
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.async_llm import AsyncLLM
-from argosy_engine.frontend.budget import budget_table
+from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.osproc.file_descriptors import raise_limit, require_free
 from argosy_protocol.bearer_keys import KeyRing
@@ -86,11 +87,12 @@ async def _serve(
         takes_any_name=options.any_model_name,
     )
     engine.log_stats = not options.disable_log_stats
+    limited = RequestLimits(build_app(engine), ADMIN_PATHS)
     server = _Server(
         uvicorn.Config(
-            Guard(build_app(engine), keys, options.guard_metrics, admin_keys),
+            AuthMiddleware(limited, keys, options.guard_metrics, admin_keys),
             http=protocol_of(num_descriptors, options.http_limits),
-            ws="none",  # the guard knows HTTP only
+            ws="none",  # the layers around the application know HTTP only
             log_config=None,  # its records take our format, too
             log_level="warning",
             access_log=False,
@@ -104,7 +106,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
-    describe_on_signal(loop, engine)
+    describe_server_on_signal(loop, engine)
     serving = asyncio.create_task(server.serve(sockets), name="http")
     port = int(sockets[0].getsockname()[1])
     url = f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{port}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy_engine.api.serving import Serving
+from argosy_engine.api.openai_serving import OpenAIServing
 from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_protocol.tokenization import (
     ChatTokenizeRequest,
@@ -14,7 +14,7 @@ from argosy_protocol.tokenization import (
 
 
 async def tokenize(
-    serving: Serving, request: TextTokenizeRequest | ChatTokenizeRequest, size: int
+    serving: OpenAIServing, request: TextTokenizeRequest | ChatTokenizeRequest, size: int
 ) -> TokenizeResponse:
     """`size` of the body in bytes.
 
@@ -40,7 +40,7 @@ async def tokenize(
     return await serving.render_pool.run(size, response, request)
 
 
-async def detokenize(serving: Serving, request: DetokenizeRequest, size: int) -> DetokenizeResponse:
+async def detokenize(serving: OpenAIServing, request: DetokenizeRequest, size: int) -> DetokenizeResponse:
     """`size` of the body in bytes.
 
     Raises:

@@ -18,8 +18,8 @@ from typing import Any
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient, SyncClient, SyncMPClient
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.budget import budget_table
 from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput
 from argosy_engine.frontend.prompts import PromptType

@@ -1,4 +1,4 @@
-"""Serving: what the generation endpoints share: model names, the core's requests of a call, errors for clients."""
+"""OpenAIServing: what the generation endpoints share: model names, making the core's requests, errors for clients."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from argosy_protocol.openai import (
 )
 
 
-class Serving:
-    """The model that this engine serves, for one call or all.
+class OpenAIServing:
+    """The model that this engine serves.
 
     Args:
         names: model names that clients may use; the first is the canonical one.
-        takes_any_name: clients may use any other name, too.
+        takes_any_name: whether clients may use any other name, too.
     """
 
     def __init__(self, llm: AsyncLLM, names: Sequence[str], *, takes_any_name: bool = False) -> None:
@@ -60,12 +60,12 @@ class Serving:
         limit = self.llm.config.max_model_len
         return ModelCard(id=name, created=self._started, root=self.names[0], max_model_len=limit)
 
-    def answering_as(self, name: str | None, tenant: str = "") -> Serving:
-        """A copy for one request that a router has sent to this model.
+    def answering_as(self, name: str | None, tenant: str = "") -> OpenAIServing:
+        """Return a copy for one request that a router has sent.
 
         Args:
-            name: the one its client used; None if it is one of the engine's own.
-            tenant: whose request it is (`headers.TENANT`).
+            name: the model name that the client used; None if it is one of the engine's own.
+            tenant: the request's tenant (`headers.TENANT`).
         """
         serving = copy.copy(self)
         serving._answers_as = name
@@ -73,7 +73,7 @@ class Serving:
         return serving
 
     def check_model(self, name: str) -> str:
-        """The name to answer with; an empty name means the canonical one, as in vLLM.
+        """Return the name to answer with; an empty name means the canonical one, as in vLLM.
 
         Raises:
             NotFound: this engine does not serve that model.
@@ -89,16 +89,16 @@ class Serving:
         return name
 
     async def generate(self, prompts: Sequence[Prompt], request: GenerationRequest) -> list[GenerationOutput]:
-        """Every choice of every prompt, whole."""
+        """Generate all choices of all prompts, and return them complete."""
         if request.use_beam_search:
             return await beam_choices(self.llm, prompts, request)
         return await self.llm.collect(self.core_requests(prompts, request), request.n or 1)
 
     def core_requests(self, prompts: Sequence[Prompt], request: GenerationRequest) -> list[EngineCoreRequest]:
-        """The core's requests: for each prompt its `n` choices.
+        """Make the core's requests, `n` for each prompt.
 
         Raises:
-            BadRequest, InvalidRequest: fields that contradict each other, or are out of bounds.
+            BadRequest, InvalidRequest: fields contradict each other, or are out of bounds.
         """
         n = request.n or 1
         count = len(prompts) * n
@@ -128,12 +128,12 @@ class Serving:
         ]
 
     def close(self) -> None:
-        """Drop the prompts that are still to be rendered."""
+        """Drop the prompts that are not rendered yet."""
         self.render_pool.close()
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The client's view of an engine error; anything unexpected is a plain 500 without details."""
+    """Translate an engine error for clients; an unexpected one becomes a 500 without details."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""The guard's rules for administrative routes, without a server."""
+"""The rules for administrative routes, without a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.api.guard import ADMIN_PATHS, Guard
+from argosy_engine.api.auth_middleware import ADMIN_PATHS, AuthMiddleware
 from argosy_protocol.bearer_keys import KeyRing
 
 
@@ -23,10 +23,10 @@ async def status(keys: list[str], admin_keys: list[str], path: str, key: str | N
     async def receive() -> Any:
         return {"type": "http.request", "body": b""}
 
-    guard = Guard(application, KeyRing(keys), False, KeyRing(admin_keys))
+    middleware = AuthMiddleware(application, KeyRing(keys), False, KeyRing(admin_keys))
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
-    await guard(scope, receive, send)
+    await middleware(scope, receive, send)
     return int(sent[0]["status"])
 
 

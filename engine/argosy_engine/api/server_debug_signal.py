@@ -1,6 +1,6 @@
-"""SIGUSR1 to the API server: stacks of threads, places of tasks, ages of requests and readers; on standard error.
+"""SIGUSR1 handler of the API server: logs where tasks wait, and the ages of requests and of telemetry readers.
 
-It is handed on to the core's process, which answers likewise (`osproc.debug_signal`).
+It forwards the signal to the core's process, which does the same (`osproc.debug_signal`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from argosy_protocol.program.task_list import describe_tasks
 logger = logging.getLogger("argosy.api")
 
 
-def describe_on_signal(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
-    """From here on the signal logs the description, too; `osproc.debug_signal.dump_stacks_on_signal` came before."""
+def describe_server_on_signal(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+    """Log a description on SIGUSR1, besides the stacks (`osproc.debug_signal.dump_stacks_on_signal`)."""
 
     def describe() -> None:
         try:

@@ -1,0 +1,61 @@
+"""AuthMiddleware: the ASGI layer that rejects requests without a valid API key before they reach a route.
+
+It denies by default: if the engine has keys, every path but `PUBLIC_PATHS` needs one, also a path that no route has.
+`ADMIN_PATHS` change the engine for all clients. They need an admin key, or, if there is none, one of the engine's keys
+(in a cluster only routers have it); an engine without any key rejects them. Paths are compared as the parser returned
+them, never rebuilt from headers (CVE-2026-48710).
+"""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from argosy_engine.api.error_response import send_error
+from argosy_protocol.bearer_keys import KeyRing
+from argosy_protocol.errors import ApiError, Forbidden, Unauthorized
+
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"})
+"""vLLM's names; vLLM has these routes only with VLLM_SERVER_DEV_MODE."""
+
+
+class AuthMiddleware:
+    """
+    Args:
+        keys: keys for all paths but `PUBLIC_PATHS`; if there are none, no key is needed.
+        guard_metrics: whether /metrics needs a key, too.
+        admin_keys: keys for `ADMIN_PATHS`; `keys` if there are none.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, guard_metrics: bool = False, admin_keys: KeyRing | None = None
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._admin_keys = admin_keys or keys
+        self._public = PUBLIC_PATHS - {"/metrics"} if guard_metrics else PUBLIC_PATHS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check_key(scope)
+            except ApiError as error:
+                await send_error(send, error)
+                return
+        await self._app(scope, receive, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        """Check a request's key.
+
+        Raises:
+            Forbidden: the path is administrative, and the engine has no key.
+            Unauthorized: the key is missing or wrong.
+        """
+        is_admin = scope["path"] in ADMIN_PATHS
+        keys = self._admin_keys if is_admin else self._keys
+        if is_admin and not keys:
+            raise Forbidden(f"{scope['path']} is closed: start the engine with --admin-api-key or --api-key")
+        if keys and scope["path"] not in self._public:
+            authorization = dict(scope["headers"]).get(b"authorization")
+            if not keys.accepts(authorization.decode("latin-1") if authorization else None):
+                raise Unauthorized("missing or wrong API key: send the header 'Authorization: Bearer KEY'")
