@@ -338,6 +338,22 @@ def test_drafts_are_verified_and_those_not_accepted_do_not_count() -> None:
     assert scheduler.schedule().num_scheduled_tokens == {"a": 1}
 
 
+def test_drafts_that_do_not_fit_into_a_step_are_dropped() -> None:
+    scheduler = make(max_num_batched_tokens=3)
+    scheduler.add(request("a", [1, 2, 3], max_tokens=20))
+    step = scheduler.schedule()
+    scheduler.update_from_output(step, ModelRunnerOutput(["a"], [[9]], draft_token_ids={"a": [5, 6, 7]}))
+    live = scheduler.requests["a"]
+    assert (live.num_tokens, live.num_tokens_with_spec, live.num_output_placeholders) == (4, 7, 0)
+    step = scheduler.schedule()
+    assert step.scheduled_spec_token_ids == {"a": [5, 6]}
+    assert (live.num_tokens, live.num_tokens_with_spec, live.num_output_placeholders) == (4, 4, 2)
+    assert scheduler.schedule().num_scheduled_tokens == {}, "nobody knows how many drafts will be accepted"
+    scheduler.update_from_output(step, ModelRunnerOutput(["a"], [[5, 6, 8]]))
+    assert (live.num_tokens, live.num_tokens_with_spec, live.num_output_placeholders) == (7, 7, 0)
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 1}
+
+
 def test_aborting_thousands_of_waiting_requests_touches_each_a_few_times() -> None:
     scheduler = make()
     names = [str(index) for index in range(5000)]
@@ -464,6 +480,17 @@ def test_a_step_is_scheduled_before_the_last_ones_tokens_are_known() -> None:
         (output,) = pipeline.book()
     assert output.finish_reason is FinishReason.LENGTH
     assert pipeline.received["a"] == answer([1, 2, 3], 3)
+
+
+def test_tokens_in_flight_are_counted_as_placeholders() -> None:
+    pipeline = Pipeline(make())
+    pipeline.scheduler.add(request("a", [1, 2, 3], max_tokens=5, ignore_eos=True))
+    live = pipeline.scheduler.requests["a"]
+    counts = []
+    for act in (pipeline.launch, pipeline.launch, pipeline.book, pipeline.book):
+        act()
+        counts.append((live.num_tokens, live.num_output_placeholders))
+    assert counts == [(3, 1), (3, 2), (4, 1), (5, 0)]
 
 
 def test_what_is_computed_beyond_a_stop_is_dropped() -> None:

@@ -27,9 +27,12 @@ BLOCKED = frozenset({RequestStatus.WAITING_FOR_GRAMMAR})
 
 
 class Request:
-    """State of a request. The scheduler lets `num_computed_tokens` catch up with `num_tokens_with_spec`.
+    """State of a request.
 
-    `num_computed_tokens` includes the tokens of steps in flight, so that the next step can be planned from it.
+    Its tokens are counted apart: known ones (`num_tokens`), those that steps in flight will sample
+    (`num_output_placeholders`), and drafts that the next step verifies (`spec_token_ids`). `num_computed_tokens`
+    catches up with the sum of these; it includes the tokens of steps in flight, so that the next step can be planned
+    from it.
     """
 
     __slots__ = (
@@ -54,12 +57,12 @@ class Request:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_output_placeholders",
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_reserved_blocks",
         "num_tokens",
-        "num_tokens_with_spec",
         "pooling_params",
         "priority",
         "prompt_logprobs",
@@ -85,10 +88,11 @@ class Request:
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_tokens = len(self.all_token_ids)
         """Number of known tokens, prompt and output."""
-        self.num_tokens_with_spec = self.num_tokens
-        """Known tokens, plus placeholders for tokens that steps in flight will sample, plus drafts."""
+        self.num_output_placeholders = 0
+        """Tokens that steps in flight will sample, whose ids are not known yet. Of a step that verifies drafts only the
+        drafts are counted, so that the request is not scheduled again before it is known how many are accepted."""
         self.spec_token_ids: list[int] = []
-        """Draft tokens, which the next step verifies."""
+        """Draft tokens, which the next step verifies. They follow the last known token; none is in flight then."""
         self.arrival_time = message.arrival_time
         self.priority = message.priority
         self.batch_offset = message.batch_offset
@@ -150,6 +154,11 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def num_tokens_with_spec(self) -> int:
+        """Number of known tokens and drafts."""
+        return self.num_tokens + len(self.spec_token_ids)
+
+    @property
     def is_batch(self) -> bool:
         """Whether the request belongs to a call of several prompts."""
         return self.batch_offset > 0
@@ -161,7 +170,9 @@ class Request:
     def append_output(self, token_id: int) -> None:
         self.all_token_ids.append(token_id)
         self.num_tokens += 1
-        self.num_tokens_with_spec = max(self.num_tokens_with_spec, self.num_tokens)
+        if self.num_output_placeholders:
+            self.num_output_placeholders -= 1
+        self.spec_token_ids = []  # drafts for this token's position, if it was preempted meanwhile
         if self.repetition is not None:
             self.repetition.append(token_id)
 

@@ -1,12 +1,12 @@
 """Scheduler: decides which requests compute how many tokens in the next step.
 
-There are no prefill or decode phases: every request has `num_computed_tokens`, which catches up with
-`num_tokens_with_spec` within one token budget per step. Running requests are scheduled first, in order; when the KV
-cache is full, the scheduler preempts the least urgent of them (among equals the newest), which is recomputed later.
-Waiting requests are then admitted, most urgent first, as long as token budget, slots and blocks last. Tenants take
-turns with one another (`TenantQueue`), and the prompts of a batch with other calls (`TurnClock`). When no slot is free,
-a call with many running sequences yields at most one slot per step to another call (`CallQueue`). Design: vLLM V1,
-`v1/core/sched/scheduler.py`.
+There are no prefill or decode phases: every request has `num_computed_tokens`, which catches up with its known tokens,
+drafts and placeholders (`Request`) within one token budget per step. Running requests are scheduled first, in order;
+when the KV cache is full, the scheduler preempts the least urgent of them (among equals the newest), which is
+recomputed later. Waiting requests are then admitted, most urgent first, as long as token budget, slots and blocks last.
+Tenants take turns with one another (`TenantQueue`), and the prompts of a batch with other calls (`TurnClock`). When no
+slot is free, a call with many running sequences yields at most one slot per step to another call (`CallQueue`). Design:
+vLLM V1, `v1/core/sched/scheduler.py`.
 
 With async scheduling the next step is scheduled before the output of the last one is processed. A step that samples
 for a request yields at least one token, which is scheduled as a placeholder before its id is known. A request is not
@@ -222,12 +222,13 @@ class Scheduler:
                 break
             num_computed = request.num_computed_tokens + 1
             if (
-                num_computed == request.num_tokens_with_spec
+                num_computed == request.num_tokens + request.num_output_placeholders
+                and not request.spec_token_ids
                 and num_computed <= request.num_allocated_tokens
                 and num_computed < request.max_num_tokens - 1
             ):
                 request.num_computed_tokens = num_computed
-                request.num_tokens_with_spec = num_computed + 1
+                request.num_output_placeholders += 1
                 scheduled[request.request_id] = 1
                 plan.budget -= 1
             elif request.status is RequestStatus.RUNNING:  # not if this loop has preempted it
@@ -237,7 +238,9 @@ class Scheduler:
 
     def _extend(self, request: Request, plan: StepPlan) -> None:
         """Schedule tokens of a running request and allocate their blocks, preempting requests to make room."""
-        num_wanted = request.num_tokens_with_spec - request.num_computed_tokens
+        num_wanted = (
+            request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+        )
         num_new = plan.limit(
             self._cap(request, num_wanted, plan), len(request.spec_token_ids), is_batch=request.is_batch
         )
@@ -340,13 +343,16 @@ class Scheduler:
         return any(not request.has_first_token and not request.is_batch for request in self.running)
 
     def _advance(self, request: Request, num_new: int) -> None:
-        """Count scheduled tokens as computed, and add a placeholder for the token that this step will sample."""
+        """Count scheduled tokens as computed, and add placeholders for the tokens that this step will sample."""
         request.num_computed_tokens = num_computed = request.num_computed_tokens + num_new
-        self._set_pending(request, request.num_tokens_with_spec - num_computed)
+        num_target = request.num_tokens_with_spec + request.num_output_placeholders
+        self._set_pending(request, num_target - num_computed)
         if request.spec_token_ids and num_computed >= request.num_tokens:
-            request.num_tokens_with_spec = num_computed  # how many drafts will be accepted is not known yet
-        elif num_computed == request.num_tokens_with_spec and num_computed < request.max_num_tokens - 1:
-            request.num_tokens_with_spec = num_computed + 1
+            # The step verifies these drafts. Those that did not fit into it are dropped.
+            request.spec_token_ids = []
+            request.num_output_placeholders = num_computed - request.num_tokens
+        elif num_computed == num_target and num_computed < request.max_num_tokens - 1:
+            request.num_output_placeholders += 1
 
     def _preempt(self, request: Request, num_computed_tokens: int) -> None:
         """Free a running request's blocks and queue it again. The caller removes it from `running`.
@@ -396,20 +402,20 @@ class Scheduler:
                 and token_id not in request.stop_ids
                 and request.has_first_token
                 and not request.needs_general_path
-                and num_tokens <= request.num_tokens_with_spec  # not preempted meanwhile
+                and request.num_output_placeholders  # not preempted meanwhile
                 and request_id not in drafts
             ):
                 request.all_token_ids.append(token_id)
                 request.num_tokens = num_tokens
+                request.num_output_placeholders -= 1
                 outputs.append(EngineCoreOutput(request_id, token_ids))
                 continue
             outputs.append(
                 self._update_request_with_output(request, token_ids, result.logprobs.get(request_id))
             )
             if request_id in drafts:  # rejected drafts were not computed
-                request.spec_token_ids = []
+                request.num_output_placeholders = 0
                 request.num_computed_tokens = request.num_tokens - 1
-                request.num_tokens_with_spec = request.num_tokens
             if request_id in result.pooler_output:
                 # The sampled token only carries the vector and is not an output.
                 outputs[-1].pooling_output = result.pooler_output[request_id]
@@ -478,8 +484,9 @@ class Scheduler:
         self.kv.free(request, request.num_computed_tokens)
 
     def _set_drafts(self, request: Request, token_ids: list[int]) -> None:
+        """Set the drafts of a request that no step in flight counts on."""
         request.spec_token_ids = token_ids
-        request.num_tokens_with_spec = request.num_tokens + len(token_ids)
+        request.num_output_placeholders = 0
 
     def _set_pending(self, request: Request, num_tokens: int) -> None:
         self._num_pending_tokens += num_tokens - request.num_pending_tokens
