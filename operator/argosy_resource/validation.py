@@ -269,7 +269,7 @@ def _list_errors(schema: Schema, value: object, path: str) -> Iterator[FieldErro
 
 def _cel_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
     for entry in schema.get("x-kubernetes-validations", ()):
-        if not _holds(entry["rule"], value):
+        if not _is_rule_true(entry["rule"], value):
             shown = "" if isinstance(value, dict | list) else f"{_json(value)}: "
             where = (path + entry.get("fieldPath", "")).lstrip(".")
             yield FieldError(where, f"Invalid value: {shown}{entry['message']}")
@@ -295,7 +295,7 @@ def _program(rule: str) -> celpy.Runner:
     return _environment().program(_environment().compile(rule))
 
 
-def _holds(rule: str, value: object) -> bool:
+def _is_rule_true(rule: str, value: object) -> bool:
     from celpy.adapter import json_to_cel
 
     return bool(_program(rule).evaluate({"self": json_to_cel(cast("dict[str, Any]", value))}))

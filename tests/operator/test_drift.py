@@ -9,8 +9,8 @@ from builders import CONFIG, isvc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.drift import contains, must_apply, with_applied_hash
-from argosy_operator.desired.plan import desired
 from argosy_operator.observed.observation import Observation
 
 
@@ -52,11 +52,11 @@ def test_an_object_contains_itself(obj: dict[str, Any]) -> None:
 
 
 def test_the_applied_hash_shows_every_change() -> None:
-    wanted = with_applied_hash(desired(isvc(), Observation(), CONFIG).deployment)
+    wanted = with_applied_hash(plan_children(isvc(), Observation(), CONFIG).deployment)
     assert not must_apply(wanted, wanted)
     assert must_apply(wanted, None)
     dropped = with_applied_hash(
-        desired(isvc(placement={"nodeSelector": {"a": "b"}}), Observation(), CONFIG).deployment
+        plan_children(isvc(placement={"nodeSelector": {"a": "b"}}), Observation(), CONFIG).deployment
     )
     assert contains(dropped["spec"]["selector"], wanted["spec"]["selector"])
     assert must_apply(wanted, dropped), "a field that is no longer wanted must go"

@@ -13,7 +13,7 @@ from virtual_time import virtual_time
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import EVENTS
 from argosy_operator.reconcile.event_recorder import EVENT_BURST, EVENT_REFILL_SECONDS, EventRecorder
-from argosy_operator.status.events import Event, news
+from argosy_operator.status.events import Event, events_between
 from argosy_resource.types import Condition, ConditionStatus
 
 
@@ -49,7 +49,9 @@ HALTED = condition("Progressing", "False", "RolloutHalted")
 def test_news(
     name: str, before: list[Condition], after: list[Condition], expected: list[tuple[str, str, str]]
 ) -> None:
-    assert [(each.type, each.reason, each.message) for each in news(before, after)] == expected, name
+    assert [(each.type, each.reason, each.message) for each in events_between(before, after)] == expected, (
+        name
+    )
 
 
 def events(cluster: FakeKubernetes) -> list[Object]:

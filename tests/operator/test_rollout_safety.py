@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_time import virtual_time
 
-from argosy_operator.desired.rollout import input_digest
+from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS
 from argosy_resource.engine_address import SERVICE_LABEL

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 from builders import CONFIG, NOW, gate_condition, isvc_object, pod, pod_object
 
-from argosy_operator.desired.plan import desired
+from argosy_operator.desired.children import plan_children
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem, read_pod
 from argosy_operator.status.report import invalid_status, status
 from argosy_protocol.fleet import NameConflict
 from argosy_resource.types import InferenceServiceStatus, parse
 
-REVISION = desired(parse(isvc_object()), Observation(), CONFIG).revision
+REVISION = plan_children(parse(isvc_object()), Observation(), CONFIG).revision
 ALIVE = Routers(known=True, alive=1)
 
 
 def live_deployment(
     replicas: int = 2, *, seen: bool = True, conditions: tuple[Any, ...] = ()
 ) -> dict[str, Any]:
-    wanted = desired(parse(isvc_object(replicas=replicas)), Observation(), CONFIG).deployment
+    wanted = plan_children(parse(isvc_object(replicas=replicas)), Observation(), CONFIG).deployment
     return {
         **wanted,
         "metadata": {**wanted["metadata"], "generation": 2},
@@ -45,7 +45,7 @@ def report(
     observed = Observation(
         deployment=deployment, pods=pods, routers=routers, conflicts=conflicts, lacks_canary=lacks_canary
     )
-    plan = desired(service, observed, CONFIG)
+    plan = plan_children(service, observed, CONFIG)
     return status(service, observed, plan, config=CONFIG, now=NOW, failure=failure)
 
 
@@ -66,7 +66,7 @@ NOWHERE = {**STARTING, "node": ""}
 NO_CLAIM = '0/2 nodes are available: persistentvolumeclaim "weights" not found. preemption: not helpful.'
 NO_GPU = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
 LONG_AGO, LATELY = "2025-12-31T23:54:59Z", "2025-12-31T23:55:01Z"
-GPU_REVISION = desired(parse(isvc_object(resources={"gpu": {}})), Observation(), CONFIG).revision
+GPU_REVISION = plan_children(parse(isvc_object(resources={"gpu": {}})), Observation(), CONFIG).revision
 LOST = {"is_ready": False, "is_lost": True}
 CRASH = Problem("CrashLoopBackOff", "back-off 10s")
 CANARY = {"canary": {"service": "next", "weight": 10}}
@@ -89,7 +89,7 @@ FINE = ("False", "AsExpected")
         ),
         (
             "just created",
-            status(parse(isvc_object()), Observation(), desired(parse(isvc_object()), Observation(), CONFIG),
+            status(parse(isvc_object()), Observation(), plan_children(parse(isvc_object()), Observation(), CONFIG),
                    config=CONFIG, now=NOW),
             {"Ready": ("False", "RollingOut"), "Progressing": ("True", "Reconciling"),
              "Routable": ("False", "WaitingForReplicas"), "Degraded": FINE},
@@ -197,7 +197,7 @@ def test_conditions(name: str, made: InferenceServiceStatus, expected: dict[str,
 
 def test_rollout_without_a_spare_gpu_says_so() -> None:
     gpu = {"resources": {"gpu": {}}}
-    revision = desired(parse(isvc_object(replicas=2, **gpu)), Observation(), CONFIG).revision
+    revision = plan_children(parse(isvc_object(replicas=2, **gpu)), Observation(), CONFIG).revision
     starved = pod("s", revision, **STARTING, node="", unschedulable="2 Insufficient nvidia.com/gpu.")
     made = report((starved, old(1), old(2)), **gpu)
     assert states(made)["Progressing"] == ("True", "NoGPUForSurge")
@@ -235,7 +235,7 @@ def test_transition_time_is_kept_while_the_status_stays() -> None:
     }
     service = parse(obj)
     observed = Observation(deployment=live_deployment(), pods=(new(1), new(2)), routers=ALIVE)
-    made = status(service, observed, desired(service, observed, CONFIG), config=CONFIG, now=NOW)
+    made = status(service, observed, plan_children(service, observed, CONFIG), config=CONFIG, now=NOW)
     times = {each.type: each.last_transition_time for each in made.conditions}
     assert times["Degraded"] == "2020-01-01T00:00:00Z"
     assert times["Ready"] == NOW

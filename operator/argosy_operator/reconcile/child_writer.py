@@ -13,7 +13,7 @@ from typing import Any
 
 from argosy_operator.cluster.api import Api
 from argosy_operator.cluster.store import Store
-from argosy_operator.desired.decision import ChildChange
+from argosy_operator.desired.diff import ChildChange
 from argosy_operator.desired.drift import must_apply
 from argosy_operator.errors import ChildNotOwned
 from argosy_operator.kinds import Kind, Name, Object, kind_of, object_name

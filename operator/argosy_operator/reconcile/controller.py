@@ -20,7 +20,6 @@ from argosy_operator.cluster.api import Api
 from argosy_operator.cluster.router_watch import Fetch, RouterWatch, read_router_pod
 from argosy_operator.cluster.store import Store, service_of
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.rollout import has_the_turn, waits_for_its_turn
 from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.kinds import (
     BUDGETS,
@@ -34,6 +33,7 @@ from argosy_operator.kinds import (
     object_name,
 )
 from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
+from argosy_operator.observed.deployment import has_the_turn, waits_for_its_turn
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reconciler import Reconciler

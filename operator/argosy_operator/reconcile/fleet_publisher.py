@@ -1,7 +1,7 @@
 """Publishes the fleet document: the ConfigMap that routers read.
 
 Owns when it is written, and the names and canaries that resolving it leaves contested or missing. Must not know how a
-resource appears in it (`desired.fleet_document`). Invariant: a document that did not change is not written.
+resource appears in it (`argosy_resource.fleet_document`). Invariant: a document that did not change is not written.
 """
 
 from __future__ import annotations

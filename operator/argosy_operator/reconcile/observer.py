@@ -13,7 +13,7 @@ from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Kind, N
 from argosy_operator.names import child_name
 from argosy_operator.observed.observation import CHILD_KINDS, Observation, Routers, is_owned
 from argosy_operator.observed.pod import read_pod
-from argosy_operator.reconcile.rollout_turn import RolloutTurn
+from argosy_operator.reconcile.rollout_lock import RolloutLock
 from argosy_protocol.fleet import NameConflict
 from argosy_resource.types import InferenceService
 
@@ -21,7 +21,7 @@ from argosy_resource.types import InferenceService
 class Observer:
     """Observes single services."""
 
-    def __init__(self, store: Store, routers: Callable[[], Routers], turn: RolloutTurn) -> None:
+    def __init__(self, store: Store, routers: Callable[[], Routers], turn: RolloutLock) -> None:
         self._store = store
         self._routers = routers
         self._turn = turn

@@ -1,8 +1,8 @@
 """Reconciles one InferenceService: observe, decide, act, report.
 
-Owns the order of these steps and what an error means for the status. Decisions are pure (`desired.decision`); when to
+Owns the order of these steps and what an error means for the status. Decisions are pure (`desired.diff`); when to
 reconcile is the controller's business. Invariants: level-based, so any step may fail or be repeated; one observation
-leads to one decision, and a second observation is for the report only; gates are set before anything else; nothing is
+leads to one diff, and a second observation is for the report only; gates are set before anything else; nothing is
 written that is already so; there is no state but the cluster's.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 from argosy_operator.cluster.api import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.decision import Decision, GateChange, decide
+from argosy_operator.desired.diff import Diff, GateChange, compute_diff
 from argosy_operator.desired.readiness_gate import gate_patch
 from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.kinds import INFERENCE_SERVICES, PODS, Name
@@ -28,7 +28,7 @@ from argosy_operator.reconcile.key_secrets import KeySecrets
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.observer import Observer
 from argosy_operator.reconcile.reporter import Reporter
-from argosy_operator.reconcile.rollout_turn import RolloutTurn
+from argosy_operator.reconcile.rollout_lock import RolloutLock
 from argosy_protocol.fleet import NameConflict
 from argosy_resource.types import InferenceService, parse
 
@@ -57,7 +57,7 @@ class Reconciler:
         self._metrics = metrics
         self._now = now
         self.key_secrets = KeySecrets(api, metrics)
-        self._turn = RolloutTurn(store, on_turn_ended)
+        self._turn = RolloutLock(store, on_turn_ended)
         self._observer = Observer(store, routers, self._turn)
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
@@ -77,12 +77,12 @@ class Reconciler:
             await self._reporter.report_invalid(obj, str(error))
             return
         observed = self._observer.observe(service, conflicts)
-        decision = decide(service, observed, self._config)
+        diff = compute_diff(service, observed, self._config)
         failure: OperatorError | None = None
         try:
-            # No await between the observation and the claim: see RolloutTurn.
-            with self._turn.claim(key) if decision.takes_turn else nullcontext():
-                is_alive = await self._act(service, observed, decision)
+            # No await between the observation and the claim: see RolloutLock.
+            with self._turn.claim(key) if diff.takes_turn else nullcontext():
+                is_alive = await self._act(service, observed, diff)
             if not is_alive:
                 return  # with its resource the API server deletes the children
         except OperatorError as error:
@@ -91,23 +91,23 @@ class Reconciler:
                 raise
         problem = Problem(failure.reason, str(failure)) if failure is not None else None
         later = self._observer.observe(service, conflicts)
-        await self._reporter.report(service, later, decision.plan, problem)
+        await self._reporter.report(service, later, diff.plan, problem)
         if failure is not None:
             raise failure
 
-    async def _act(self, service: InferenceService, observed: Observation, decision: Decision) -> bool:
+    async def _act(self, service: InferenceService, observed: Observation, diff: Diff) -> bool:
         """Do what was decided. False if the resource turned out to be deleted."""
-        for gate in decision.gates:
+        for gate in diff.gates:
             await self._set_gate(service, gate, router_lives=observed.routers.alive > 0)
-        if decision.creates and not await self._exists(service):
+        if diff.creates and not await self._exists(service):
             return False
-        if decision.secret is not None:
-            await self.key_secrets.ensure(service, decision.secret, is_suspect=decision.is_key_suspect)
-        for change in decision.children:
+        if diff.secret is not None:
+            await self.key_secrets.ensure(service, diff.secret, is_suspect=diff.is_key_suspect)
+        for change in diff.children:
             stored = await self._children.apply(service, change)
             if stored is not None:
                 self._turn.note(change.live, stored)
-        for kind, obj in decision.surplus:
+        for kind, obj in diff.surplus:
             await self._children.delete(kind, obj)
         return True
 

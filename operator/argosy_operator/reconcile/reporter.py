@@ -13,14 +13,14 @@ import msgspec
 from argosy_operator.cluster.api import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.plan import Plan
+from argosy_operator.desired.children import Plan
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import INFERENCE_SERVICES, Name, Object, object_name
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
 from argosy_operator.reconcile.event_recorder import EventRecorder
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_operator.status.events import news
+from argosy_operator.status.events import events_between
 from argosy_operator.status.replica_problems import seconds_until_degraded
 from argosy_operator.status.report import invalid_status, status
 from argosy_resource.types import InferenceService
@@ -59,7 +59,7 @@ class Reporter:
         report = status(service, observed, plan, config=self._config, now=now, failure=failure)
         if report != service.status:
             await self._patch(name, service.metadata.uid, msgspec.to_builtins(report))
-            await self._events.post(service, news(service.status.conditions, report.conditions))
+            await self._events.post(service, events_between(service.status.conditions, report.conditions))
         waits = [
             seconds_until_degraded(pod, now) for pod in observed.pods if pod.is_alive and pod.unschedulable
         ]

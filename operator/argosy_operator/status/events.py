@@ -30,7 +30,7 @@ class Event(Struct, frozen=True):
     message: str
 
 
-def news(before: Iterable[Condition], after: Iterable[Condition]) -> list[Event]:
+def events_between(before: Iterable[Condition], after: Iterable[Condition]) -> list[Event]:
     """Events for the conditions whose status or reason changed between two statuses."""
     old = {each.type: each for each in before}
     found: dict[str, Event] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.plan import Plan
+from argosy_operator.desired.children import Plan
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
 from argosy_operator.status.conditions import ConditionState, condition_states

@@ -11,8 +11,8 @@ from typing import Any
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.plan import Plan
-from argosy_operator.desired.rollout import serving_revision
+from argosy_operator.desired.children import Plan
+from argosy_operator.observed.deployment import serving_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_resource.types import InferenceService

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from builders import CONFIG, isvc, pod
 
-from argosy_operator.desired.plan import Plan, desired
-from argosy_operator.desired.rollout import no_gpu_for_surge
+from argosy_operator.desired.children import Plan, plan_children
+from argosy_operator.desired.gpu_surge import no_gpu_for_surge
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
@@ -23,7 +23,7 @@ NOTHING = Observation()
 
 
 def plan(**spec: Any) -> Plan:
-    return desired(isvc(**spec), NOTHING, CONFIG)
+    return plan_children(isvc(**spec), NOTHING, CONFIG)
 
 
 def container(made: Plan) -> dict[str, Any]:
@@ -83,7 +83,7 @@ SHUTDOWN = ["--shutdown-timeout", "45"]
 def test_engine_args(spec: dict[str, Any], args: list[str]) -> None:
     service = isvc(**spec)
     assert engine_args(service) == args
-    assert container(desired(service, NOTHING, CONFIG))["args"] == args
+    assert container(plan_children(service, NOTHING, CONFIG))["args"] == args
 
 
 def test_engine_args_of_the_local_fleet() -> None:
@@ -249,14 +249,14 @@ def test_objects_belong_to_the_resource() -> None:
 
 @pytest.mark.parametrize("length", [1, 30, 40, 63])
 def test_names_fit_what_kubernetes_derives_from_them(length: int) -> None:
-    made = desired(isvc("a" * length), NOTHING, CONFIG)
+    made = plan_children(isvc("a" * length), NOTHING, CONFIG)
     for obj in made.objects:
         assert len(obj["metadata"]["name"]) <= 63
     assert len(f"{made.deployment['metadata']['name']}-0123456789-abcde") <= 63
 
 
 def test_long_names_do_not_collide() -> None:
-    first, second = (desired(isvc("a" * 60 + end), NOTHING, CONFIG) for end in ("bcd", "bce"))
+    first, second = (plan_children(isvc("a" * 60 + end), NOTHING, CONFIG) for end in ("bcd", "bce"))
     assert first.deployment["metadata"]["name"] != second.deployment["metadata"]["name"]
 
 
@@ -299,7 +299,7 @@ def test_image_pull_secrets_are_the_operators_and_the_services() -> None:
     spec = {"podTemplate": {"spec": {"imagePullSecrets": [{"name": "team"}, {"name": "registry"}]}}}
     config = dataclasses.replace(CONFIG, image_pull_secrets=("registry",))
     for given, names in ((spec, ["registry", "team"]), ({}, ["registry"])):
-        pod_spec = desired(isvc(**given), Observation(), config).deployment["spec"]["template"]["spec"]
+        pod_spec = plan_children(isvc(**given), Observation(), config).deployment["spec"]["template"]["spec"]
         assert [secret["name"] for secret in pod_spec["imagePullSecrets"]] == names
     assert "imagePullSecrets" not in plan().deployment["spec"]["template"]["spec"]
 
@@ -361,12 +361,14 @@ def test_no_gpu_for_surge(
 
 def test_replacing_in_place_changes_the_strategy_and_nothing_else() -> None:
     service: InferenceService = isvc(**GPU, replicas=2)
-    usual = desired(service, NOTHING, CONFIG)
+    usual = plan_children(service, NOTHING, CONFIG)
     starved = pod("n", usual.revision, ready=False, gate="", node="", unschedulable=STARVED)
-    fallen_back = desired(service, Observation(deployment=usual.deployment, pods=(starved, OLD)), CONFIG)
+    fallen_back = plan_children(
+        service, Observation(deployment=usual.deployment, pods=(starved, OLD)), CONFIG
+    )
     assert fallen_back.rollout.phase == "in-place"
     strategy = fallen_back.deployment["spec"]["strategy"]["rollingUpdate"]
     assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
     assert fallen_back.deployment["spec"]["template"] == usual.deployment["spec"]["template"]
     settled = Observation(deployment=fallen_back.deployment, pods=(pod("n", usual.revision),))
-    assert desired(service, settled, CONFIG) == usual
+    assert plan_children(service, settled, CONFIG) == usual

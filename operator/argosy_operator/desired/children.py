@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.pod_template import Manifest, key_secret_name, pod_template
-from argosy_operator.desired.rollout import MIN_READY_SECONDS, Rollout, plan_rollout
+from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, plan_rollout
 from argosy_operator.names import child_labels, child_name
 from argosy_operator.observed.observation import Observation
 from argosy_protocol.bearer_keys import internal_key
@@ -33,15 +33,15 @@ class Plan(Struct, frozen=True, kw_only=True):
     service: Manifest
     budget: Manifest
     deployment: Manifest
-    rollout: Rollout = Rollout()
+    rollout: RolloutPlan = RolloutPlan()
 
     @property
     def objects(self) -> tuple[Manifest, ...]:
         return (self.secret, self.service, self.budget, self.deployment)
 
 
-def desired(service: InferenceService, observed: Observation, config: OperatorConfig) -> Plan:
-    """The children that should exist now."""
+def plan_children(service: InferenceService, observed: Observation, config: OperatorConfig) -> Plan:
+    """Compute the children that should exist now."""
     secret = _secret(service, config)
     key_digest = digest(secret["data"])
     template, revision = pod_template(service, config, key_digest=key_digest)
@@ -113,7 +113,7 @@ def _budget(service: InferenceService) -> Manifest:
     }
 
 
-def _deployment(service: InferenceService, template: Manifest, rollout: Rollout) -> Manifest:
+def _deployment(service: InferenceService, template: Manifest, rollout: RolloutPlan) -> Manifest:
     metadata = {**_metadata(service, child_name(service)), "annotations": rollout.annotations}
     return {
         "apiVersion": "apps/v1",

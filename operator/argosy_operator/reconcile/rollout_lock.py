@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from argosy_operator.cluster.store import Store, service_of
-from argosy_operator.desired.rollout import has_the_turn
 from argosy_operator.kinds import DEPLOYMENTS, Name
+from argosy_operator.observed.deployment import has_the_turn
 
 
-class RolloutTurn:
+class RolloutLock:
     """Knows which service has the turn. Calls `on_ended` when services that wait should be reconciled again."""
 
     def __init__(self, store: Store, on_ended: Callable[[], None]) -> None:

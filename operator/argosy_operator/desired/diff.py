@@ -2,7 +2,7 @@
 
 Owns the comparison of what should be there with what was seen: readiness gates to set, children to apply, objects to
 delete. Must not talk to an API server, look at a clock or remember anything. Invariants: the plan takes into account
-the gates that the same decision changes; a paused service keeps its children as they are; at rest nothing is to be
+the gates that the same diff changes; a paused service keeps its children as they are; at rest nothing is to be
 done.
 """
 
@@ -15,12 +15,12 @@ import msgspec
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.children import Plan, plan_children
 from argosy_operator.desired.drift import must_apply, with_applied_hash
-from argosy_operator.desired.plan import Plan, desired
 from argosy_operator.desired.readiness_gate import GateStatus, gate_status
-from argosy_operator.desired.rollout import has_the_turn
 from argosy_operator.kinds import Kind, Object, kind_of, object_name
 from argosy_operator.names import KEY_ANNOTATION
+from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, is_owned
 from argosy_operator.observed.pod import Pod
 from argosy_resource.types import InferenceService
@@ -43,8 +43,8 @@ class ChildChange(Struct, frozen=True):
     the API server before it creates one."""
 
 
-class Decision(Struct, frozen=True, kw_only=True):
-    """Everything one reconcile is to do, in the order in which it is done."""
+class Diff(Struct, frozen=True, kw_only=True):
+    """Everything that one reconcile changes, in the order in which it is done."""
 
     plan: Plan
     gates: tuple[GateChange, ...] = ()
@@ -64,18 +64,18 @@ class Decision(Struct, frozen=True, kw_only=True):
         return any(child.live is None for child in self.children)
 
 
-def decide(service: InferenceService, observed: Observation, config: OperatorConfig) -> Decision:
-    """Decide what to do about one observation of a service."""
+def compute_diff(service: InferenceService, observed: Observation, config: OperatorConfig) -> Diff:
+    """Compare what should exist with one observation of a service."""
     gates = tuple(
         GateChange(pod, status)
         for pod in observed.pods
         if (status := gate_status(pod, observed.routers)) is not None
     )
     observed = _with_gates(observed, gates)
-    plan = desired(service, observed, config)
+    plan = plan_children(service, observed, config)
     if service.spec.paused:
-        return Decision(plan=plan, gates=gates)
-    return Decision(
+        return Diff(plan=plan, gates=gates)
+    return Diff(
         plan=plan,
         gates=gates,
         secret=with_applied_hash(plan.secret),

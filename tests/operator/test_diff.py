@@ -6,9 +6,9 @@ from typing import Any
 
 from builders import CONFIG, isvc, pod
 
-from argosy_operator.desired.decision import decide
+from argosy_operator.desired.children import plan_children
+from argosy_operator.desired.diff import compute_diff
 from argosy_operator.desired.drift import with_applied_hash
-from argosy_operator.desired.plan import desired
 from argosy_operator.kinds import SERVICES, Kind, Name, kind_of, object_name
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Problem
@@ -19,7 +19,7 @@ Children = dict[tuple[Kind, Name], Any]
 
 def children_of(service: InferenceService) -> Children:
     """The children as the operator applied them."""
-    plan = desired(service, Observation(), CONFIG)
+    plan = plan_children(service, Observation(), CONFIG)
     made = [with_applied_hash(manifest) for manifest in (plan.service, plan.budget, plan.deployment)]
     return {(kind_of(obj), object_name(obj)): obj for obj in made}
 
@@ -32,27 +32,27 @@ def observation(service: InferenceService, **more: Any) -> Observation:
 
 def test_nothing_is_done_at_rest() -> None:
     service = isvc()
-    decision = decide(service, observation(service), CONFIG)
-    assert (decision.gates, decision.children, decision.surplus) == ((), (), ())
-    assert not decision.creates
-    assert not decision.is_key_suspect
+    diff = compute_diff(service, observation(service), CONFIG)
+    assert (diff.gates, diff.children, diff.surplus) == ((), (), ())
+    assert not diff.creates
+    assert not diff.is_key_suspect
 
 
 def test_a_new_service_has_every_child_created() -> None:
-    decision = decide(isvc(), Observation(), CONFIG)
-    kinds = [kind_of(change.wanted).name for change in decision.children]
+    diff = compute_diff(isvc(), Observation(), CONFIG)
+    kinds = [kind_of(change.wanted).name for change in diff.children]
     assert kinds == ["Service", "PodDisruptionBudget", "Deployment"]
-    assert decision.creates
-    assert decision.is_key_suspect
+    assert diff.creates
+    assert diff.is_key_suspect
 
 
 def test_a_paused_service_has_its_gates_set_and_nothing_else() -> None:
     ready = pod("a", "r", gate="")
     routers = Routers(known=True, alive=1, routable=frozenset({ready.uid}))
-    decision = decide(isvc(paused=True), Observation(pods=(ready,), routers=routers), CONFIG)
-    assert [gate.status for gate in decision.gates] == ["True"]
-    assert decision.secret is None
-    assert decision.children == ()
+    diff = compute_diff(isvc(paused=True), Observation(pods=(ready,), routers=routers), CONFIG)
+    assert [gate.status for gate in diff.gates] == ["True"]
+    assert diff.secret is None
+    assert diff.children == ()
 
 
 def test_an_object_of_somebody_else_is_reported_and_never_deleted() -> None:
@@ -62,9 +62,9 @@ def test_an_object_of_somebody_else_is_reported_and_never_deleted() -> None:
     foreign = {**children[key], "metadata": {**children[key]["metadata"], "ownerReferences": []}}
     stray: Any = {"metadata": {"name": "stray", "namespace": "team"}}
     more: Children = {**children, key: foreign, (SERVICES, ("team", "stray")): stray}
-    decision = decide(service, observation(service, children=more), CONFIG)
-    assert [change.live for change in decision.children] == [foreign]
-    assert decision.surplus == ()
+    diff = compute_diff(service, observation(service, children=more), CONFIG)
+    assert [change.live for change in diff.children] == [foreign]
+    assert diff.surplus == ()
 
 
 def test_a_child_that_the_plan_does_not_name_is_surplus() -> None:
@@ -73,19 +73,19 @@ def test_a_child_that_the_plan_does_not_name_is_surplus() -> None:
     owned = next(obj for key, obj in children.items() if key[0] is SERVICES)
     old = {**owned, "metadata": {**owned["metadata"], "name": "old"}}
     more: Children = {**children, (SERVICES, ("team", "old")): old}
-    decision = decide(service, observation(service, children=more), CONFIG)
-    assert decision.surplus == ((SERVICES, old),)
+    diff = compute_diff(service, observation(service, children=more), CONFIG)
+    assert diff.surplus == ((SERVICES, old),)
 
 
 def test_the_plan_knows_of_a_gate_that_closes() -> None:
     """A replica that drains serves no more, so a failed replacement has nothing left to protect."""
     service = isvc()
-    revision = desired(service, Observation(), CONFIG).revision
+    revision = plan_children(service, Observation(), CONFIG).revision
     serving = pod("old", "old")
     failed = pod("new", revision, ready=False, gate="", problem=Problem("ImagePullBackOff", "not found"))
-    halted = decide(service, observation(service, pods=(serving, failed)), CONFIG)
+    halted = compute_diff(service, observation(service, pods=(serving, failed)), CONFIG)
     assert halted.plan.rollout.phase == "halted"
     routers = Routers(known=True, alive=1, draining=frozenset({serving.uid}))
-    drained = decide(service, observation(service, pods=(serving, failed), routers=routers), CONFIG)
+    drained = compute_diff(service, observation(service, pods=(serving, failed), routers=routers), CONFIG)
     assert [gate.status for gate in drained.gates] == ["False"]
     assert drained.plan.rollout.phase == "normal"

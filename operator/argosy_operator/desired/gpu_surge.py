@@ -1,0 +1,35 @@
+"""Whether a rollout finds no GPU for its surge."""
+
+from __future__ import annotations
+
+from argosy_operator.observed.deployment import rolling_update, template_revision
+from argosy_operator.observed.observation import Observation
+from argosy_resource.types import InferenceService
+
+
+def no_gpu_for_surge(service: InferenceService, observed: Observation, revision: str) -> bool:
+    """Whether this rollout must free a GPU before it can take one.
+
+    It must from when a pod of the new revision cannot be scheduled for lack of GPUs while pods of an old revision hold
+    some, until no old pod is left. The live Deployment (this revision, no surge) keeps that state: the pending pod is
+    scheduled as soon as the first old one is gone, and a decision on that pod alone would flap.
+    """
+    gpu, rollout = service.spec.resources.gpu, service.spec.rollout
+    if gpu is None or rollout.surge == 0:
+        return False
+    holders = [pod for pod in observed.pods if pod.is_alive and pod.node and pod.revision != revision]
+    if not holders:
+        return False
+    lacking = f"Insufficient {gpu.resource_name}"
+    pending = sum(
+        pod.is_alive and pod.revision == revision and lacking in pod.unschedulable for pod in observed.pods
+    )
+    leaving = sum(pod.is_terminating and bool(pod.node) for pod in observed.pods)
+    return pending > leaving or _is_without_surge(observed, revision)
+
+
+def _is_without_surge(observed: Observation, revision: str) -> bool:
+    live = observed.deployment
+    if live is None:
+        return False
+    return template_revision(live) == revision and rolling_update(live).get("maxSurge") == 0

@@ -1,0 +1,51 @@
+"""The turn: a change of the operator's own (a new default image, say) is rolled out to one service at a time.
+
+Owns the decisions whether a service has to wait for its turn, and whether it has come through it. Must not know which
+service has the turn: `reconcile.rollout_lock` does.
+"""
+
+from __future__ import annotations
+
+from argosy_operator.names import INPUT_ANNOTATION, KEY_ANNOTATION
+from argosy_operator.observed.deployment import has_the_turn, serving_revision, template_revision
+from argosy_operator.observed.observation import Observation
+from argosy_resource.types import InferenceService
+
+
+def held_revision(
+    service: InferenceService, observed: Observation, revision: str, *, digest: str, key_digest: str
+) -> str:
+    """The revision that keeps serving if this service may have to wait for its turn; empty if it need not wait.
+
+    It waits only if the change is the operator's own and the service is at rest with at least one routable replica:
+    otherwise there is nothing to protect. A new internal key does not wait, because routers that have it cannot reach
+    engines with the old one.
+    """
+    live = observed.deployment
+    if live is None or has_the_turn(live) or service.spec.replicas == 0:
+        return ""
+    serving = serving_revision(live)
+    annotations = live["metadata"].get("annotations", {})
+    template = live["spec"]["template"]["metadata"].get("annotations", {})
+    is_own = (
+        annotations.get(INPUT_ANNOTATION, digest) == digest and template.get(KEY_ANNOTATION) == key_digest
+    )
+    alive = [pod for pod in observed.pods if pod.is_alive]
+    is_at_rest = all(pod.revision == serving for pod in alive)
+    is_serving = any(pod.is_routable for pod in alive)
+    return serving if serving != revision and is_own and is_at_rest and is_serving else ""
+
+
+def is_healthy(service: InferenceService, observed: Observation, revision: str) -> bool:
+    """Whether the next service may have its turn: every replica is new and routable. A replica that no node can take is
+    ignored, because the change is not the cause."""
+    live = observed.deployment
+    alive = [pod for pod in observed.pods if pod.is_alive]
+    return (
+        live is not None
+        and template_revision(live) == revision
+        and live.get("status", {}).get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
+        and len(alive) == service.spec.replicas
+        and all(pod.revision == revision and (pod.is_routable or pod.unschedulable) for pod in alive)
+        and (service.spec.replicas == 0 or any(pod.is_routable for pod in alive))
+    )

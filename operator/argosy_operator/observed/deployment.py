@@ -1,0 +1,37 @@
+"""What a service's Deployment says about its rollout.
+
+Owns the reading of the Deployment's template, strategy and annotations. Must not decide anything.
+"""
+
+from __future__ import annotations
+
+from argosy_operator.names import HELD_ANNOTATION, REVISION_LABEL, TURN_ANNOTATION
+from argosy_operator.observed.observation import Object
+
+
+def template_revision(deployment: Object) -> str:
+    """The revision of the Deployment's pod template; empty if it has none."""
+    revision: str = deployment["spec"]["template"]["metadata"].get("labels", {}).get(REVISION_LABEL, "")
+    return revision
+
+
+def serving_revision(deployment: Object) -> str:
+    """The revision that a Deployment's pods should have now: its template's, unless that waits for its turn."""
+    annotations = deployment["metadata"].get("annotations", {})
+    return annotations.get(HELD_ANNOTATION) or template_revision(deployment)
+
+
+def has_the_turn(deployment: Object | None) -> bool:
+    """Whether the operator's own change is being rolled out to this Deployment's service."""
+    return deployment is not None and TURN_ANNOTATION in deployment["metadata"].get("annotations", {})
+
+
+def waits_for_its_turn(deployment: Object) -> bool:
+    """Whether the operator's own change waits to be rolled out to this Deployment's service."""
+    return HELD_ANNOTATION in deployment["metadata"].get("annotations", {})
+
+
+def rolling_update(deployment: Object) -> dict[str, int]:
+    """maxSurge and maxUnavailable of the Deployment, as far as it has them."""
+    found: dict[str, int] = deployment["spec"].get("strategy", {}).get("rollingUpdate", {})
+    return found
