@@ -45,8 +45,8 @@ _REPLICAS = "replicas (one of the four)"
 _ACCESS = "access"
 _TLS = "TLS (PEM files, reread when they change)"
 _ROUTING = "routing"
-_QUEUE = "queue (of each service without limits of its own)"
-_TIMES = "times (seconds)"
+_QUEUE = "queue (for services without limits of their own)"
+_TIMES = "timeouts (seconds)"
 _LOGS = "logs"
 
 _NO_FLAG = Flag(is_hidden=True)
@@ -61,25 +61,25 @@ class ServerLimits:
     """Limits and deadlines of client connections, each and all together."""
 
     max_header_bytes: Annotated[int, _NO_FLAG] = 32 * 1024
-    """Of request line and headers together; the same as nginx's default for large headers."""
+    """Bounds the request line and the headers together; nginx's default for large headers."""
     max_headers: Annotated[int, _NO_FLAG] = 100
     max_body_bytes: Annotated[int, _NO_FLAG] = 32 * 1024 * 1024
     """A million tokens of text are 4 MB; images travel inline as base64."""
     max_unread_body_bytes: Annotated[int, _NO_FLAG] = 16 * 1024
-    """Of a body that is received but not used."""
+    """Bounds a body that is received but not used."""
     max_inflight_bytes: Annotated[
         int,
         Meta(
             ge=1,
             le=MAX_BYTES,
-            description="memory limit for the bodies of requests that are being received or whose answer is incomplete",
+            description="memory limit for request bodies that are being received or whose response is incomplete",
         ),
         Flag(group=_QUEUE, is_size=True),
     ] = 512 * 1024 * 1024
     """A quarter of the memory that the Helm chart gives a router. Each body is held once, and decoding briefly doubles
     one of them."""
     header_timeout_s: Annotated[float, _NO_FLAG] = 10.0
-    """From a request's first byte to the end of its headers (slowloris)."""
+    """Bounds the time from a request's first byte to the end of its headers (slowloris)."""
     body_timeout_s: Annotated[float, _NO_FLAG] = 30.0
     """Period in which a client must deliver `min_body_rate` bytes per second on average."""
     min_body_rate: Annotated[int, _NO_FLAG] = 1024
@@ -88,7 +88,8 @@ class ServerLimits:
         Meta(
             ge=1,
             le=1 << 24,
-            description="client connections at a time; beyond it idle ones are closed, then new ones refused",
+            description="client connections at a time; beyond the limit the router closes idle ones, then refuses new "
+            "ones",
         ),
         Flag(
             group=_LISTEN,
@@ -96,7 +97,7 @@ class ServerLimits:
             default="half of the files the process may open, 16384 at most",
         ),
     ] = 16384
-    """Of all clients together; `main` lowers the default if the process may not open enough files."""
+    """`main` lowers the default if the process may not open enough files."""
     max_silent_per_address: Annotated[int, _NO_FLAG] = 0
     """Connections per client address without a whole request head. Zero stands for an eighth of `max_connections`."""
     trusted_proxies: Annotated[
@@ -114,14 +115,14 @@ class ServerLimits:
     write_stall_s: Annotated[float, _NO_FLAG] = 60.0
     """How long a client may leave the write buffer full before its connection is aborted."""
     write_buffer_bytes: Annotated[int, _NO_FLAG] = 256 * 1024
-    """Size of the write buffer above which reading from the replica is paused."""
+    """Size of a client's write buffer above which the router pauses reading from the replica."""
     stream_moderation_us: Annotated[
         int,
         Meta(
             ge=0,
             le=10_000,
-            description="where many streams are fast, events wait up to so many microseconds for more, which halves "
-            "what each costs; 0: never",
+            description="longest pause in microseconds in which the router coalesces events while many streams are "
+            "fast, which halves the cost of an event; 0: never",
         ),
         Flag(group=_LISTEN, metavar="US"),
     ] = 500
@@ -130,7 +131,7 @@ class ServerLimits:
     """Bytes that a client may pipeline behind the current request. If it sends more, the connection closes after the
     current response."""
     tls_handshake_timeout_s: Annotated[float, _NO_FLAG] = 10.0
-    """From accepting a connection to the end of its handshake."""
+    """Bounds the time from accepting a connection to the end of its handshake."""
     linger_s: Annotated[float, _NO_FLAG] = 1.0
     """How long to discard input after refusing a request, so that the refusal is not lost to a TCP reset."""
 
@@ -147,7 +148,7 @@ class ClientLimits:
         Meta(
             gt=0.0,
             le=MAX_WAIT_S,
-            description="longest pause in an answer; a stream continues elsewhere, or is cut",
+            description="longest pause within a response; after it a stream is migrated or cut",
         ),
         Flag(group=_TIMES, metavar="S"),
     ] = 60.0
@@ -164,21 +165,22 @@ class FlowControlLimits:
 
     max_queued_requests: Annotated[
         int,
-        Meta(ge=0, le=1 << 24, description="requests that may wait while all replicas are full"),
+        Meta(ge=0, le=1 << 24, description="requests that may be queued while all replicas are full"),
         Flag(group=_QUEUE, metavar="N"),
     ] = 4096
     max_queued_bytes: Annotated[
-        Bytes, Meta(description="what their bodies may take"), Flag(group=_QUEUE, is_size=True)
+        Bytes,
+        Meta(description="memory limit for the bodies of queued requests"),
+        Flag(group=_QUEUE, is_size=True),
     ] = 256 * 1024 * 1024
     queue_timeout_s: Annotated[
-        Wait, Meta(description="how long one may wait"), Flag(group=_QUEUE, metavar="S")
+        Wait, Meta(description="longest time that a request is queued"), Flag(group=_QUEUE, metavar="S")
     ] = 60.0
     """The longest retry delay that OpenAI's SDKs accept from a server."""
     hold_timeout_s: Annotated[
         Wait,
         Meta(
-            description="how long requests wait for the first replica of a service that has none; 0: they are refused "
-            "at once"
+            description="longest time that a request is queued for a service without replicas; 0: it is refused at once"
         ),
         Flag(group=_QUEUE, metavar="S"),
     ] = 0.0
@@ -188,8 +190,8 @@ class FlowControlLimits:
     keep_alive_after_s: Annotated[
         Wait,
         Meta(
-            description="when a streaming request without a response from its replica gets status 200 and keep-alive "
-            "comments"
+            description="seconds after which a streaming request with no response from a replica gets status 200 and "
+            "keep-alive comments"
         ),
         Flag(group=_TIMES, metavar="S"),
     ] = 15.0
@@ -213,31 +215,37 @@ class RouterConfig:
         tuple[Name, ...],
         Meta(
             max_length=1024,
-            description="host name by which an admin port without a key may be called; repeatable (addresses, "
-            "localhost and this machine's name always may)",
+            description="host name that an admin port without a key accepts; repeatable (addresses, localhost and this "
+            "machine's name are always accepted)",
         ),
         Flag(name="admin-name", group=_LISTEN, metavar="HOST", is_repeatable=True),
     ] = ()
     replicas: Annotated[
         tuple[Url, ...],
-        Meta(max_length=65536, description="http://HOST:PORT or https://HOST:PORT of an engine; repeatable"),
+        Meta(
+            max_length=65536,
+            description="URL of an engine, http://HOST:PORT or https://HOST:PORT; repeatable",
+        ),
         Flag(name="replica", group=_REPLICAS, metavar="URL", is_repeatable=True),
     ] = ()
     replica_dns: Annotated[
         tuple[Url, ...],
         Meta(
             max_length=1024,
-            description="the same for all addresses HOST resolves to, such as a headless Service's pods; repeatable",
+            description="URL whose host name resolves to the addresses of engines, such as a headless Service's; "
+            "repeatable",
         ),
         Flag(group=_REPLICAS, metavar="URL", is_repeatable=True),
     ] = ()
     fleet_file: Annotated[
         Path | None,
-        Meta(description="fleet document, followed as it changes"),
+        Meta(description="fleet document; reread when it changes"),
         Flag(group=_REPLICAS, metavar="FILE"),
     ] = None
     kubernetes: Annotated[
-        bool, Meta(description="fleet document and pods from the API server"), Flag(group=_REPLICAS)
+        bool,
+        Meta(description="read the fleet document and the pods from the API server"),
+        Flag(group=_REPLICAS),
     ] = False
     fleet_namespace: Annotated[
         Name,
@@ -256,12 +264,14 @@ class RouterConfig:
     ] = ""
     api_keys: Annotated[
         tuple[Key, ...],
-        Meta(max_length=65536, description="key of clients; repeatable; also ARGOSY_ROUTER_API_KEY"),
+        Meta(max_length=65536, description="API key of clients; repeatable; also ARGOSY_ROUTER_API_KEY"),
         Flag(name="api-key", group=_ACCESS, is_repeatable=True, environment="ARGOSY_ROUTER_API_KEY"),
     ] = ()
     api_keys_file: Annotated[
         Path | None,
-        Meta(description="a key and its terms per line, reread when it changes (see docs/access.md)"),
+        Meta(
+            description="file with an API key and its terms per line; reread when it changes (see docs/access.md)"
+        ),
         Flag(group=_ACCESS),
     ] = None
     """Reloaded when it changes, as a mounted Secret does."""
@@ -270,7 +280,8 @@ class RouterConfig:
         Meta(
             ge=0,
             le=1000,
-            description="routers with these keys, this one included: each applies an N-th of their limits",
+            description="number of routers that share these keys, this one included; each applies an equal share of "
+            "the limits",
         ),
         Flag(
             group=_ACCESS, metavar="N", default="with --kubernetes the router pods are counted, otherwise 1"
@@ -278,34 +289,40 @@ class RouterConfig:
     ] = 0
     auth: Annotated[
         bool,
-        Meta(description="--no-auth: serve an address that is not loopback without keys"),
-        Flag(group=_ACCESS, default="keys are required there"),
+        Meta(description="refuse to serve an address that is not loopback without API keys"),
+        Flag(group=_ACCESS),
     ] = True
     ssl_certfile: Annotated[
-        Path | None, Meta(description="certificate chain of both ports"), Flag(group=_TLS, metavar="FILE")
+        Path | None,
+        Meta(description="certificate chain; both ports then serve HTTPS"),
+        Flag(group=_TLS, metavar="FILE"),
     ] = None
     """May include the private key. Without it both ports use plain HTTP."""
     ssl_keyfile: Annotated[
-        Path | None, Meta(description="its key, unless in --ssl-certfile"), Flag(group=_TLS, metavar="FILE")
+        Path | None,
+        Meta(description="private key of the certificate, unless --ssl-certfile contains it"),
+        Flag(group=_TLS, metavar="FILE"),
     ] = None
     ssl_ca_certs: Annotated[
         Path | None,
-        Meta(description="clients of the OpenAI endpoint must show a certificate of these authorities"),
+        Meta(
+            description="require clients of the OpenAI endpoint to present a certificate of these authorities"
+        ),
         Flag(group=_TLS, metavar="FILE"),
     ] = None
     replica_ca_certs: Annotated[
         Path | None,
-        Meta(description="authorities of https replicas"),
+        Meta(description="certificate authorities of https replicas"),
         Flag(group=_TLS, metavar="FILE", default="the system's"),
     ] = None
     replica_insecure: Annotated[
-        bool, Meta(description="believe any certificate of an https replica"), Flag(group=_TLS)
+        bool, Meta(description="do not verify the certificates of https replicas"), Flag(group=_TLS)
     ] = False
     fleet_key: Annotated[bytes, Flag(is_hidden=True, environment="ARGOSY_FLEET_KEY")] = b""
     """The key that the engines' keys are derived from."""
     policy: Annotated[
         RoutingPolicy | None,
-        Meta(description="for all services"),
+        Meta(description="routing policy of all services"),
         Flag(group=_ROUTING, default="each service's own"),
     ] = None
     index_memory: Annotated[
@@ -313,7 +330,7 @@ class RouterConfig:
         Meta(
             ge=MIN_INDEX_MEMORY,
             le=MAX_BYTES,
-            description="cap of the prefix indexes, all services together; some 200 bytes a chunk",
+            description="memory limit of the prefix indexes of all services together; a chunk takes about 200 bytes",
         ),
         Flag(group=_ROUTING, metavar="BYTES", is_size=True),
     ] = DEFAULT_INDEX_MEMORY
@@ -325,7 +342,7 @@ class RouterConfig:
         Meta(
             gt=0.0,
             le=MAX_REQUEST_S,
-            description="longest wait of an attempt for an answer that is not a stream",
+            description="longest time that an attempt waits for a response that is not a stream",
         ),
         Flag(group=_TIMES, metavar="S"),
     ] = 600.0
@@ -335,8 +352,8 @@ class RouterConfig:
         Meta(
             gt=0.0,
             le=MAX_REQUEST_S,
-            description="longest wait of an attempt for a stream's first byte; more where the first token is expected "
-            "late",
+            description="longest time that an attempt waits for the first byte of a stream; extended where the first "
+            "token is expected late",
         ),
         Flag(group=_TIMES, metavar="S"),
     ] = 120.0
@@ -345,32 +362,34 @@ class RouterConfig:
         Meta(
             ge=0.0,
             le=100.0,
-            description="ask a second replica for a stream that has not begun after FACTOR times the expected time, "
-            "1 to 100; at most for one in twenty; 0: never",
+            description="send a stream that has not begun to a second replica after FACTOR times the expected time, 1 "
+            "to 100; for one request in twenty at most; 0: never",
         ),
         Flag(group=_TIMES, metavar="FACTOR"),
     ] = 0.0
     shutdown_timeout_s: Annotated[
         Wait,
-        Meta(description="how long requests under way may take to finish after SIGTERM"),
+        Meta(description="time for requests to finish after SIGTERM"),
         Flag(group=_TIMES, metavar="S"),
     ] = 30.0
-    """Keep it below the pod's termination grace period."""
+    """Must be below the pod's termination grace period."""
     drain_settle_s: Annotated[
         Wait,
         Meta(
-            description="how long after SIGTERM connections are still accepted, while load balancers notice /ready"
+            description="time after SIGTERM in which the router accepts connections while load balancers notice /ready"
         ),
         Flag(group=_TIMES, metavar="S"),
     ] = 0.0
-    access_log: Annotated[bool, Meta(description="a line per request"), Flag(group=_LOGS)] = True
-    access_log_format: Annotated[AccessFormat, Meta(description="form of those lines"), Flag(group=_LOGS)] = (
-        "text"
-    )
+    access_log: Annotated[
+        bool, Meta(description="write a line per request to standard error"), Flag(group=_LOGS)
+    ] = True
+    access_log_format: Annotated[
+        AccessFormat, Meta(description="format of access log lines"), Flag(group=_LOGS)
+    ] = "text"
     usage_log: Annotated[
         Path | None,
         Meta(
-            description="append tokens used per API key, model and hour to files in DIR, one JSON object a line"
+            description="append tokens used per API key, model and hour to files in DIR, as one JSON object per line"
         ),
         Flag(group=_LOGS, metavar="DIR"),
     ] = None
@@ -381,7 +400,7 @@ class RouterConfig:
     ] = None
     record_max_bytes: Annotated[
         int,
-        Meta(ge=1, le=MAX_BYTES, description="where the recording ends"),
+        Meta(ge=1, le=MAX_BYTES, description="size at which the recording ends"),
         Flag(group=_LOGS, is_size=True),
     ] = 1024 * 1024 * 1024
     otlp_traces_endpoint: Annotated[
@@ -393,7 +412,7 @@ class RouterConfig:
         Flag(group=_LOGS, metavar="URL"),
     ] = ""
     log_level: Annotated[
-        LogLevel, Meta(description="least severe messages that are logged"), Flag(group=_LOGS)
+        LogLevel, Meta(description="minimum severity of logged messages"), Flag(group=_LOGS)
     ] = "info"
 
     def check(self) -> None:

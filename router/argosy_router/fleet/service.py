@@ -125,14 +125,14 @@ class Service:
 
     def is_announced(self, replica: Replica, hashes: Sequence[int], length: int) -> bool:
         """Whether the replica has announced the predicted prefix, rather than only having been sent it."""
-        residency = replica.prefixes
+        prefixes = replica.prefixes
         if not replica.is_synced:
             return False
-        if not residency.has_unconfirmed:
+        if not prefixes.has_unconfirmed:
             return True
-        while length and not self.index.holds(residency.slot, hashes[length - 1]):
+        while length and not self.index.holds(prefixes.slot, hashes[length - 1]):
             length -= 1
-        return length > 0 and not residency.is_unconfirmed(hashes[length - 1])
+        return length > 0 and not prefixes.is_unconfirmed(hashes[length - 1])
 
     def invalidate(self) -> None:
         """Drop cached candidates: a replica came, went, or changed its state."""
@@ -176,11 +176,11 @@ class Service:
         if replica.health.dispatched(now):
             self.invalidate()
         self._count_work(replica.load, choice.uncached_tokens, now)
-        residency, tokens = replica.prefixes, lambda: self.lengths.chunk_ends(prompt)
+        prefixes, tokens = replica.prefixes, lambda: self.lengths.chunk_ends(prompt)
         if replica.is_synced:
-            residency.insert_speculatively(prompt.hashes, tokens, now, expected_s=choice.predicted_ttft_s)
+            prefixes.insert_speculatively(prompt.hashes, tokens, now, expected_s=choice.predicted_ttft_s)
         else:
-            residency.remember(prompt.hashes, tokens, now)
+            prefixes.remember(prompt.hashes, tokens, now)
 
     def _count_work(self, load: LoadAccount, tokens: int, now: float) -> None:
         age = (now - self._recent_since) / RECENT_S
