@@ -17,7 +17,7 @@ from argosy_engine.core.kv_cache.block_pool import BlockPool
 from argosy_engine.core.kv_cache.prefix_announcer import PrefixAnnouncer
 from argosy_engine.messages.core_messages import EngineCoreOutputs
 from argosy_protocol.telemetry import FrameReader
-from argosy_router.fleet.telemetry import apply_residency
+from argosy_router.fleet.links.telemetry_client import apply_residency
 from argosy_router.prefixes.index import PrefixIndex
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 from telemetry_hubs import make_hub

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from argosy_router.config import ClientLimits
-from argosy_router.fleet import telemetry
 from argosy_router.fleet.health import BASE_EJECTION_S, Health, panics
+from argosy_router.fleet.links import telemetry_client
 
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import rig
@@ -44,9 +44,9 @@ async def test_dead_processes_leave_the_choice_whatever_their_number() -> None:
 
 
 async def test_silence_ejects_at_most_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "STALE_AFTER_S", 0.02)
-    monkeypatch.setattr(telemetry, "HEAD_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(telemetry, "BACKOFF_CAP_S", 0.01)
+    monkeypatch.setattr(telemetry_client, "STALE_AFTER_S", 0.02)
+    monkeypatch.setattr(telemetry_client, "HEAD_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(telemetry_client, "BACKOFF_CAP_S", 0.01)
     engines = [FakeEngine() for _ in range(4)]
 
     async def no_answer(connection: Connection) -> None:
@@ -153,7 +153,7 @@ async def test_a_retry_does_not_mistake_what_it_tried_for_a_panic() -> None:
 
 
 async def test_a_crowded_engine_that_was_silent_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "BACKOFF_CAP_S", 0.01)
+    monkeypatch.setattr(telemetry_client, "BACKOFF_CAP_S", 0.01)
     engines = [FakeEngine(), FakeEngine()]
 
     async def full(connection: Connection) -> None:

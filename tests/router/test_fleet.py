@@ -14,7 +14,7 @@ from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import PAGE
 from argosy_router.config import FlowControlLimits
 from argosy_router.fleet import fleet
-from argosy_router.fleet.load import MIN_SAMPLE_TOKENS, LoadAccount
+from argosy_router.fleet.load_account import MIN_SAMPLE_TOKENS, LoadAccount
 from argosy_router.policy.rate_priors import PRIOR
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event

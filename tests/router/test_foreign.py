@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from argosy_router.fleet import polling
-from argosy_router.fleet.engine_metrics import PRIOR_PROMPT_TOKENS, EngineLoad, parse_load
-from argosy_router.fleet.load import LoadAccount
+from argosy_router.fleet.links import foreign_poller
+from argosy_router.fleet.links.engine_metrics import PRIOR_PROMPT_TOKENS, EngineLoad, parse_load
+from argosy_router.fleet.load_account import LoadAccount
 from argosy_router.prefixes.index import PrefixIndex
 from argosy_router.prefixes.replica_prefixes import HISTORY_S, ReplicaPrefixes
 
@@ -20,8 +20,8 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 60
 
 @pytest.fixture(autouse=True)
 def polls_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polling, "POLL_INTERVAL_S", 0.005)
-    monkeypatch.setattr(polling, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(foreign_poller, "POLL_INTERVAL_S", 0.005)
+    monkeypatch.setattr(foreign_poller, "TIMEOUT_S", 0.05)
 
 
 def vllm(

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_protocol.telemetry import Load
-from argosy_router.fleet import polling
-from argosy_router.fleet.engine_metrics import parse_load
-from argosy_router.fleet.prompt_lengths import PRIOR_BYTES_PER_TOKEN
+from argosy_router.fleet.links import foreign_poller
+from argosy_router.fleet.links.engine_metrics import parse_load
 from argosy_router.prefixes.index import PrefixIndex
+from argosy_router.prompts.length_model import PRIOR_BYTES_PER_TOKEN
 
 from .fake_engine import Connection, FakeEngine, Received, completion
 from .harness import Rig, rig
@@ -94,7 +94,7 @@ async def test_unary_traffic_does_not_make_a_foreign_replica_look_ever_fuller() 
 
 @pytest.fixture
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polling, "POLL_INTERVAL_S", 0.005)
+    monkeypatch.setattr(foreign_poller, "POLL_INTERVAL_S", 0.005)
 
 
 def polls(r: Rig) -> float:

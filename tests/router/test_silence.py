@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from argosy_protocol.telemetry import Load
-from argosy_router.fleet import telemetry
+from argosy_router.fleet.links import telemetry_client
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import Rig, raw, rig
@@ -48,8 +48,8 @@ async def beating(engines: list[Mortal]) -> AsyncIterator[Rig]:
 
 @pytest.fixture(autouse=True)
 def heartbeats_are_missed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "STALE_AFTER_S", 0.3)
-    monkeypatch.setattr(telemetry, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(telemetry_client, "STALE_AFTER_S", 0.3)
+    monkeypatch.setattr(telemetry_client, "HEAD_TIMEOUT_S", 0.3)
 
 
 async def test_requests_it_has_not_begun_to_answer_move_on() -> None:

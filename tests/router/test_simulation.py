@@ -10,9 +10,9 @@ import pytest
 
 from argosy.commands.bench_router import main as bench_router
 from argosy.errors import UsageError
-from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.replica import Replica
 from argosy_router.policy import POLICIES
+from argosy_router.prompts.prompt_hash import Prompt
 from argosy_router.simulation.policy_report import PolicyResult, percentile, result_of
 from argosy_router.simulation.simulated_engine import EngineModel, Job, SimulatedEngine
 from argosy_router.simulation.simulator import SimulatedRouter, Simulation

@@ -18,7 +18,7 @@ from argosy_router.fleet.health import (
     Health,
     may_eject,
 )
-from argosy_router.fleet.load import LoadAccount
+from argosy_router.fleet.load_account import LoadAccount
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.errors import ConnectFailed

@@ -21,8 +21,8 @@ from argosy_protocol.telemetry import (
     encode_frame,
     pack_u64,
 )
-from argosy_router.fleet import telemetry
 from argosy_router.fleet.health import SUSPECT_STEP_AGE_S
+from argosy_router.fleet.links import telemetry_client
 from argosy_router.http.fetch import fetch
 
 from .fake_engine import MODEL, FakeEngine
@@ -249,7 +249,7 @@ class Quitter(Speaker):
 async def test_streams_that_end_before_they_are_of_use_are_asked_for_ever_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(telemetry, "BACKOFF_BASE_S", 0.01)
+    monkeypatch.setattr(telemetry_client, "BACKOFF_BASE_S", 0.01)
     engine = Quitter()
     engine.frames = (raw_frame(HELLO),)
     async with rig([engine, FakeEngine()], wait=False) as r:

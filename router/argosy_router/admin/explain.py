@@ -15,10 +15,10 @@ from msgspec import Struct
 from argosy_protocol.errors import ApiError
 from argosy_router.fleet.candidates import Candidates
 from argosy_router.fleet.fleet import Fleet
-from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
 from argosy_router.policy import POLICIES
+from argosy_router.prompts.prompt_hash import Prompt
 
 
 class CandidateReport(Struct, frozen=True, kw_only=True):

@@ -20,9 +20,9 @@ from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument, FleetService, NameTable, resolve_names
 from argosy_protocol.routable_report import RoutableReport
 from argosy_router.config import DEFAULT_INDEX_MEMORY, ClientLimits
+from argosy_router.fleet.links.telemetry_client import TelemetryClient
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.service import Service
-from argosy_router.fleet.telemetry import TelemetryClient
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import FirstByteTimeout
 from argosy_router.http.pool import ConnectionPool
@@ -203,7 +203,7 @@ class Fleet:
     def _keep_service(self, spec: FleetService) -> Service:
         service = self.services.get(spec.key)
         key = self._engine_key(spec)
-        if service is not None and (service.spec.uid, service.spec.engine_name, service.key) != (
+        if service is not None and (service.spec.uid, service.spec.engine_name, service.bearer_key) != (
             spec.uid,
             spec.engine_name,
             key,
@@ -252,7 +252,7 @@ class Fleet:
         client = TelemetryClient(
             replica,
             service.spec.engine_name,
-            service.key,
+            service.bearer_key,
             self.changed,
             lambda is_certain: _fell_silent(service, replica, is_certain=is_certain),
             service.may_eject,

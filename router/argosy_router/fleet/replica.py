@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from argosy_protocol.routable_report import ReplicaReport, ReplicaState
 from argosy_protocol.telemetry import Hello
 from argosy_router.fleet.health import SUSPECT_STEP_AGE_S, Health
-from argosy_router.fleet.load import LoadAccount
+from argosy_router.fleet.load_account import LoadAccount
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 
@@ -75,7 +75,7 @@ class Replica:
         self.link: ReplicaState = "connecting"
         """State of the telemetry stream: connecting, synced, stale or foreign."""
         self.is_answering = False
-        """For foreign replicas: whether `/health` succeeds (`polling`)."""
+        """For foreign replicas: whether `/health` succeeds (`links.foreign_poller`)."""
         self.hello: Hello | None = None
         self.heard_at: float | None = None
         """Monotonic time of the last heartbeat."""

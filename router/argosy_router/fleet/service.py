@@ -1,4 +1,4 @@
-"""One service: its replicas, its prefix index, and the choice among them.
+"""One service: its replicas, its prefix index, and the choice of a replica.
 
 Owns: calling the policy, and recording what a dispatch implies for the chosen replica's load and cache.
 Must not know: HTTP, discovery, telemetry frames.
@@ -14,13 +14,13 @@ from typing import Final
 from argosy_protocol.fleet import FleetService
 from argosy_router.fleet.candidates import CandidatePool, Candidates
 from argosy_router.fleet.health import may_eject
-from argosy_router.fleet.load import LoadAccount
-from argosy_router.fleet.prompt import Prompt, PromptHasher
-from argosy_router.fleet.prompt_lengths import PromptLengths
+from argosy_router.fleet.load_account import LoadAccount
 from argosy_router.fleet.replica import Replica
 from argosy_router.policy import POLICIES, Decision, RouteRequest
 from argosy_router.policy.rate_priors import assumed
 from argosy_router.prefixes.index import PrefixIndex
+from argosy_router.prompts.length_model import PromptLengthModel
+from argosy_router.prompts.prompt_hash import Prompt, PromptHasher
 
 RECENT_S: Final = 60.0
 """Time constant with which the weight of past work decays (half after some 40 s) in a replica's share of new
@@ -53,17 +53,17 @@ class Choice:
 class Service:
     """A named set of replicas that serve one model."""
 
-    def __init__(self, spec: FleetService, key: str, index_capacity: int) -> None:
+    def __init__(self, spec: FleetService, bearer_key: str, index_capacity: int) -> None:
         self.spec = spec
         self.model = spec.model
         self.name = spec.key
         """`namespace/name`"""
-        self.key = key
-        """Bearer key of its engines; empty for none."""
+        self.bearer_key = bearer_key
+        """API key that its engines ask of the router; empty for none."""
         self.index = PrefixIndex(index_capacity)
         self.replicas: dict[str, Replica] = {}
         self.hasher = PromptHasher(spec.engine_name)
-        self.lengths = PromptLengths()
+        self.lengths = PromptLengthModel()
         self.candidates = CandidatePool(spec, self.replicas, self.index)
         self.sequence = 0
         self._recent_since = 0.0
@@ -121,7 +121,7 @@ class Service:
         # A replica may have several slots: its longest prefix comes last and so wins.
         hits = {positions[slot]: tokens for slot, tokens in runs.items() if slot in positions} if runs else {}
         tokens = self.lengths.tokens(prompt)
-        return RouteRequest(tokens, hits, prompt.key, self.sequence, prompt.session), length
+        return RouteRequest(tokens, hits, prompt.affinity_hash, self.sequence, prompt.session), length
 
     def is_announced(self, replica: Replica, hashes: Sequence[int], length: int) -> bool:
         """Whether the replica has announced the predicted prefix, rather than only having been sent it."""

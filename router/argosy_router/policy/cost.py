@@ -71,7 +71,7 @@ def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Rando
     else:
         limit = best + max(TIE_S, (COLD_SLACK - 1.0) * best)
         close = [position for position, value in enumerate(costs) if value <= limit]
-        chosen = favourite(request.key, candidates, _with_room(candidates, close, costs, best))
+        chosen = favourite(request.affinity_hash, candidates, _with_room(candidates, close, costs, best))
     return decide(request, candidates, chosen, costs[chosen])
 
 

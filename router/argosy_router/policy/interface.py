@@ -18,16 +18,16 @@ MIN_HIT_TOKENS: Final = 16
 class RouteRequest:
     """The part of a request that routing looks at."""
 
-    __slots__ = ("hits", "key", "prompt_tokens", "sequence", "session")
+    __slots__ = ("affinity_hash", "hits", "prompt_tokens", "sequence", "session")
 
     def __init__(
-        self, prompt_tokens: int, hits: dict[int, int], key: int, sequence: int, session: int = 0
+        self, prompt_tokens: int, hits: dict[int, int], affinity_hash: int, sequence: int, session: int = 0
     ) -> None:
         self.prompt_tokens = prompt_tokens
         """An estimate: the router has no tokenizer."""
         self.hits = hits
         """position of a candidate -> prompt tokens expected in its cache; absent means none"""
-        self.key = key
+        self.affinity_hash = affinity_hash
         """Hash of the prompt's beginning; equal for prompts that share it."""
         self.sequence = sequence
         """Number of this request at this router, for policies that take turns."""

@@ -14,7 +14,7 @@ from argosy_router.policy.interface import Candidate, Decision, RouteRequest, de
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:
     """Choose the replica that the prompt's beginning hashes to."""
-    return decide(request, candidates, bounded_load.assign(request.key, candidates))
+    return decide(request, candidates, bounded_load.assign(request.affinity_hash, candidates))
 
 
 def terms(request: RouteRequest, candidates: list[Candidate]) -> list[dict[str, float]]:

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 
 from argosy_protocol.fleet import FleetService
 from argosy_router.config import ClientLimits
-from argosy_router.fleet.load import Charge
-from argosy_router.fleet.prompt import Prompt
+from argosy_router.fleet.load_account import Charge
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import ClientTls
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
+from argosy_router.prompts.prompt_hash import Prompt
 from argosy_router.simulation.simulated_engine import CacheChange, EngineModel, Job, SimulatedEngine
 from argosy_router.simulation.trace import TraceRequest
 

@@ -16,9 +16,9 @@ from xxhash import xxh3_64_hexdigest
 
 from argosy_protocol.headers import RESPONSE_ID, TENANT
 from argosy_router.auth.accounts import Account
-from argosy_router.fleet.prompt import Prompt
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
+from argosy_router.prompts.prompt_hash import Prompt
 from argosy_router.proxy.request.body_rewrite import with_fields
 from argosy_router.proxy.request.foreign_body import foreign_body
 from argosy_router.proxy.request.model_names import Renaming

@@ -23,7 +23,8 @@ def request_head(
         upstream_id: the attempt's own request id.
         is_resumable: ask the engine for what another one needs to continue its stream.
     """
-    key = f"authorization: Bearer {call.service.key}\r\n".encode("latin-1") if call.service.key else b""
+    bearer_key = call.service.bearer_key
+    key = f"authorization: Bearer {bearer_key}\r\n".encode("latin-1") if bearer_key else b""
     resume = _RESUME if is_resumable else b""
     internal = call.internal_headers if replica.is_ours else b""
     return b"POST %b HTTP/1.1\r\nhost: %b\r\n%b%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (

@@ -39,7 +39,7 @@ from argosy_protocol.telemetry import (
     unpack_u64,
 )
 from argosy_router.fleet.health import SUSPECT_STEP_AGE_S, stall_bound_s
-from argosy_router.fleet.polling import ForeignPoller
+from argosy_router.fleet.links.foreign_poller import ForeignPoller
 from argosy_router.fleet.replica import Replica
 from argosy_router.http.client import ClientConnection
 from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError

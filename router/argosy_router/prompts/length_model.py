@@ -1,12 +1,12 @@
-"""Prompt lengths in tokens, estimated from bytes: the ratio is learnt from the usage that answers tell."""
+"""Model of prompt lengths: estimates tokens from bytes, by a ratio learnt from the usage that answers report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from argosy_router.fleet.prompt import Prompt
 from argosy_router.native.accelerated import chunk_tokens
+from argosy_router.prompts.prompt_hash import Prompt
 
 PRIOR_BYTES_PER_TOKEN: Final = 4.0
 """English prose with a large vocabulary; corrected by the first answers' usage."""
@@ -15,8 +15,8 @@ _MIN_TEXT_BYTES: Final = 256
 """In shorter prompts the chat template's tokens distort the ratio."""
 
 
-class PromptLengths:
-    """The estimates of one service."""
+class PromptLengthModel:
+    """Estimates the lengths of one service's prompts."""
 
     def __init__(self) -> None:
         self.bytes_per_token = PRIOR_BYTES_PER_TOKEN
@@ -33,7 +33,8 @@ class PromptLengths:
         return chunk_tokens(prompt.segment_bytes, per_token)
 
     def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
-        """Take in a prompt's true length, which an answer told. Token ids and media tell nothing about bytes."""
+        """Adapt the ratio to a prompt's true length. Prompts with token ids or media are ignored, because their
+        tokens do not follow from bytes."""
         is_text = not prompt.token_ids and not prompt.has_media
         if prompt.text_bytes >= _MIN_TEXT_BYTES and is_text and prompt_tokens > 0:
             ratio = min(16.0, max(0.25, prompt.text_bytes / prompt_tokens))

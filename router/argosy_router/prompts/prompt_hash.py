@@ -1,4 +1,4 @@
-"""Prompts as seen by routing: chunk hashes and sizes.
+"""Hashing of prompts: the chunk hashes and sizes by which a request is routed.
 
 Owns: which prompt of a batch counts, and the seed that separates services, adapters and cache salts.
 Must not know: replicas, indexes.
@@ -14,19 +14,19 @@ from argosy_protocol.openai import GenerationRequest
 from argosy_protocol.prompt_segments import Segment, SegmentKind
 from argosy_router.native.accelerated import chunk_hashes
 
-_KEY_CHUNKS: Final = 4
-"""The rendezvous key is the hash chain up to this chunk: the role, then the first 768 bytes of the first text. Fewer
+_AFFINITY_CHUNKS: Final = 4
+"""The affinity hash is the hash chain up to this chunk: the role, then the first 768 bytes of the first text. Fewer
 would send every prompt with the same role to one replica; more would separate prompts that share a system prompt."""
 
 
 class Prompt:
-    """A request's prompt, as far as routing looks at it."""
+    """A request's prompt as routing sees it, without its content."""
 
     __slots__ = (
+        "affinity_hash",
         "chunk_tokens",
         "has_media",
         "hashes",
-        "key",
         "name",
         "segment_bytes",
         "session",
@@ -37,7 +37,7 @@ class Prompt:
     def __init__(
         self,
         hashes: Sequence[int],
-        key: int,
+        affinity_hash: int,
         text_bytes: int,
         token_ids: int,
         session: int = 0,
@@ -48,8 +48,8 @@ class Prompt:
         has_media: bool = False,
     ) -> None:
         self.hashes = hashes
-        self.key = key
-        """Hash of the prompt's beginning; zero if it has no chunk."""
+        self.affinity_hash = affinity_hash
+        """Hash of the prompt's beginning, by which rendezvous hashing ranks replicas; zero if it has no chunk."""
         self.text_bytes = text_bytes
         self.token_ids = token_ids
         self.session = session
@@ -59,9 +59,9 @@ class Prompt:
         self.chunk_tokens = chunk_tokens
         """Prompt tokens up to the end of each chunk, if known; else they are estimated from `segment_bytes`."""
         self.name = name
-        """Adapter or alias that the replica must have, as perhaps not all do. Empty for the model itself."""
+        """Adapter or alias that a replica must serve to answer, if not all replicas do. Empty for the model itself."""
         self.has_media = has_media
-        """Whether it has parts that are not text, whose tokens are not proportional to any bytes."""
+        """Whether it has parts that are no text, such as images, whose tokens do not follow from their bytes."""
 
 
 class PromptHasher:
@@ -104,10 +104,10 @@ class PromptHasher:
                     has_media = True
                 else:
                     text += len(data)
-        key = hashes[min(_KEY_CHUNKS, len(hashes)) - 1] if hashes else 0
+        affinity_hash = hashes[min(_AFFINITY_CHUNKS, len(hashes)) - 1] if hashes else 0
         return Prompt(
             hashes,
-            key,
+            affinity_hash,
             text,
             ids,
             session,

@@ -14,7 +14,7 @@ import logging
 import random
 from collections.abc import Callable
 
-from argosy_router.fleet.engine_metrics import parse_load
+from argosy_router.fleet.links.engine_metrics import parse_load
 from argosy_router.fleet.replica import Replica
 from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.http.fetch import Fetcher
