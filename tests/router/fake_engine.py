@@ -116,6 +116,8 @@ def event(text: str, finish: str | None = None) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+NORMAL_STREAM = event("hel") + event("lo") + event("", "stop") + DONE
+"""The events of `answer_normally`."""
 
 
 async def answer_normally(connection: Connection, request: Received) -> None:
