@@ -9,7 +9,7 @@ import pytest
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.watchdog import CHECK_INTERVAL_S, Watchdog
+from argosy_engine.core.request_watchdog import CHECK_INTERVAL_S, Watchdog
 from argosy_engine.messages.core_messages import EngineCoreRequest, ErrorKind, FinishReason
 from argosy_engine.params.sampling_params import SamplingParams
 from core_fakes import BLOCK, FakeExecutor

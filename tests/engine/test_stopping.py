@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
-from argosy_engine.core.repetition import RepetitionDetector
+from argosy_engine.core.repetition_detector import RepetitionDetector
 from argosy_engine.core.request import Request
 from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.errors import InvalidRequest

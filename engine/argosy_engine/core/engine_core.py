@@ -23,10 +23,10 @@ import msgspec
 from argosy_engine.config import EngineArgs, HfOverrides, ResolvedConfig
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
+from argosy_engine.core.request_watchdog import Watchdog
 from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.core.sched.step_timing import StepTiming
 from argosy_engine.core.sleep_state import SleepState
-from argosy_engine.core.watchdog import Watchdog
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor, PendingOutput
 from argosy_engine.messages.collective_rpc import CollectiveRpc

@@ -6,7 +6,7 @@ import time
 from enum import IntEnum
 
 from argosy_engine.core.kv_cache.block_hash import hash_block, root_hash
-from argosy_engine.core.repetition import RepetitionDetector
+from argosy_engine.core.repetition_detector import RepetitionDetector
 from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreRequest, FinishReason, PrefillStats
 from argosy_engine.messages.scheduler_output import BlockIds
 from argosy_engine.params.sampling_params import SamplingParams

@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.messages.scheduler_output import MultimodalFeature
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
@@ -155,33 +154,3 @@ class EngineCoreOutputs(Struct, array_like=True, omit_defaults=True, gc=False):
     utility: UtilityOutput | None = None
     dead: str | None = None
     """Reason why the core is dying; set in its last message."""
-
-
-class Hello(Struct, tag="HELLO", tag_field="status"):
-    """First message of the core process to its client."""
-
-    pid: int
-
-
-class Handshake(Struct, tag="INIT", tag_field="status"):
-    """The client's answer: the arguments to run with."""
-
-    engine_args: EngineArgs
-
-
-class Loading(Struct, tag="LOADING", tag_field="status"):
-    """Both sockets are connected, so the client may delete their files; the core loads the model."""
-
-
-class Ready(Struct, tag="READY", tag_field="status"):
-    config: ResolvedConfig
-
-
-class Failed(Struct, tag="FAILED", tag_field="status"):
-    """The core could not start. `message` is meant for the person who started it."""
-
-    message: str
-    is_config_error: bool
-
-
-HandshakeMessage = Hello | Handshake | Loading | Ready | Failed

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 EXIT_TIMEOUT_S = 5.0
 """How long a child may take to exit after its pipe or socket is closed, before it is killed."""
-_KILL_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 5.0
 """How long a killed child may take to end. It may hang in an uninterruptible system call, of a device's driver or of a
 network file system, and must not hold up its parent then."""
 
@@ -61,14 +61,14 @@ def end_child(process: subprocess.Popen[bytes], name: str, timeout_s: float = EX
         logger.warning("%s, process %d, has not exited within %g s: killing it", name, process.pid, timeout_s)
     process.kill()
     try:
-        process.wait(_KILL_TIMEOUT_S)
+        process.wait(KILL_TIMEOUT_S)
         return True
     except subprocess.TimeoutExpired:
         logger.error(
             "%s, process %d, has not ended %g s after SIGKILL: giving it up",
             name,
             process.pid,
-            _KILL_TIMEOUT_S,
+            KILL_TIMEOUT_S,
         )
         return False
 

@@ -57,15 +57,15 @@ class ModelRunner:
             dtype,
             device,
         )
-        place_of = {
+        location_of = {
             layer: (group, index)
             for group, members in enumerate(self.groups)
             for index, layer in enumerate(members.layers)
         }
-        places = [place_of[layer] for layer in range(config.num_hidden_layers)]
-        self.kv_cache = [storage[index] for _, index in places]
+        locations = [location_of[layer] for layer in range(config.num_hidden_layers)]
+        self.kv_cache = [storage[index] for _, index in locations]
         """One tensor [2, num_blocks, block_size, num_kv_heads, head_dim] per layer."""
-        self._group_of_layer = [group for group, _ in places]
+        self._group_of_layer = [group for group, _ in locations]
         self.batch = InputBatch(
             max_num_seqs,
             max_model_len,

@@ -18,14 +18,9 @@ import msgspec
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.messages.core_messages import (
-    Failed,
-    Handshake,
-    HandshakeMessage,
-    Hello,
-    Loading,
-    Ready,
     RequestType,
 )
+from argosy_engine.messages.handshake import Failed, Handshake, HandshakeMessage, Hello, Loading, Ready
 from argosy_engine.osproc.child_process import describe_exit, end_child, open_pidfd, parent_argument
 from argosy_engine.osproc.file_descriptors import require_free
 

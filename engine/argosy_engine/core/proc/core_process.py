@@ -33,17 +33,12 @@ from argosy_engine.messages.core_messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ErrorKind,
-    Failed,
     FinishReason,
-    Handshake,
-    HandshakeMessage,
-    Hello,
-    Loading,
-    Ready,
     RequestType,
     UtilityCall,
     UtilityOutput,
 )
+from argosy_engine.messages.handshake import Failed, Handshake, HandshakeMessage, Hello, Loading, Ready
 from argosy_engine.osproc.child_process import die_with_parent
 from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
 from argosy_engine.sizing.kv_cache_sizing import check_model
@@ -106,12 +101,12 @@ class CoreProcess:
         Returns the exit code: 2 for a configuration error, 1 for any other failure.
         """
         # A message each way proves that both sockets are connected.
-        self._tell(Hello(os.getpid()))
+        self._send_handshake(Hello(os.getpid()))
         kind, payload = self._input.recv_multipart()
         init = msgspec.msgpack.decode(payload, type=HandshakeMessage)
         if kind != RequestType.HANDSHAKE or not isinstance(init, Handshake):
             raise TypeError(f"expected the handshake, got {type(init).__name__}")
-        self._tell(Loading())
+        self._send_handshake(Loading())
         # Only now: before, a core that outlives its client must still remove the sockets' files.
         die_with_parent(self._parent)
         started = time.perf_counter()
@@ -126,11 +121,11 @@ class CoreProcess:
             imported = time.perf_counter() - started
             self.core = EngineCore(init.engine_args, executor)
         except ConfigError as error:
-            self._tell(Failed(str(error), True))
+            self._send_handshake(Failed(str(error), True))
             return 2
         except Exception as error:
             logger.exception("the engine core could not start")
-            self._tell(Failed(f"{type(error).__name__}: {error}", False))
+            self._send_handshake(Failed(f"{type(error).__name__}: {error}", False))
             return 1
         self.core.structured.wake = lambda: self._input_queue.put(None)
         config = self.core.config
@@ -139,7 +134,7 @@ class CoreProcess:
         gc.collect()
         gc.freeze()
         describe_on_signal("argosy engine core", self._describe)
-        self._tell(Ready(msgspec.structs.replace(config, startup_phases=phases)))
+        self._send_handshake(Ready(msgspec.structs.replace(config, startup_phases=phases)))
         threading.Thread(target=self.process_input_socket, daemon=True, name="input").start()
         sender = threading.Thread(target=self.process_output_socket, name="output")
         sender.start()
@@ -190,7 +185,7 @@ class CoreProcess:
             message = self._input_queue.get(timeout=IDLE_HEARTBEAT_S)
         except queue.Empty:
             return False
-        self._act(message)
+        self._handle(message)
         return True
 
     def drain_inputs(self) -> None:
@@ -200,7 +195,7 @@ class CoreProcess:
                 message = self._input_queue.get_nowait()
             except queue.Empty:
                 return
-            self._act(message)
+            self._handle(message)
 
     def receive(self, kind: bytes, payload: bytes) -> None:
         """Decode a message of the client and queue it for the loop. A malformed message fails at most its request."""
@@ -232,7 +227,7 @@ class CoreProcess:
             self._refuse(request_id, f"{type(error).__name__}: {error}", ErrorKind.INTERNAL)
             return None
 
-    def _act(self, message: _Input) -> None:
+    def _handle(self, message: _Input) -> None:
         """Pass a decoded message to the core."""
         match message:
             case _Addition():
@@ -294,7 +289,7 @@ class CoreProcess:
                 self._sent_at = time.monotonic()
             self._output.close()  # lingers until the client has everything
 
-    def _tell(self, message: HandshakeMessage) -> None:
+    def _send_handshake(self, message: HandshakeMessage) -> None:
         self._output.send(msgspec.msgpack.encode(message))
 
 

@@ -1,0 +1,40 @@
+"""Handshake between a client and the process of its engine core, in this order: Hello, Handshake, Loading, Ready.
+
+`Failed` takes the place of `Ready` if the core cannot start.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from argosy_engine.config import EngineArgs, ResolvedConfig
+
+
+class Hello(Struct, tag="HELLO", tag_field="status"):
+    """First message of the core process to its client."""
+
+    pid: int
+
+
+class Handshake(Struct, tag="INIT", tag_field="status"):
+    """The client's answer: the arguments to run with."""
+
+    engine_args: EngineArgs
+
+
+class Loading(Struct, tag="LOADING", tag_field="status"):
+    """Both sockets are connected, so the client may delete their files; the core loads the model."""
+
+
+class Ready(Struct, tag="READY", tag_field="status"):
+    config: ResolvedConfig
+
+
+class Failed(Struct, tag="FAILED", tag_field="status"):
+    """The core could not start. `message` is meant for the person who started it."""
+
+    message: str
+    is_config_error: bool
+
+
+HandshakeMessage = Hello | Handshake | Loading | Ready | Failed
