@@ -1,4 +1,4 @@
-"""A whole router: assembly of its parts, start, drain and stop.
+"""The router process: assembly of its parts, start, drain and stop.
 
 Owns: the lifecycle of one router in one event loop. Must not know: command line, environment.
 Invariant: every task has an owner here or in the fleet, and `run` returns only when all have ended.
@@ -310,8 +310,8 @@ class Router:
         self.stopping.set()
 
     async def drain(self) -> None:
-        """Drain: drop readiness, close the listener and then idle connections, and give requests under way, including
-        those still being received, time to end."""
+        """Drop readiness, close the listener and then idle connections, and wait for the other requests to end,
+        including those still being received."""
         self.application.is_draining = self.server.is_draining = True
         self.fleet.changed()
         await _wait(self.hurry, self.config.drain_settle_s)
@@ -328,7 +328,7 @@ class Router:
             log.warning("cutting %d requests", self.server.busy)
 
     async def _ended(self) -> None:
-        """Wait until no request is under way, on the main port or in the admin page's playground."""
+        """Wait until every request has ended, on the main port and in the admin page's playground."""
         await self.server.emptied()
         await self.requests.idle.wait()
 

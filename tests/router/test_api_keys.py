@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from argosy_router.auth.accounts import Anyone, RateLimited
+from argosy_router.auth.accounts import AnonymousAccount, RateLimited
 from argosy_router.auth.keys import KeyFileError, KeyTable, parse_line
 
 from .accounts import account
@@ -115,7 +115,7 @@ def test_a_request_steps_back_but_never_ahead_of_its_key(
     terms: dict[str, int], asked: int, priority: int
 ) -> None:
     assert account("a", **terms).priority(asked) == priority
-    assert Anyone().priority(asked) == asked
+    assert AnonymousAccount().priority(asked) == asked
 
 
 def test_keys_open_their_own_models_only() -> None:

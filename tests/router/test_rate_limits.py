@@ -60,7 +60,7 @@ def test_a_request_larger_than_the_limit_needs_all_of_it_and_passes() -> None:
 def test_parallel_requests_are_counted() -> None:
     limited = account(max_parallel_requests=2)
     first, second = limited.reserve(1, 0.0), limited.reserve(1, 0.0)
-    with pytest.raises(RateLimited, match="under way"):
+    with pytest.raises(RateLimited, match="in progress"):
         limited.reserve(1, 0.0)
     first.settle(5)
     first.cancel()

@@ -1,4 +1,4 @@
-"""Accounts: what the holder of a key may ask for, and what it has under way.
+"""Accounts: what the holder of a key may ask for, and what it has reserved of its rate limits.
 
 Owns: a key's terms applied to requests. Must not know: keys themselves, queues, HTTP.
 Each of several routers has its share of the limits; together they keep the limits, except for one request each if a
@@ -20,9 +20,10 @@ MAX_PRIORITY = (1 << 31) - 1
 
 
 USUAL_OUTPUT_TOKENS = 256.0
-"""Output of a request without `max_tokens`, until the account has answers to learn from: an ordinary chat answer."""
+"""Assumed output of a request without `max_tokens` until the account has responses to learn from: an ordinary chat
+answer."""
 _LEARNING_RATE = 0.1
-"""A new habit is learnt in some twenty answers."""
+"""A change in the length of responses is learnt from some twenty of them."""
 
 
 class RateLimited(TooManyRequests):
@@ -80,7 +81,7 @@ class Account:
         self._max_parallel_requests = max(1, parallel // routers) if parallel else 0
 
     def may_use(self, *names: str) -> bool:
-        """Return whether it may use the model that has these names."""
+        """Return whether the account may use the model that has these names."""
         models = self._terms.models
         return not models or any(name in models for name in names)
 
@@ -97,10 +98,10 @@ class Account:
         return hashlib.blake2b(salt, key=self._secret, digest_size=24, person=b"argosy-salt/1").hexdigest()
 
     def reserve(self, tokens: int, now: float) -> Reservation:
-        """Take one request of about so many tokens off the limits.
+        """Reserve one request and an estimate of its tokens.
 
         Raises:
-            RateLimited: one of the limits is reached; nothing was taken.
+            RateLimited: one of the limits is reached; nothing was reserved.
         """
         terms = self._terms
         wait_s = self._limits.wait_s(tokens, now)
@@ -112,28 +113,31 @@ class Account:
             )
         if self._max_parallel_requests and self._active >= self._max_parallel_requests:
             raise RateLimited(
-                f"API key {self.name!r} has its {terms.max_parallel_requests} requests under way",
+                f"API key {self.name!r} has {terms.max_parallel_requests} requests in progress, its limit",
                 retry_after_s=1.0,
                 limits=self._limits.header_lines(),
             )
         if self._limits.tokens is not None:
-            tokens = min(tokens, int(self._limits.tokens.capacity))  # a full bucket is all that can be taken
+            tokens = min(
+                tokens, int(self._limits.tokens.capacity)
+            )  # more than a full bucket can never be reserved
         self._active += 1
         self._limits.take(1, tokens)
         return Reservation(self, tokens, self._limits.header_lines())
 
     def learn_output(self, tokens: float) -> None:
-        """Learn from an answer to a request without `max_tokens`, which took so many tokens for each sequence."""
+        """Learn from the response to a request without `max_tokens`, which had `tokens` for each sequence."""
         self.usual_output_tokens += _LEARNING_RATE * (tokens - self.usual_output_tokens)
 
     def close(self, requests: int, tokens: int) -> None:
-        """Take the difference to what was reserved; for `Reservation` only."""
+        """Correct the limits by the difference from what was reserved; for `Reservation` only."""
         self._active -= 1
         self._limits.take(requests, tokens)
 
 
-class Anyone(Account):
-    """The account of all clients of a router without keys: everything is allowed, and `priority` is honoured."""
+class AnonymousAccount(Account):
+    """The account of all clients of a router without keys: it may use every model, has no limits, and keeps the
+    priority that a request asks for."""
 
     def __init__(self) -> None:
         super().__init__(KeyTerms(name="anyone"), 0.0)
@@ -143,11 +147,11 @@ class Anyone(Account):
         return asked
 
 
-ANYONE = Anyone()
+ANONYMOUS = AnonymousAccount()
 
 
 class Reservation:
-    """The tokens that one request took off its account's limits."""
+    """What one request has reserved of its account's limits."""
 
     __slots__ = ("_account", "_is_open", "_tokens", "header_lines")
 
@@ -156,11 +160,11 @@ class Reservation:
         self._tokens = tokens
         self._is_open = True
         self.header_lines = header_lines
-        """Header lines of the answer, which tell what is left of the limits."""
+        """Header lines of the response, which tell what is left of the limits."""
 
     def settle(self, tokens: int) -> None:
-        """Close with what the request used. What it used beyond its reservation is owed: the bucket goes into debt, and
-        no request passes until the debt is refilled."""
+        """Close with the tokens that the request used. If it used more than it had reserved, the bucket goes into debt,
+        and no request passes until the debt is refilled."""
         self._close(0, tokens - self._tokens)
 
     def cancel(self) -> None:

@@ -1,8 +1,8 @@
 """The key file: API keys from a file that may change, besides those of the command line and the environment.
 
 Owns: when the file is read again. Must not know: its format, requests.
-Invariants: a key file that vanishes or becomes empty locks clients out and never opens the router; a change interrupts
-no request under way.
+Invariants: if the key file vanishes or becomes empty, its keys are refused, and the router still requires one; a change
+interrupts no request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ApiKeys:
         self._poll_s = poll_s
         self._content: bytes | None = None
         self._problem = ""
-        """Why the file as a whole gives no keys, as last logged."""
+        """Why no key of the file is accepted, as last logged; empty if keys are."""
         self.table = KeyTable(keys, is_closed=path is not None, now=time.monotonic())
         self.table.divide(routers, time.monotonic())
         if path is not None:

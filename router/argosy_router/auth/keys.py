@@ -2,7 +2,8 @@
 
 Owns: the format of key files, the table of keys. Must not know: files, requests.
 Invariants: keys are kept as SHA-256 digests only, and a key's text appears in no message; a router that was given keys
-or a file never opens, whatever happens to them; a malformed line denies its own key and no other.
+or a key file never admits clients without a key, whatever happens to the file; a malformed line denies its own key and
+no other.
 
 A key file has one key per line: the key itself, or `sha256:` and its digest in hexadecimal, then its terms
 (`terms.KeyTerms`) as NAME=VALUE in any order. `#` begins a comment line.
@@ -21,7 +22,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from argosy_router.auth.accounts import ANYONE, Account
+from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.auth.terms import KeyTerms
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
@@ -35,10 +36,14 @@ class KeyFileError(ValueError):
 
 
 class KeyTable:
-    """The keys in force. Times are a monotonic clock's."""
+    """Maps keys to accounts. Times are a monotonic clock's."""
 
     def __init__(self, keys: Iterable[str] = (), *, is_closed: bool = False, now: float = 0.0) -> None:
-        """`keys` hold forever; `is_closed` when a key file will add others."""
+        """
+        Args:
+            keys: keys that are never removed.
+            is_closed: whether clients need a key even if `keys` is empty, because a key file adds others.
+        """
         self._fixed = {_digest(key): _default_terms(_digest(key)) for key in keys if key}
         self.is_open = not self._fixed and not is_closed
         self._by_name: dict[str, Account] = {}
@@ -80,7 +85,7 @@ class KeyTable:
     def account_of(self, authorization: bytes | None) -> Account | None:
         """Return the account behind an `Authorization` header (`Bearer KEY`, scheme case-insensitive), or None."""
         if self.is_open:
-            return ANYONE
+            return ANONYMOUS
         scheme, _, key = (authorization or b"").partition(b" ")
         account = self._by_digest.get(hashlib.sha256(key.strip()).digest())
         return account if scheme.lower() == b"bearer" else None

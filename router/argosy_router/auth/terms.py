@@ -1,4 +1,4 @@
-"""The terms of a key: what follows the key in a key file.
+"""The terms of a key, which follow the key in its line of a key file.
 
 Owns: the names, types and bounds of terms. Must not know: requests, how terms are applied.
 """
@@ -22,15 +22,15 @@ class KeyTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     """What logs and metrics call the key. Keys of the same name share one account, as while one replaces another."""
     models: tuple[ModelName, ...] = ()
-    """Names as requests may give them; none means all models."""
+    """Names that requests may give; none means all models."""
     requests_per_minute: Annotated[int, Meta(ge=0, le=MAX_PER_MINUTE)] = 0
     tokens_per_minute: Annotated[int, Meta(ge=0, le=MAX_PER_MINUTE)] = 0
-    """Prompt and completion together."""
+    """Counts prompt and completion tokens together."""
     max_parallel_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Queued ones included."""
+    """Counts queued requests too."""
     weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
     """Share of a saturated service, relative to the other keys with queued requests for it."""
     priority: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)] = 0
-    """Class of all its requests: lower goes first."""
+    """Priority of all its requests; a lower number goes first."""
     cache: Literal["shared", "private"] = "shared"
     """Whose cached prefixes its requests may use: those of all shared keys, or those of its own name only."""

@@ -1,6 +1,6 @@
-"""Flow control in front of the services: send a request now, queue it, or refuse it.
+"""Flow control in front of the services: admit a request now, queue it, or refuse it.
 
-Owns: how many requests each service has under way, and which ones are queued for it in which order.
+Owns: how many requests each service has admitted, and which ones are queued for it in which order.
 Must not know: keys and rate limits, the bytes of requests and answers, how a replica is chosen.
 
     controller      all services: admission, ticks, bounds, metrics

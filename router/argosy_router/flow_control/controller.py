@@ -102,7 +102,7 @@ class FlowController:
             asyncio.get_running_loop().call_soon(self._tick)
 
     def has_capacity(self, service: Service, now: float, name: str = "", sequences: int = 1) -> bool:
-        """Whether a service with requests under way could take one more at once, and no request is queued for it."""
+        """Whether a service that has admitted requests could take one more at once, and no request is queued for it."""
         try:
             return not self._queues[service].num_queued and service.candidates.can_take(now, name, sequences)
         except Unavailable:

@@ -13,8 +13,8 @@ removed without being sent costs its account nothing.
 Some entries need a replica that has a certain adapter or alias: their `name`. `pop_named` is told for which names there
 is capacity, and passes over entries of other names. An account whose entries are passed over earns no claim by that.
 
-A full queue does not let one account keep the others out: a newcomer takes the place of the newest entry of the account
-that has most entries for its weight, unless that is its own, or of an entry with a less urgent priority.
+A full queue does not let one account keep the others out: a new entry evicts the newest entry of the account with the
+most entries for its weight, unless that is its own account, or an entry with a less urgent priority.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ E = TypeVar("E", bound=Entry)
 
 
 class QueueFull(Exception):
-    """The queue is full, and no entry has to make room for the newcomer."""
+    """The queue is full, and no entry may be evicted for the new one."""
 
 
 class _Flow(Generic[E]):
@@ -150,7 +150,7 @@ class FairQueue(Generic[E]):
         """Add an entry. Returns the one that was evicted for it, if any.
 
         Raises:
-            QueueFull: there is no room, and no entry may be evicted.
+            QueueFull: the queue is full, and no entry may be evicted.
         """
         evicted = None
         if len(self) >= max_entries or self.bytes + entry.size > max_bytes:

@@ -1,6 +1,6 @@
 """A request in a queue.
 
-Owns: what flow control needs to know of a request. Must not know: why it is queued, who answers it.
+Owns: the properties of a request that flow control uses. Must not know: why it is queued, who answers it.
 """
 
 # Not compiled: interpreted classes derive from it.
@@ -12,7 +12,7 @@ from argosy_router.auth.accounts import Account
 
 
 class Entry:
-    """A queued request, as far as its position depends on it."""
+    """The properties of a queued request that its position depends on."""
 
     __slots__ = ("account", "cost", "name", "priority", "sequences", "size")
 
@@ -22,13 +22,13 @@ class Entry:
         self.account = account
         self.priority = priority
         self.cost = cost
-        """Tokens that the request is expected to take of the service."""
+        """Tokens that the request is expected to cost the service."""
         self.size = size
-        """Bytes that it holds."""
+        """Bytes that the request holds in memory."""
         self.name = name
         """Adapter or alias that only some replicas have; empty if any replica can answer."""
         self.sequences = sequences
-        """Sequences that it generates side by side."""
+        """Sequences that the request generates in parallel."""
 
 
 class QueuedRequest(Entry):
@@ -41,9 +41,9 @@ class QueuedRequest(Entry):
     ) -> None:
         super().__init__(account, priority, cost, size, name, sequences)
         self.since = 0.0
-        """When it was queued."""
+        """Time at which the request was queued."""
         self.next_since = -1.0
-        """When its turn came for the first time without capacity for all of its sequences; negative before that."""
+        """Time at which its turn came first, without capacity for all of its sequences; negative before that."""
 
     def admit(self) -> None:
         """Send the request, within this call."""

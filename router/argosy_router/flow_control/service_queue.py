@@ -1,20 +1,19 @@
 """The queue of one service: admit a request now, queue it, or refuse it.
 
-Owns: how many sequences of admitted requests the service has under way, which requests are queued, and when queueing
-ends without success.
+Owns: how many sequences of admitted requests have not ended, which requests are queued, and when a queued request is
+refused.
 Must not know: replicas (it asks for their capacity), sockets, timers.
 Invariants: a queued request is told exactly one thing, `admit` or `refuse`, unless it is removed first, and then
 nothing; no request is admitted past those in the queue; a request that was queued longer than allowed is refused at the
 next `tick`.
 
-A service takes as many requests as its replicas have capacity for together; to which of them a request goes is the
-policy's choice, made when the request is admitted, not when it arrives. The capacity is looked up anew when the last
-figure is old or used up, so that admission costs a request of a service at ease two comparisons.
+A service admits as many requests as its replicas have capacity for together. The policy chooses a replica when a
+request is admitted, not when it arrives. The capacity is looked up again only when the last figure is older than
+`CAPACITY_MAX_AGE_S` or used up, so that while a service has free capacity an admission costs two comparisons.
 
-Capacity is counted in sequences, because that is what fills an engine: a call with 128 choices takes 128 times the
-capacity of one. A call whose turn has come, and for which there is some capacity but not enough, holds back those
-behind it while requests end, so that small calls cannot keep it out for ever; after `HOLD_BACK_S` it goes with the
-capacity there is.
+Capacity is counted in sequences, because sequences fill an engine: a request with 128 choices takes 128 times the
+capacity of one. If the next request needs more capacity than is free, the requests behind it wait, so that small
+requests cannot keep it out for ever; after `HOLD_BACK_S` it is admitted to the capacity that is free.
 
 Requests for an adapter, or for an alias that not all replicas have, count the capacity of the replicas that can answer
 them. They wait in the same queue; those for which there is capacity overtake those for which there is none.
@@ -31,10 +30,10 @@ from argosy_router.flow_control.fair_queue import FairQueue, QueueFull
 from argosy_router.flow_control.queued_request import QueuedRequest
 
 CAPACITY_MAX_AGE_S: Final = 0.25
-"""Within this time replicas may report that other routers fill them."""
+"""Lifetime of a looked-up capacity: meanwhile other routers may fill the same replicas."""
 HOLD_BACK_S: Final = 10.0
-"""The time in which most answers end. Other routers fill the same replicas, which may therefore never have so much
-capacity at once, and nobody should wait longer for a call that cannot have it."""
+"""The time in which most responses end. Other routers fill the same replicas, so the capacity for a large request may
+never be free at once; the requests behind it should not wait longer for that."""
 DRAIN_WINDOW_S: Final = 10.0
 MAX_RETRY_AFTER_S: Final = 60.0
 """OpenAI's SDKs ignore a longer hint."""
@@ -102,9 +101,9 @@ class ServiceQueue:
     ) -> None:
         """
         Args:
-            capacity: `capacity(now, name)` returns how many more sequences for a name the replicas take now (the empty
-                name is the model itself), or raises Unavailable if none of them can answer it.
-            fits: `fits(now, name, sequences)` returns whether the replicas take one request with several sequences
+            capacity: `capacity(now, name)` returns how many more sequences for a name the replicas can run now (the
+                empty name is the model itself), or raises Unavailable if none of them can answer it.
+            fits: `fits(now, name, sequences)` returns whether the replicas can run one request with several sequences
                 now, or raises likewise; by default the sequences are compared with the capacity.
         """
         self._model = model
@@ -114,19 +113,19 @@ class ServiceQueue:
         self._queue: FairQueue[QueuedRequest] = FairQueue()
         self._drain = DrainRate(now)
         self.active = 0
-        """Requests admitted and without an end yet."""
+        """Admitted requests that have not ended."""
         self.sequences = 0
-        """Sequences that these generate side by side."""
+        """Sequences of the admitted requests."""
         self._allowed = 0
-        """`sequences` may grow to this ..."""
+        """Bound of `sequences` by the last lookup of the capacity."""
         self._fresh_until = now
-        """... until then ..."""
+        """When that lookup is out of date."""
         self._allowed_name = ""
-        """... by requests for this name."""
+        """The name that the lookup was for."""
         self._is_holding_back = False
-        """Whether the next request waits for more capacity than there is."""
+        """Whether the next request waits for more capacity than is free, and all others wait behind it."""
         self._availability = {"": _Availability(now)}
-        """Of the model itself, and of each name that a request is queued for."""
+        """Availability of the model itself (the empty name), and of each name that a request is queued for."""
 
     @property
     def num_queued(self) -> int:
@@ -137,7 +136,7 @@ class ServiceQueue:
         if self._queue:
             if self._is_holding_back or self._queue.oldest_of(name) is not None:
                 return False
-            self._fresh_until = now  # requests queued for other names may be about to take what was free
+            self._fresh_until = now  # requests queued for other names may take the free capacity
         if sequences > 1:
             try:
                 if not self._fits(now, name, sequences):
@@ -228,7 +227,7 @@ class ServiceQueue:
         bounds, availability = self._bounds(), self._availability[name]
         timeout_s = bounds.hold_timeout_s if availability.is_unavailable else bounds.queue_timeout_s
         while (oldest := self._queue.oldest_of(name)) is not None:
-            # A replica that comes and goes starts the time anew, but not for ever.
+            # A replica that comes and goes restarts the time, but not for ever.
             last = oldest.since + bounds.hold_timeout_s + bounds.queue_timeout_s
             if min(last, max(oldest.since, availability.changed) + timeout_s) > now:
                 return

@@ -452,7 +452,7 @@ class ServerConnection(asyncio.Protocol):
         self._lose_client()
 
     def drain(self) -> None:
-        """Close the connection if no request is under way."""
+        """Close the connection unless a request is being received or answered."""
         if not self.is_busy and not self._is_closing:
             self._close()
 

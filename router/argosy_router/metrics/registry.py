@@ -97,7 +97,7 @@ class Metrics:
         self._process = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._process)
         self._scrape: asyncio.Task[bytes] | None = None
-        """The scrape under way."""
+        """The scrape that is being rendered, if any."""
 
     @property
     def series(self) -> Iterable[Series]:

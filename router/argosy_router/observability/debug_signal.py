@@ -2,7 +2,7 @@
 
 Owns: the signal, and the thread that waits for it. Must not know: requests (a callback describes them).
 A separate thread first writes the stacks of all threads, so that they appear even if the event loop hangs. Once the
-loop turns, its tasks and the requests under way follow.
+loop turns, its tasks and the current requests follow.
 """
 
 # Not compiled: runs on a signal.

@@ -46,7 +46,7 @@ _ATTRIBUTES = {
 
 
 class Trace:
-    """The span of one request under way."""
+    """The span of one request that has not ended."""
 
     __slots__ = ("_span",)
 

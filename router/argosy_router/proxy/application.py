@@ -25,7 +25,7 @@ from argosy_protocol.errors import (
     Unauthorized,
 )
 from argosy_protocol.openai import ModelCard, ModelList
-from argosy_router.auth.accounts import ANYONE, Account
+from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.auth.keys import KeyTable
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
@@ -116,7 +116,7 @@ class RouterApplication:
         """Answer a chat of a client that was authorised elsewhere."""
         request_id = request_id_for(None)
         try:
-            self._generate(client, request, "chat/completions", request_id, ANYONE)
+            self._generate(client, request, "chat/completions", request_id, ANONYMOUS)
         except ApiError as error:
             self._refuse(client, request_id, error)
 

@@ -1,8 +1,8 @@
-"""Rate limits: requests and tokens per minute, as token buckets.
+"""Token buckets of requests and tokens per minute.
 
 Owns: how much of its limits an account has left. Must not know: keys, requests.
-Invariants: a bucket never holds more than one minute's worth, or one token if that is less; it may be in debt (an
-answer was longer than reserved), and then no request passes until the debt is refilled.
+Invariants: a bucket never holds more than one minute's refill, but at least one; it may be in debt (a response was
+longer than reserved), and then no request passes until the debt is refilled.
 
 Times are a monotonic clock's, passed in. The header names and the forms of their values are OpenAI's.
 """
@@ -15,7 +15,7 @@ PERIOD_S = 60.0
 
 
 class TokenBucket:
-    """Refills at `per_minute`, continuously; begins full. Less than one a minute is a limit, too."""
+    """A bucket that begins full and refills continuously at `per_minute`, which may be below one."""
 
     __slots__ = ("_level", "_time", "capacity", "per_minute")
 
@@ -33,8 +33,8 @@ class TokenBucket:
         self._level = min(self._level, self.capacity)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` can be taken; zero if it can be now. If it exceeds the capacity, a full
-        bucket is enough."""
+        """Return the seconds until `amount` can be taken; zero if it can be taken now. For an amount above the capacity
+        a full bucket is enough."""
         self._refill(now)
         missing = min(amount, self.capacity) - self._level
         return missing * PERIOD_S / self.per_minute if missing > 0 else 0.0
@@ -74,13 +74,13 @@ class RateLimits:
         return self.requests is not None or self.tokens is not None
 
     def wait_s(self, tokens: int, now: float) -> float:
-        """Return the seconds until one more request of so many tokens may pass; zero if it may now."""
+        """Return the seconds until one more request with this many tokens may pass; zero if it may pass now."""
         requests_s = self.requests.wait_s(1, now) if self.requests is not None else 0.0
         tokens_s = self.tokens.wait_s(tokens, now) if self.tokens is not None else 0.0
         return max(requests_s, tokens_s)
 
     def take(self, requests: int, tokens: int) -> None:
-        """Take a request that may pass; negative numbers are returned to the buckets."""
+        """Take requests and tokens from the buckets; negative numbers are returned to them."""
         if self.requests is not None:
             self.requests.take(requests)
         if self.tokens is not None:
