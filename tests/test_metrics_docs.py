@@ -12,7 +12,7 @@ from argosy_engine import LLM
 from argosy_engine.api.metrics import Metrics
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_router.metrics.series import PREFIX
-from dashboards.promql import Registry
+from monitoring.promql import Registry
 
 TEXT = (Path(__file__).parents[1] / "docs" / "reference" / "metrics.md").read_text()
 ROW = re.compile(r"^\| `([\w:]+)` \| (counter|gauge|histogram) \|", re.MULTILINE)

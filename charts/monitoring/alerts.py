@@ -1,6 +1,6 @@
 """The Prometheus rules.
 
-Owns: which alerts there are, and what each tells people to do. Must not know: how metrics are named.
+Owns: the alerts, with the remedy that each names. Must not know: the full names of metrics.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dashboards.promql import Expressions, Registry
+from monitoring.promql import Expressions, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def alerts(registry: Registry) -> list[Alert]:
             f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="connecting"}}) == 1',
             "30m",
             "warning",
-            "Nobody has answered at {{ $labels.replica }} of {{ $labels.model }} for half an hour.",
+            "{{ $labels.replica }} of {{ $labels.model }} has not answered for half an hour.",
             "`kubectl get isvc -A -o wide` tells whether it still loads its model, or why its process keeps ending.",
         ),
         Alert(
@@ -69,15 +69,15 @@ def alerts(registry: Registry) -> list[Alert]:
             f"max by (model) ({registry.gauge('panic')}) == 1",
             "1m",
             "critical",
-            "Most replicas of {{ $labels.model }} keep failing; requests are sent to them all the same.",
-            "What they have in common is at fault: the requests, the network, or the version of the engine.",
+            "Most replicas of {{ $labels.model }} keep failing; requests are still sent to all of them.",
+            "Look for a common cause: the requests, the network, or the version of the engine.",
         ),
         Alert(
             "ArgosyReplicaSilent",
             f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="suspect"}}) == 1',
             "5m",
             "warning",
-            "{{ $labels.replica }} of {{ $labels.model }} is silent, or its engine core does not turn.",
+            "{{ $labels.replica }} of {{ $labels.model }} is silent, or its engine core is stuck.",
             "Read its log; a process that is stuck in its device needs the pod to be deleted.",
         ),
         Alert(
@@ -85,15 +85,15 @@ def alerts(registry: Registry) -> list[Alert]:
             f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="stale"}}) == 1',
             "5m",
             "warning",
-            "The router has lost the telemetry of {{ $labels.replica }}: it is routed by history alone.",
-            "Check the replica's log and what lies between it and the router.",
+            "The router has lost the telemetry of {{ $labels.replica }}, and routes to it by its own history alone.",
+            "Check the replica's log, and the network between it and the router.",
         ),
         Alert(
             "ArgosyStreamsCut",
             f"{e.rate('interrupted_streams', per_replica)} > 0",
             "10m",
             "warning",
-            "{{ $labels.replica }} keeps dying under its streams.",
+            "{{ $labels.replica }} keeps dying while it streams.",
             "`kubectl describe pod` shows the last termination; an OOM kill asks for a smaller KV cache.",
         ),
         Alert(
@@ -110,7 +110,7 @@ def alerts(registry: Registry) -> list[Alert]:
             "30m",
             "warning",
             "First tokens of {{ $labels.replica }} come {{ $value | humanize }} times as late as expected.",
-            "Choices rest on this. Look for work the replica does not report: other routers, other processes.",
+            "Routing relies on this prediction. Look for work that the replica does not report, such as other routers.",
         ),
         Alert(
             "ArgosyHitsMissing",
@@ -125,7 +125,7 @@ def alerts(registry: Registry) -> list[Alert]:
             f"{e.quantile(0.99, 'decision_seconds')} > 0.001",
             "10m",
             "warning",
-            "One in a hundred choices takes more than a millisecond.",
+            "One in a hundred routing decisions takes more than a millisecond.",
             "The router lacks CPU: raise its requests, or add replicas of it.",
         ),
         Alert(
@@ -141,8 +141,8 @@ def alerts(registry: Registry) -> list[Alert]:
             f"sum by (instance) (increase({registry.counter('usage_write_failures')}[5m])) > 0",
             "0m",
             "critical",
-            "{{ $labels.instance }} cannot write usage files; what it holds is lost if it ends.",
-            "Look at the disk behind --usage-log.",
+            "{{ $labels.instance }} cannot write usage files; unwritten records are lost if it ends.",
+            "Check the disk of --usage-log.",
         ),
     ]
 

@@ -11,9 +11,9 @@ import yaml
 
 from argosy_router.metrics.registry import PREFIX
 from argosy_router.metrics.series import Counter
-from dashboards.__main__ import DASHBOARD, RULES, render
-from dashboards.grafana import rows
-from dashboards.promql import Registry
+from monitoring.__main__ import DASHBOARD, RULES, render
+from monitoring.grafana import rows
+from monitoring.promql import Registry
 
 from .fake_engine import FakeEngine
 from .harness import rig

@@ -1,6 +1,6 @@
 """The Grafana dashboard.
 
-Owns: which panels there are, and Grafana's form of them. Must not know: how metrics are named.
+Owns: the panels, and their form in Grafana. Must not know: the full names of metrics.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dashboards.promql import Expressions, Registry
+from monitoring.promql import Expressions, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,37 +52,37 @@ def rows(registry: Registry) -> list[Row]:
                     "short",
                     [
                         (e.rate("prompt_tokens"), "prompt"),
-                        (e.rate("actual_cached_tokens"), "of it cached"),
+                        (e.rate("actual_cached_tokens"), "cached prompt"),
                         (e.rate("completion_tokens"), "generated"),
                     ],
-                    "Per second, by usage of the answers.",
+                    "Per second, from the usage of responses.",
                 ),
                 Panel(
                     "Queue",
                     "short",
                     [(e.gauge("queued_requests", "model"), "{{model}}")],
-                    "Requests that wait because all replicas are full.",
+                    "Requests queued while all replicas are full.",
                 ),
             ),
         ),
         Row(
-            "Choices",
+            "Routing",
             (
                 Panel(
                     "Served from cache",
                     "percentunit",
                     [
-                        (f"{e.rate('actual_cached_tokens')} / {e.rate('prompt_tokens')}", "in fact"),
+                        (f"{e.rate('actual_cached_tokens')} / {e.rate('prompt_tokens')}", "actual"),
                         (f"{e.rate('predicted_cached_tokens')} / {e.rate('prompt_tokens')}", "expected"),
                     ],
                     "Share of prompt tokens.",
                 ),
                 Panel("Reasons", "reqps", [(e.rate("routes", "reason"), "{{reason}}")], is_stacked=True),
                 Panel(
-                    "What was known of the replica",
+                    "State of the chosen replica",
                     "reqps",
                     [(e.rate("routes", "mode"), "{{mode}}")],
-                    "synced: its own announcements; stale, foreign: the router's history.",
+                    "synced: routed by the replica's announcements; stale, foreign: by the router's history.",
                     is_stacked=True,
                 ),
                 Panel(
@@ -95,10 +95,10 @@ def rows(registry: Registry) -> list[Row]:
                             "{{replica}}",
                         )
                     ],
-                    "1 is a prediction that holds.",
+                    "1 is an exact prediction.",
                 ),
                 Panel(
-                    "Time to choose",
+                    "Decision time",
                     "s",
                     [
                         (e.quantile(share, "decision_seconds", has_model=False), f"p{share * 100:g}")
@@ -152,21 +152,19 @@ def rows(registry: Registry) -> list[Row]:
                     "Hedges",
                     "ops",
                     [(e.rate("hedges", "outcome"), "{{outcome}}")],
-                    "Second attempts beside an overdue one. Mostly lost ones say that --hedge-after is too low.",
+                    "Second attempts started beside an overdue one. If most are lost, --hedge-after is too low.",
                 ),
                 Panel(
-                    "Ejections, rests and cut streams",
+                    "Ejections, cooldowns and interrupted streams",
                     "ops",
                     [
                         (e.rate("ejections", "replica"), "{{replica}} ejected"),
-                        (e.rate("rests", "replica"), "{{replica}} rested"),
-                        (e.rate("interrupted_streams", "replica"), "{{replica}} cut"),
+                        (e.rate("rests", "replica"), "{{replica}} cooldown"),
+                        (e.rate("interrupted_streams", "replica"), "{{replica}} interrupted"),
                     ],
                 ),
-                Panel(
-                    "Streams whose replica died", "ops", [(e.rate("migrations", "outcome"), "{{outcome}}")]
-                ),
-                Panel("Clients that left", "ops", [(e.rate("client_disconnects", "model"), "{{model}}")]),
+                Panel("Stream migrations", "ops", [(e.rate("migrations", "outcome"), "{{outcome}}")]),
+                Panel("Client disconnects", "ops", [(e.rate("client_disconnects", "model"), "{{model}}")]),
             ),
         ),
         Row(
@@ -174,7 +172,7 @@ def rows(registry: Registry) -> list[Row]:
             (
                 Panel("Tokens per key", "short", [(e.rate("usage_tokens", "key, kind"), "{{key}} {{kind}}")]),
                 Panel(
-                    "Refused by a key's limits",
+                    "Refused by rate limits of keys",
                     "ops",
                     [(e.rate("rate_limited", "key", has_model=False), "{{key}}")],
                 ),

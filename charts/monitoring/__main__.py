@@ -1,4 +1,4 @@
-"""Writes the files: `python -m dashboards DIRECTORY`."""
+"""Write the dashboard and the rules: `python -m monitoring DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import yaml
 
-from dashboards.alerts import rules
-from dashboards.grafana import dashboard
-from dashboards.promql import Registry
+from monitoring.alerts import rules
+from monitoring.grafana import dashboard
+from monitoring.promql import Registry
 
 DASHBOARD = "router-dashboard.json"
 RULES = "router-rules.yaml"
 
 
 def render(registry: Registry) -> dict[str, str]:
-    """The files, by name."""
+    """Render the files: name -> text."""
     return {
         DASHBOARD: json.dumps(dashboard(registry), indent=1) + "\n",
         RULES: yaml.safe_dump(rules(registry), sort_keys=False, width=1000),
@@ -27,8 +27,8 @@ def render(registry: Registry) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the files into a directory."""
-    parser = argparse.ArgumentParser(prog="python -m dashboards", description=__doc__)
+    """Write the files into a directory."""
+    parser = argparse.ArgumentParser(prog="python -m monitoring", description=__doc__)
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args(argv).directory
     for name, text in render(Registry.of_router()).items():
