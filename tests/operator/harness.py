@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
 
 from builders import CONFIG
-from fake_kubernetes import FakeKubernetes, Object, selects
+from fake_kubernetes import FakeKubernetes, Object, is_pod_ready, selects
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.kinds import Kind
+from argosy_operator.kinds import DEPLOYMENTS, Kind
 from argosy_operator.reconcile.controller import WATCHED, Controller
 from argosy_protocol.fleet import decode_fleet
 from argosy_protocol.routable_report import ReplicaReport, RoutableReport
+from argosy_resource.engine_address import SERVICE_LABEL
 
 ROUTER_POD = {
     "apiVersion": "v1",
@@ -145,3 +147,61 @@ def new_cluster(*, gpus: int = 100, router: bool = True) -> FakeKubernetes:
     if router:
         cluster.create(ROUTER_POD)
     return cluster
+
+
+@contextlib.asynccontextmanager
+async def settled(*resources: Object, **options: Any) -> AsyncIterator[tuple[FakeKubernetes, Operator]]:
+    """A cluster with these resources and an operator, once nothing happens any more.
+
+    Args:
+        options: passed to `new_cluster`.
+    """
+    cluster = new_cluster(**options)
+    async with Operator(cluster) as operator:
+        for resource in resources:
+            cluster.create(resource)
+        await operator.settle()
+        yield cluster, operator
+
+
+# what a test asks of a cluster
+
+
+def deployment(cluster: FakeKubernetes, name: str = "tiny") -> Object:
+    return cluster.objects[DEPLOYMENTS, "team", f"{name}-engine"]
+
+
+def condition(cluster: FakeKubernetes, kind: str, name: str = "tiny") -> tuple[str, str]:
+    """Status and reason of a condition."""
+    found = cluster.condition(kind, name)
+    return found["status"], found["reason"]
+
+
+def is_ready(cluster: FakeKubernetes, name: str = "tiny") -> bool:
+    return cluster.condition("Ready", name).get("status") == "True"
+
+
+def living_pods(cluster: FakeKubernetes, name: str = "tiny") -> list[Object]:
+    """A service's pods that are not being deleted."""
+    return [
+        pod
+        for pod in cluster.pods()
+        if pod["metadata"]["labels"].get(SERVICE_LABEL) == name
+        and not pod["metadata"].get("deletionTimestamp")
+    ]
+
+
+def num_routable(cluster: FakeKubernetes, name: str = "tiny") -> int:
+    return sum(map(is_pod_ready, living_pods(cluster, name)))
+
+
+def watch_routable(cluster: FakeKubernetes, name: str = "tiny") -> list[int]:
+    """A list that gets the number of routable replicas with each event from now on."""
+    counts: list[int] = []
+    cluster.listeners.append(lambda kind, event, obj: counts.append(num_routable(cluster, name)))
+    return counts
+
+
+def edit_engine(cluster: FakeKubernetes, **engine: Any) -> None:
+    """Change fields of `spec.engine` of the service `tiny`."""
+    cluster.edit("tiny", lambda spec: spec["engine"].update(engine))

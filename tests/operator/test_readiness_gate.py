@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from builders import NOW, pod
+from builders import NOW, isvc_object, pod
+from harness import (
+    FakeRouter,
+    Operator,
+    is_ready,
+    new_cluster,
+    num_routable,
+    settled,
+)
+from virtual_time import virtual_time
 
 from argosy_operator.desired.readiness_gate import gate_patch, gate_status
 from argosy_operator.observed.observation import Routers
@@ -63,3 +74,47 @@ def test_patch_names_the_pod_by_uid_and_says_why() -> None:
         gate_patch(OPEN, "False", now=NOW, router_lives=True)["status"]["conditions"][0]["reason"]
         == "Draining"
     )
+
+
+@virtual_time
+async def test_gate_waits_for_a_router_that_lives() -> None:
+    cluster = new_cluster()
+    router = FakeRouter(cluster)
+    router.set(synced=False)
+    async with Operator(cluster, router) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        assert cluster.condition("Ready")["reason"] == "WaitingForRouter"
+        router.set()
+        await operator.settle()
+        assert is_ready(cluster)
+        router.set(synced=False)
+        await operator.settle()
+    assert num_routable(cluster) == 1, "a router that loses a replica does not close the gate"
+
+
+@virtual_time
+async def test_gate_opens_when_no_router_lives_and_status_says_so() -> None:
+    async with settled(isvc_object(), router=False) as (cluster, operator):
+        await asyncio.sleep(30)
+        await operator.settle()
+        assert num_routable(cluster) == 1
+        assert cluster.condition("Ready")["reason"] == "NoRouter"
+    async with Operator(cluster, router_url="") as operator:
+        await asyncio.sleep(30)
+        await operator.settle()
+    assert is_ready(cluster), "where no router is expected, none is missed"
+
+
+@virtual_time
+async def test_router_that_stops_answering_does_not_lock_the_fleet() -> None:
+    cluster = new_cluster()
+    router = FakeRouter(cluster)
+    async with Operator(cluster, router) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        router.set(reachable=False)
+        cluster.edit("tiny", lambda spec: spec.update(replicas=2))
+        await asyncio.sleep(60)
+        await operator.settle()
+    assert num_routable(cluster) == 2

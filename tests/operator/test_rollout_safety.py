@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from builders import isvc, isvc_object
 from fake_kubernetes import FakeKubernetes, Object, is_pod_ready
-from harness import Operator, new_cluster
+from harness import (
+    Operator,
+    condition,
+    edit_engine,
+    living_pods,
+    new_cluster,
+    num_routable,
+    settled,
+    watch_routable,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_time import virtual_time
@@ -24,36 +33,8 @@ GPU: dict[str, Any] = {"resources": {"gpu": {}}}
 DEFAULT_IMAGE = "argosy-engine:test"
 
 
-def living(cluster: FakeKubernetes, name: str = "tiny") -> list[Object]:
-    return [
-        pod
-        for pod in cluster.pods()
-        if pod["metadata"]["labels"].get(SERVICE_LABEL) == name
-        and not pod["metadata"].get("deletionTimestamp")
-    ]
-
-
-def routable(cluster: FakeKubernetes, name: str = "tiny") -> int:
-    return sum(map(is_pod_ready, living(cluster, name)))
-
-
 def images(cluster: FakeKubernetes, name: str = "tiny") -> list[str]:
-    return sorted(pod["spec"]["containers"][0]["image"] for pod in living(cluster, name))
-
-
-def condition(cluster: FakeKubernetes, kind: str, name: str = "tiny") -> tuple[str, str]:
-    found = cluster.condition(kind, name)
-    return found["status"], found["reason"]
-
-
-def edit_engine(cluster: FakeKubernetes, **engine: Any) -> None:
-    cluster.edit("tiny", lambda spec: spec["engine"].update(engine))
-
-
-def watch_lowest(cluster: FakeKubernetes, name: str = "tiny") -> list[int]:
-    lowest: list[int] = []
-    cluster.listeners.append(lambda kind, event, obj: lowest.append(routable(cluster, name)))
-    return lowest
+    return sorted(pod["spec"]["containers"][0]["image"] for pod in living_pods(cluster, name))
 
 
 @pytest.mark.parametrize(
@@ -68,11 +49,11 @@ def watch_lowest(cluster: FakeKubernetes, name: str = "tiny") -> list[int]:
 async def test_without_a_gpu_for_the_surge_a_rollout_waits_and_says_so(
     replicas: int, rollout: dict[str, int], why: str
 ) -> None:
-    cluster = new_cluster(gpus=replicas)
-    async with Operator(cluster) as operator:
-        cluster.create(isvc_object(replicas=replicas, rollout=rollout, **GPU))
-        await operator.settle()
-        lowest = watch_lowest(cluster)
+    async with settled(isvc_object(replicas=replicas, rollout=rollout, **GPU), gpus=replicas) as (
+        cluster,
+        operator,
+    ):
+        lowest = watch_routable(cluster)
         edit_engine(cluster, threads=2)
         await operator.settle()
         assert min(lowest) == replicas
@@ -89,10 +70,7 @@ async def test_without_a_gpu_for_the_surge_a_rollout_waits_and_says_so(
 )
 @virtual_time
 async def test_a_spec_that_allows_it_has_its_only_replica_replaced_in_place(rollout: dict[str, int]) -> None:
-    cluster = new_cluster(gpus=1)
-    async with Operator(cluster) as operator:
-        cluster.create(isvc_object(rollout=rollout, **GPU))
-        await operator.settle()
+    async with settled(isvc_object(rollout=rollout, **GPU), gpus=1) as (cluster, operator):
         edit_engine(cluster, threads=2)
         await operator.settle()
     assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
@@ -106,7 +84,7 @@ async def test_scaling_down_to_one_during_a_replacement_in_place_keeps_that_one(
     async with Operator(cluster) as operator:
         cluster.create(isvc_object(replicas=2, **GPU))
         await operator.settle()
-        lowest = watch_lowest(cluster)
+        lowest = watch_routable(cluster)
         edit_engine(cluster, image="broken:1")
         await operator.settle()
         cluster.edit("tiny", lambda spec: spec.update(replicas=1))
@@ -156,7 +134,7 @@ async def test_a_halted_rollout_goes_on_with_the_next_edit() -> None:
     async with Operator(cluster) as operator:
         cluster.create(isvc_object(replicas=2, **GPU))
         await operator.settle()
-        lowest = watch_lowest(cluster)
+        lowest = watch_routable(cluster)
         edit_engine(cluster, image="broken:1")
         await operator.settle()
         assert condition(cluster, "Progressing") == ("False", "RolloutHalted")
@@ -210,7 +188,7 @@ async def three_services(cluster: FakeKubernetes) -> None:
 async def test_a_wrong_default_image_takes_no_service_down(gpus: int) -> None:
     cluster = new_cluster(gpus=gpus)
     await three_services(cluster)
-    lowest = {name: watch_lowest(cluster, name) for name in NAMES}
+    lowest = {name: watch_routable(cluster, name) for name in NAMES}
     cluster.broken_images.add("broken:1")
     operator = await upgrade(cluster, "broken:1")
     await operator.settle()
@@ -241,7 +219,9 @@ async def test_a_new_default_image_reaches_one_service_at_a_time() -> None:
     most: list[int] = []
 
     def note(kind: Any, event: str, obj: Object) -> None:
-        rolling = [name for name in NAMES if len(living(cluster, name)) != 1 or not routable(cluster, name)]
+        rolling = [
+            name for name in NAMES if len(living_pods(cluster, name)) != 1 or not num_routable(cluster, name)
+        ]
         most.append(len(rolling))
 
     cluster.listeners.append(note)
@@ -269,10 +249,10 @@ async def test_a_service_that_waits_for_its_turn_can_be_scaled_edited_and_brough
     assert images(cluster, held[1]) == ["mine:1"], "the user's own edit does not wait"
     await operator.__aexit__(None, None, None)
     operator = await upgrade(cluster, DEFAULT_IMAGE)
-    before = {pod["metadata"]["uid"] for pod in living(cluster, held[0])}
+    before = {pod["metadata"]["uid"] for pod in living_pods(cluster, held[0])}
     await operator.settle()
     await operator.__aexit__(None, None, None)
-    assert {pod["metadata"]["uid"] for pod in living(cluster, held[0])} == before
+    assert {pod["metadata"]["uid"] for pod in living_pods(cluster, held[0])} == before
     assert condition(cluster, "Progressing", held[0]) == ("False", "Complete")
 
 
@@ -312,7 +292,7 @@ async def test_the_next_service_has_its_turn_when_the_one_before_is_deleted() ->
     await operator.__aexit__(None, None, None)
     rest = [name for name in NAMES if name != stuck]
     assert sum("broken:1" in images(cluster, name) for name in rest) == 1
-    assert all(routable(cluster, name) == 1 for name in rest)
+    assert all(num_routable(cluster, name) == 1 for name in rest)
 
 
 ROLLOUTS: list[dict[str, int]] = [
@@ -352,7 +332,7 @@ async def test_whatever_happens_a_rollout_leaves_a_routable_replica(actions: lis
     def check(deployment: Object, pod: Object) -> None:
         name = deployment["metadata"]["labels"][SERVICE_LABEL]
         spec = cluster.isvc(name)["spec"]
-        if is_pod_ready(pod) and routable(cluster, name) == 1 and not is_asked(deployment, spec):
+        if is_pod_ready(pod) and num_routable(cluster, name) == 1 and not is_asked(deployment, spec):
             faults.append(f"{name} lost its last routable replica: {deployment['spec']['strategy']}")
 
     cluster.on_replaced = check
@@ -400,6 +380,6 @@ async def test_whatever_happens_a_rollout_leaves_a_routable_replica(actions: lis
 
 
 def _evict(cluster: FakeKubernetes, number: int) -> None:
-    pods = living(cluster)
+    pods = living_pods(cluster)
     if number < len(pods):
         cluster.remove(next(key for key, obj in cluster.objects.items() if obj is pods[number]))

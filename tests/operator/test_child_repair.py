@@ -1,0 +1,113 @@
+"""Children that others delete, change or own already."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from builders import isvc_object
+from fake_kubernetes import FakeKubernetes, Object, pod_key
+from harness import (
+    Operator,
+    deployment,
+    is_ready,
+    new_cluster,
+    settled,
+)
+from virtual_time import virtual_time
+
+from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, SECRETS, SERVICES
+
+
+@pytest.mark.parametrize("kind", [SERVICES, DEPLOYMENTS], ids=lambda kind: kind.name)
+@virtual_time
+async def test_somebody_elses_object_is_not_taken_over(kind: Any) -> None:
+    cluster = new_cluster()
+    foreign = {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "metadata": {"name": "tiny-engine", "namespace": "team"},
+        "spec": {
+            "replicas": 0,
+            "template": {},
+            "strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        },
+    }
+    cluster.create(foreign)
+    async with Operator(cluster):
+        cluster.create(isvc_object())
+        await asyncio.sleep(5)
+        assert cluster.condition("Ready")["reason"] == "ChildNotOwned"
+        assert cluster.objects[kind, "team", "tiny-engine"]["spec"] == foreign["spec"]
+        cluster.remove((kind, "team", "tiny-engine"))
+        await asyncio.sleep(120)
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
+@pytest.mark.parametrize("kind", [SERVICES, DEPLOYMENTS, CONFIGMAPS], ids=lambda kind: kind.name)
+@virtual_time
+async def test_what_is_deleted_by_hand_comes_back(kind: Any) -> None:
+    async with settled(isvc_object()) as (cluster, operator):
+        key = next(key for key in cluster.objects if key[0] is kind)
+        cluster.remove(key)
+        await asyncio.sleep(400 if kind is CONFIGMAPS else 1)  # the fleet document is not watched
+        await operator.settle()
+    assert key in cluster.objects
+    assert is_ready(cluster)
+
+
+@virtual_time
+async def test_a_key_secret_that_is_gone_comes_back_when_a_pod_misses_it() -> None:
+    async with settled(isvc_object()) as (cluster, _):
+        key = (SECRETS, "team", "tiny-engine-key")
+        cluster.remove(key)
+        (pod,) = cluster.pods()
+        waiting = {
+            "reason": "CreateContainerConfigError",
+            "message": 'secret "tiny-engine-key" not found',
+        }
+        changed = {
+            **pod,
+            "status": {"containerStatuses": [{"name": "engine", "state": {"waiting": waiting}}]},
+        }
+        cluster.overwrite(pod_key(pod), changed)
+        await asyncio.sleep(1)
+    assert key in cluster.objects
+
+
+@virtual_time
+async def test_drift_is_undone_once() -> None:
+    async with settled(isvc_object()) as (cluster, operator):
+        cluster.writes.clear()
+        changed = {**deployment(cluster), "spec": {**deployment(cluster)["spec"], "replicas": 7}}
+        cluster.overwrite((DEPLOYMENTS, "team", "tiny-engine"), changed)
+        await operator.settle()
+    assert deployment(cluster)["spec"]["replicas"] == 1
+    assert [write for write in cluster.writes if write[:2] == ("apply", "Deployment")] == [
+        ("apply", "Deployment", "tiny-engine")
+    ]
+
+
+@virtual_time
+async def test_a_mutating_webhook_is_not_fought() -> None:
+    cluster = new_cluster()
+
+    async def mutated(manifest: Object) -> Object:
+        if manifest["kind"] == "Deployment":
+            template = manifest["spec"]["template"]
+            sidecar = {"name": "mesh", "image": "mesh"}
+            pod = {**template["spec"], "containers": [*template["spec"]["containers"], sidecar]}
+            manifest = {**manifest, "spec": {**manifest["spec"], "template": {**template, "spec": pod}}}
+        return await FakeKubernetes.apply(cluster, manifest)
+
+    cluster.apply = mutated  # type: ignore[method-assign]
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        cluster.writes.clear()
+        await asyncio.sleep(3600)
+        assert cluster.writes == []
+        cluster.edit("tiny", lambda spec: spec.update(replicas=2))
+        await operator.settle()
+    assert deployment(cluster)["spec"]["replicas"] == 2
