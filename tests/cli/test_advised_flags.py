@@ -12,11 +12,7 @@ import pytest
 from argosy.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    page
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
-    if page.name not in ("decisions.md", "log.md")  # they tell of the past
-]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 _COMMAND = re.compile(r"(?:`|^\s*)argosy ([a-z]+)((?: [^`\n|&#]+)?)", re.MULTILINE)
 _FLAG = re.compile(r"(?<!\S)(--[a-z][a-z-]*|-[a-z])(?=[\s=]|$)")
 
