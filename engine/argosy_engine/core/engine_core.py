@@ -27,6 +27,7 @@ from argosy_engine.core.request_watchdog import Watchdog
 from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.core.sched.step_timing import StepTiming
 from argosy_engine.core.sleep_state import SleepState
+from argosy_engine.device_defaults import async_scheduling, max_num_mixed_prefill_tokens
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor, PendingOutput
 from argosy_engine.messages.collective_rpc import CollectiveRpc
@@ -45,10 +46,6 @@ from argosy_engine.structured.manager import GrammarFailure
 from argosy_engine.structured.manager_factory import create_structured_output_manager
 
 logger = logging.getLogger("argosy.core")
-
-_MAX_NUM_MIXED_PREFILL_TOKENS = 256
-"""Default on a CPU, where prompt tokens take so long that each chunk delays the decoding requests noticeably. Chunks of
-512 are 5 to 11 % faster per token and double that delay."""
 
 
 class _LaunchedStep(NamedTuple):
@@ -88,7 +85,7 @@ class EngineCore:
             max_num_queued_reqs=args.max_num_queued_reqs,
             max_num_queued_tokens=args.max_num_queued_tokens,
             scheduling_policy=args.scheduling_policy,
-            async_scheduling=_is_async(args, info.device),
+            async_scheduling=async_scheduling(args, info.device),
             epoch=secrets.token_hex(8),
             eos_token_ids=info.config.eos_token_ids,
             logits_processors=args.logits_processors,
@@ -114,8 +111,7 @@ class EngineCore:
             eos_token_ids=frozenset(info.config.eos_token_ids),
             enable_chunked_prefill=args.enable_chunked_prefill,
             long_prefill_token_threshold=args.long_prefill_token_threshold,
-            max_num_mixed_prefill_tokens=args.max_num_mixed_prefill_tokens
-            or (_MAX_NUM_MIXED_PREFILL_TOKENS if info.device == "cpu" else None),
+            max_num_mixed_prefill_tokens=max_num_mixed_prefill_tokens(args, info.device),
             policy=args.scheduling_policy,
         )
         self.structured = create_structured_output_manager(
@@ -477,14 +473,3 @@ def _matryoshka(args: EngineArgs, config: ModelConfig) -> tuple[bool, tuple[int,
         dimensions = asked.matryoshka_dimensions
     is_matryoshka = config.is_matryoshka if asked.is_matryoshka is None else asked.is_matryoshka
     return is_matryoshka or bool(dimensions), dimensions
-
-
-def _is_async(args: EngineArgs, device: str) -> bool:
-    """Decide whether to schedule asynchronously.
-
-    By default everywhere but on a CPU worker in the core's own process, which computes a step while it launches it, so
-    that there is nothing to overlap.
-    """
-    if args.async_scheduling is None:
-        return device != "cpu" or args.distributed_executor_backend != "uni"
-    return args.async_scheduling

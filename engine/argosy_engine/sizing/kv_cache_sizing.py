@@ -12,15 +12,13 @@ from collections.abc import Mapping, Sequence
 
 from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs, MemoryBudget
+from argosy_engine.device_defaults import memory_utilization
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup, block_bytes, kv_cache_groups, peak_blocks
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import resolve_model
 from argosy_engine.sizing.device import DeviceMemory
-
-DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
-"""The CPU default lets a laptop run two replicas and a browser beside them."""
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """Estimate of what CUDA, cuBLAS and loaded kernels take besides our tensors, used before they are loaded."""
@@ -109,7 +107,7 @@ def plan_memory(
     Raises:
         DoesNotFit: not even one request of full length fits; the message says which length would fit.
     """
-    utilization = args.gpu_memory_utilization or DEFAULT_UTILIZATION[memory.device]
+    utilization = memory_utilization(args, memory.device)
     groups = kv_cache_groups(config, itemsize, args.block_size)
     block_size, bytes_per_block = args.block_size, block_bytes(groups)
     wanted_len = wanted_model_len(args, config)
