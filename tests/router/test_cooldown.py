@@ -8,7 +8,7 @@ import time
 import pytest
 
 from argosy_protocol.telemetry import Load
-from argosy_router.fleet.health import CONSECUTIVE_FAILURES, Health
+from argosy_router.fleet.health.replica_health import CONSECUTIVE_FAILURES, ReplicaHealth
 from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally
@@ -91,7 +91,7 @@ async def test_a_suspect_comes_behind_one_in_cooldown() -> None:
     async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
         await ask(r, 2)
         r.engines[0].script = answer_normally
-        r.replica(1).health.is_suspect = True
+        r.replica(1).health.silent(0.0, may_eject=False)
         r.router.fleet.changed()
         assert await ask(r, 2) == [("r0", "busy")] * 2
 
@@ -153,11 +153,11 @@ async def test_a_cooldown_counts_for_the_very_next_choice() -> None:
     engines = [*(FakeEngine(script=refuse_three_times) for _ in range(MAX_ATTEMPTS)), FakeEngine()]
     async with rig(engines, policy="round-robin") as r:
         spare = r.replica(MAX_ATTEMPTS).health
-        spare.is_suspect = True
+        spare.silent(0.0, may_eject=False)
         r.router.fleet.changed()
         refused = asyncio.create_task(r.chat())
         await is_last.wait()
-        spare.is_suspect = False
+        spare.reachable()
         r.router.fleet.changed()
         assert (await r.chat()).status_code == 200, "and whoever may be chosen is remembered"
         refuses.set()
@@ -166,11 +166,11 @@ async def test_a_cooldown_counts_for_the_very_next_choice() -> None:
 
 
 def test_the_latest_end_counts() -> None:
-    health = Health()
-    assert health.cool_down(10.0, 5.0, until_room=False)
-    assert not health.cool_down(11.0, 1.0, until_room=True), "it was in cooldown already"
+    health = ReplicaHealth()
+    assert health.cool_down(10.0, 5.0, until_capacity=False)
+    assert not health.cool_down(11.0, 1.0, until_capacity=True), "it was in cooldown already"
     assert health.is_in_cooldown(14.9)
     assert not health.is_in_cooldown(15.0)
-    assert health.found_room()
+    assert health.found_capacity()
     assert not health.is_in_cooldown(11.0)
-    assert not health.found_room()
+    assert not health.found_capacity()

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from argosy_router.config import ClientLimits
-from argosy_router.fleet.health import BASE_EJECTION_S, Health, panics
+from argosy_router.fleet.health.ejection_limits import panics
+from argosy_router.fleet.health.replica_health import BASE_EJECTION_S, ReplicaHealth
 from argosy_router.fleet.links import telemetry_client
 
 from .fake_engine import Connection, FakeEngine, Received
@@ -98,7 +99,7 @@ async def test_every_condition_is_a_state_of_reports_and_metrics() -> None:
 
         assert is_shown("synced")
         assert replica.report().routable
-        replica.health.is_suspect = True
+        replica.health.silent(0.0, may_eject=False)
         assert is_shown("suspect")
         assert replica.report().routable, "where nothing better is there"
         replica.health.failed(now, may_eject=True, refused=True)
@@ -116,7 +117,7 @@ async def test_every_condition_is_a_state_of_reports_and_metrics() -> None:
     [(1, 0, False), (2, 1, False), (3, 1, False), (3, 2, True), (4, 2, False), (2, 2, True), (0, 0, False)],
 )
 def test_panic_begins_beyond_half(replicas: int, ejected: int, in_panic: bool) -> None:
-    fleet = [Health() for _ in range(replicas)]
+    fleet = [ReplicaHealth() for _ in range(replicas)]
     for health in fleet[:ejected]:
         health.failed(0.0, may_eject=True, refused=True)
     assert panics(fleet) is in_panic
@@ -163,7 +164,7 @@ async def test_a_crowded_engine_that_was_silent_is_used_again(monkeypatch: pytes
         engines[0].stream_telemetry = full  # type: ignore[method-assign]
         engines[0].cut_telemetry()
         await r.until_state(0, "stale")
-        r.replica(0).health.is_suspect = True
+        r.replica(0).health.silent(0.0, may_eject=False)
         r.router.fleet.changed()
         await r.until(lambda: not r.replica(0).health.is_suspect)
         assert {(await r.chat(str(n))).headers["x-argosy-replica"] for n in range(4)} == {"r0", "r1"}

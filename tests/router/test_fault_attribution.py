@@ -9,7 +9,7 @@ import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument
 from argosy_protocol.telemetry import Load
-from argosy_router.fleet import health
+from argosy_router.fleet.health import replica_health
 from argosy_router.proxy.resilience import retry_budget
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
@@ -44,7 +44,7 @@ def broken(status: int) -> Script:
 @pytest.fixture
 def ejections_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the test takes."""
-    monkeypatch.setattr(health, "BASE_EJECTION_S", health.MAX_EJECTION_S)
+    monkeypatch.setattr(replica_health, "BASE_EJECTION_S", replica_health.MAX_EJECTION_S)
 
 
 def ejections(r: Rig) -> list[bool]:

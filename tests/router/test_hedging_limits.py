@@ -159,9 +159,9 @@ async def test_who_is_not_well_gets_no_hedge(state: str) -> None:
         task = await asking(r)
         health = r.replica(1).health
         if state == "suspect":
-            health.is_suspect = True
+            health.silent(0.0, may_eject=False)
         elif state == "resting":
-            health.cool_down(r.router.requests.now(), 60.0, until_room=False)
+            health.cool_down(r.router.requests.now(), 60.0, until_capacity=False)
         else:
             health.failed(r.router.requests.now() + 3600.0, may_eject=True, refused=True)
         r.router.fleet.changed()

@@ -130,7 +130,7 @@ async def test_a_connection_that_was_closed_meanwhile_is_replaced() -> None:
         for running in range(2, 12):
             engine.metrics = vllm(running=running)
             await r.until(lambda running=running: polls(r) == running)  # type: ignore[misc]
-            assert r.replica(0).is_answering
+            assert r.replica(0).health.is_answering
 
 
 @pytest.mark.usefixtures("quick_polls")

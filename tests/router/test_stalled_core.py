@@ -12,7 +12,7 @@ import pytest
 
 from argosy_protocol.telemetry import Load
 from argosy_router.config import ClientLimits
-from argosy_router.fleet.health import MIN_STALL_S, STALL_STEPS, SUSPECT_STEP_AGE_S, stall_bound_s
+from argosy_router.fleet.health.core_stall import MIN_STALL_S, STALL_STEPS, SUSPECT_STEP_AGE_S, stall_bound_s
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
 from .harness import Rig, chat, rig
@@ -82,7 +82,7 @@ async def tell(r: Rig, number: int = 0, **fields: Any) -> None:
         Load(**{"core_step_age_s": 0.0, "num_running": 1, "longest_step_s": STEP_S, **fields})
     )
     replica = r.replica(number)
-    await r.until(lambda: replica.core_step_age_s == fields.get("core_step_age_s", 0.0))
+    await r.until(lambda: replica.health.core_step_age_s == fields.get("core_step_age_s", 0.0))
 
 
 def healthy() -> FakeEngine:

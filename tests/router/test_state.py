@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 
 from argosy_router.config import ClientLimits
-from argosy_router.fleet.health import (
+from argosy_router.fleet.health.ejection_limits import may_eject
+from argosy_router.fleet.health.replica_health import (
     BASE_EJECTION_S,
     CONSECUTIVE_FAILURES,
     MAX_EJECTION_S,
-    Health,
-    may_eject,
+    ReplicaHealth,
 )
 from argosy_router.fleet.load_account import LoadAccount
 from argosy_router.http.client import ClientConnection
@@ -71,7 +71,7 @@ def test_own_dispatches_count_before_and_after_a_report() -> None:
 
 
 def test_ejection_backs_off_and_a_probe_decides() -> None:
-    health = Health()
+    health = ReplicaHealth()
     for _ in range(CONSECUTIVE_FAILURES - 1):
         assert not health.failed(0.0, may_eject=True)
     assert health.failed(0.0, may_eject=True)
@@ -98,7 +98,7 @@ def test_ejection_backs_off_and_a_probe_decides() -> None:
 
 
 def test_one_refused_connection_ejects() -> None:
-    health = Health()
+    health = ReplicaHealth()
     assert health.failed(0.0, may_eject=True, refused=True)
     assert health.is_ejected
 
@@ -108,7 +108,7 @@ def test_one_refused_connection_ejects() -> None:
     [(1, 0, False), (2, 0, True), (2, 1, False), (3, 1, False), (4, 1, True)],
 )
 def test_at_most_half_and_never_the_last(replicas: int, ejected: int, allowed: bool) -> None:
-    fleet = [Health() for _ in range(replicas)]
+    fleet = [ReplicaHealth() for _ in range(replicas)]
     for health in fleet[:ejected]:
         health.failed(0.0, may_eject=True, refused=True)
     assert may_eject(fleet) is allowed

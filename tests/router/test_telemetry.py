@@ -21,7 +21,7 @@ from argosy_protocol.telemetry import (
     encode_frame,
     pack_u64,
 )
-from argosy_router.fleet.health import SUSPECT_STEP_AGE_S
+from argosy_router.fleet.health.core_stall import SUSPECT_STEP_AGE_S
 from argosy_router.fleet.links import telemetry_client
 from argosy_router.http.fetch import fetch
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from argosy_protocol.errors import TooManyRequests, Unavailable
 from argosy_protocol.fleet import FleetService
-from argosy_router.fleet.health import panics
+from argosy_router.fleet.health.ejection_limits import panics
 from argosy_router.fleet.replica import Replica
 from argosy_router.policy.interface import Candidate
 from argosy_router.prefixes.index import PrefixIndex

@@ -254,7 +254,7 @@ class Fleet:
             service.spec.engine_name,
             service.bearer_key,
             self.changed,
-            lambda is_certain: _fell_silent(service, replica, is_certain=is_certain),
+            lambda is_certain: _fail_requests_of(service, replica, is_certain=is_certain),
             service.may_eject,
             self.rng,
         )
@@ -275,9 +275,12 @@ class Fleet:
             self._remove_replica(service, replica)
 
 
-def _fell_silent(service: Service, replica: Replica, *, is_certain: bool) -> None:
-    """Fail the requests at a replica that shows no sign of life, so that they move to another healthy one, if there is
-    one: those without a response yet, and once `is_certain` also those whose response has begun."""
+def _fail_requests_of(service: Service, replica: Replica, *, is_certain: bool) -> None:
+    """Fail the requests at a silent replica, so that they move to a healthy one; without a healthy one they wait.
+
+    Args:
+        is_certain: fail requests whose response has begun, too, not only those without a response.
+    """
     others = (other for other in service.replicas.values() if other is not replica)
     if any(other.is_routable and other.health.is_healthy for other in others):
         replica.pool.fail_requests(FirstByteTimeout("the replica fell silent"), include_begun=is_certain)

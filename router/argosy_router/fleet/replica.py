@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from argosy_protocol.routable_report import ReplicaReport, ReplicaState
 from argosy_protocol.telemetry import Hello
-from argosy_router.fleet.health import SUSPECT_STEP_AGE_S, Health
+from argosy_router.fleet.health.replica_health import ReplicaHealth
 from argosy_router.fleet.load_account import LoadAccount
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
@@ -64,7 +64,7 @@ class Replica:
         )
         self.pool = pool
         self.load = LoadAccount(member.name, on_measured)
-        self.health = Health()
+        self.health = ReplicaHealth()
         self.prefixes = prefixes
         self.names = frozenset((*member.adapters, *member.aliases))
         """Adapters and aliases that it serves besides its model's own name."""
@@ -74,15 +74,9 @@ class Replica:
         """Whether the replica itself has announced that it is draining."""
         self.link: ReplicaState = "connecting"
         """State of the telemetry stream: connecting, synced, stale or foreign."""
-        self.is_answering = False
-        """For foreign replicas: whether `/health` succeeds (`links.foreign_poller`)."""
         self.hello: Hello | None = None
         self.heard_at: float | None = None
         """Monotonic time of the last heartbeat."""
-        self.core_step_age_s = 0.0
-        """Age of the core's last step at the last heartbeat."""
-        self.stall_bound_s = SUSPECT_STEP_AGE_S
-        """Age of the last step beyond which a core with work counts as stalled."""
         self.inflight_attempts: set[InflightAttempt] = set()
         """Attempts that were sent to it and have not ended."""
         self.syncs = 0
@@ -94,7 +88,7 @@ class Replica:
         if self.is_draining or self.has_announced_drain:
             return False
         if self.link == "foreign":
-            return self.is_answering
+            return self.health.is_answering
         return self.link != "connecting"
 
     @property
@@ -105,7 +99,7 @@ class Replica:
     @property
     def is_stalled(self) -> bool:
         """Whether, by the last heartbeat, its core has work but has run no step for too long."""
-        return self.core_step_age_s > self.stall_bound_s and self.has_work
+        return self.health.is_core_overdue and self.has_work
 
     @property
     def is_computing(self) -> bool:
@@ -155,7 +149,7 @@ class Replica:
         if self.link == "connecting":
             return "connecting"
         condition = self.health.condition(time.monotonic())
-        return self.link if condition == "well" else condition
+        return self.link if condition == "healthy" else condition
 
     def report(self) -> ReplicaReport:
         return ReplicaReport(

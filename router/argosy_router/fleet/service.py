@@ -13,7 +13,7 @@ from typing import Final
 
 from argosy_protocol.fleet import FleetService
 from argosy_router.fleet.candidates import CandidatePool, Candidates
-from argosy_router.fleet.health import may_eject
+from argosy_router.fleet.health.ejection_limits import may_eject
 from argosy_router.fleet.load_account import LoadAccount
 from argosy_router.fleet.replica import Replica
 from argosy_router.policy import POLICIES, Decision, RouteRequest

@@ -58,7 +58,7 @@ class ForeignPoller:
         try:
             for _ in range(rounds):
                 await self._poll_health()
-                if self._replica.is_answering:
+                if self._replica.health.is_answering:
                     await self._poll_load()
                 await asyncio.sleep(POLL_INTERVAL_S * self._rng.uniform(0.8, 1.0))
         finally:
@@ -72,14 +72,11 @@ class ForeignPoller:
         except UpstreamError as error:
             is_silent = _is_silence(error)
             self._misses += is_silent
-            is_answering = is_silent and replica.is_answering and self._misses < MISSES
+            is_answering = is_silent and replica.health.is_answering and self._misses < MISSES
         else:
             self._misses = 0
             is_answering = response.status == 200
-        if is_answering != replica.is_answering:
-            replica.is_answering = is_answering
-            if is_answering:
-                replica.health.succeeded()
+        if replica.health.polled(is_answering):
             self._on_change()
         if is_silent and not is_answering:
             self._on_silent(False)

@@ -38,7 +38,6 @@ from argosy_protocol.telemetry import (
     unpack_u32,
     unpack_u64,
 )
-from argosy_router.fleet.health import SUSPECT_STEP_AGE_S, stall_bound_s
 from argosy_router.fleet.links.foreign_poller import ForeignPoller
 from argosy_router.fleet.replica import Replica
 from argosy_router.http.client import ClientConnection
@@ -60,11 +59,11 @@ same address."""
 
 
 class NotArgosyEngine(Exception):
-    """The replica does not speak our telemetry protocol."""
+    """The replica does not speak the telemetry protocol, or not a version that the router reads."""
 
 
 class TelemetryFull(UpstreamError):
-    """The replica is ours and healthy, but its telemetry has no room for another reader."""
+    """The replica is an Argosy engine and healthy, but its telemetry serves its maximum of readers."""
 
 
 class TelemetryClient:
@@ -113,7 +112,8 @@ class TelemetryClient:
                 self._stream_failed(error)
             # Not awaited in `except`: compiled code would keep the exception current for every other task meanwhile.
             if is_foreign:
-                replica.health.is_suspect = False
+                if replica.health.reachable():
+                    self._on_change()
                 self._set_link("foreign")
                 await self._foreign.poll(POLLS_PER_RETRY)
                 continue
@@ -121,30 +121,29 @@ class TelemetryClient:
             await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
 
     def _stream_failed(self, error: UpstreamError | TelemetryError) -> None:
-        """Judge the replica by how its stream failed.
+        """Report to the replica's health how its stream failed.
 
         A lost stream alone says nothing about its health; silence does, and so does a refused new connection.
         """
-        self._lose(str(error))
+        self._note_loss(str(error))
         if isinstance(error, TelemetryFull):
-            self._set_suspect(False)
+            if self._replica.health.reachable():
+                self._on_change()
             self._set_link("stale")
         elif self._replica.link != "stale":
             return
         elif isinstance(error, ConnectFailed) and error.refused:
             self._set_link("connecting")  # nothing listens on the port: the process has ended
         elif isinstance(error, (ConnectFailed, FirstByteTimeout, IdleTimeout)):
-            self._fell_silent()
+            self._note_silence()
 
-    def _fell_silent(self) -> None:
+    def _note_silence(self) -> None:
+        """Report to the replica's health that it did not respond, and have its requests moved."""
         health = self._replica.health
-        if not health.is_suspect:
-            self._set_suspect(True)
-            self._on_silent(False)
-            return
-        if health.failed(time.monotonic(), may_eject=self._may_eject()):
+        is_certain = health.is_suspect
+        if health.silent(time.monotonic(), may_eject=self._may_eject()):
             self._on_change()
-        self._on_silent(True)
+        self._on_silent(is_certain)
 
     async def _follow(self) -> bool:
         """Follow one connection until it ends. Returns whether the replica was synced then."""
@@ -159,7 +158,7 @@ class TelemetryClient:
             connection.abort()
             self.skipped_frames += stream.reader.skipped
         was_synced = self._replica.is_synced
-        self._lose("stream ended")
+        self._note_loss("stream ended")
         return was_synced
 
     def _apply(self, frame: Frame) -> None:
@@ -202,37 +201,33 @@ class TelemetryClient:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
         )
-        if replica.load.has_free_slot and replica.health.found_room():
+        health = replica.health
+        if replica.load.has_free_slot and health.found_capacity():
             self._on_change()
-        replica.core_step_age_s = load.core_step_age_s
-        replica.stall_bound_s = stall_bound_s(load.longest_step_s)
+        is_changed = health.heartbeat(load.core_step_age_s, load.longest_step_s, has_work=replica.has_work)
         is_stalled = replica.is_stalled
-        self._set_suspect(is_stalled or load.core_step_age_s > SUSPECT_STEP_AGE_S)
+        if is_changed:
+            self._on_change()
         if is_stalled:
             for attempt in list(replica.inflight_attempts):
-                attempt.core_stalled(load.core_step_age_s, replica.stall_bound_s)
+                attempt.core_stalled(load.core_step_age_s, health.stall_bound_s)
 
     def _synced(self) -> None:
-        self._replica.health.succeeded()
-        self._replica.health.is_suspect = False
         self._replica.syncs += 1
+        if self._replica.health.synced():
+            self._on_change()
         self._set_link("synced")
 
-    def _lose(self, reason: str) -> None:
-        """Note that the stream is gone. Known prefixes stay a good estimate; the load report does not."""
+    def _note_loss(self, reason: str) -> None:
+        """Note that the stream has ended. Known prefixes remain a good estimate; the load report does not."""
         replica = self._replica
         if replica.link == "foreign":
             self._set_link("connecting")
         if replica.link == "synced":
             log.info("replica %s: telemetry lost (%s)", replica.name, reason)
             replica.load.forget()
-            replica.core_step_age_s = 0.0
+            replica.health.telemetry_lost()
             self._set_link("stale")
-
-    def _set_suspect(self, is_suspect: bool) -> None:
-        if self._replica.health.is_suspect != is_suspect:
-            self._replica.health.is_suspect = is_suspect
-            self._on_change()
 
     def _set_link(self, link: str) -> None:
         if self._replica.link != link:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 
 from argosy_router.fleet.fleet import Fleet
-from argosy_router.fleet.health import CONSECUTIVE_FAILURES
+from argosy_router.fleet.health.replica_health import CONSECUTIVE_FAILURES
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Service
@@ -87,7 +87,7 @@ class OutlierDetector:
             self._fleet.changed()
 
     def _cool_down(self, service: Service, replica: Replica, seconds: float, now: float) -> None:
-        if replica.health.cool_down(now, seconds, until_room=not replica.load.has_free_slot):
+        if replica.health.cool_down(now, seconds, until_capacity=not replica.load.has_free_slot):
             self._metrics.cooldowns.add((service.spec.model, replica.name))
             service.invalidate()
 

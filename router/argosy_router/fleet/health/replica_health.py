@@ -1,0 +1,250 @@
+"""State machine of one replica's health.
+
+Owns: ejection by failures, cooldown, suspicion, and the age of its core's last step.
+Must not know: requests, telemetry frames, how a replica is chosen.
+Invariants: a success ends an ejection. A replica that says that it is full is put in cooldown, which is no failure: it
+neither ejects nor counts towards an ejection. A suspect replica is used only if no better one is left; silence or a
+silent core makes it suspect, and any sign of life ends that.
+
+healthy --failures--> ejected --back-off over--> half-open (one probe request) --first event--> healthy
+                         ^------------------------------- failure ---------------------'
+
+Each event returns whether it changed who may get requests, so that its caller can drop cached candidates.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Literal
+
+from argosy_router.fleet.health.core_stall import SUSPECT_STEP_AGE_S, stall_bound_s
+
+CONSECUTIVE_FAILURES = 3
+"""Gateway failures in a row (resets, missed first bytes, malformed answers) before ejection. One refused connection is
+enough: no process listens."""
+BASE_EJECTION_S = 1.0
+"""The first ejection; each further one in a row doubles, up to `MAX_EJECTION_S`."""
+MAX_EJECTION_S = 30.0
+
+
+class ReplicaHealth:
+    """Health of one replica. Times are a monotonic clock's, passed in."""
+
+    __slots__ = (
+        "_cooldown_ends_with_capacity",
+        "_ejected_until",
+        "_ejections",
+        "_is_on_probation",
+        "_is_probing",
+        "consecutive_failures",
+        "cooldown_until",
+        "is_suspect",
+    )
+
+    def __init__(self) -> None:
+        self.consecutive_failures = 0
+        self._ejections = 0
+        self._ejected_until: float | None = None
+        self._is_probing = False
+        self._is_on_probation = False
+        """Whether an ejection has ended and no answer has been whole since: the next failure ejects again."""
+        self._is_suspect = False
+        self.cooldown_until = 0.0
+        """End of the cooldown, during which the replica is used only if no other is left, because it said that it is
+        full. In the past if the replica is not in cooldown."""
+        self._cooldown_ends_with_capacity = False
+        self.core_step_age_s = 0.0
+        """Age of the core's last step at the last heartbeat."""
+        self.stall_bound_s = SUSPECT_STEP_AGE_S
+        """Age of the last step beyond which a core with work counts as stalled."""
+        self.is_answering = False
+        """For foreign replicas: whether `/health` succeeds."""
+
+    @property
+    def is_ejected(self) -> bool:
+        return self._ejected_until is not None
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the replica is used only if no better one is left."""
+        return self._is_suspect
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the replica is neither ejected nor suspect."""
+        return self._ejected_until is None and not self._is_suspect
+
+    @property
+    def is_core_overdue(self) -> bool:
+        """Whether its core, if it has work, has run no step for too long."""
+        return self.core_step_age_s > self.stall_bound_s
+
+    def condition(self, now: float) -> Literal["healthy", "suspect", "ejected", "half-open"]:
+        """Describe the health for people. Half-open: the next request is a probe, or a probe has been sent."""
+        if self._ejected_until is None:
+            return "suspect" if self._is_suspect else "healthy"
+        return "half-open" if now >= self._ejected_until else "ejected"
+
+    # heartbeats, polls and silence
+
+    def heartbeat(self, core_step_age_s: float, longest_step_s: float, *, has_work: bool) -> bool:
+        """Note a report of the replica, which makes it suspect if its core is silent for too long.
+
+        Args:
+            longest_step_s: its core's longest recent step; zero if unknown.
+            has_work: whether it has requests; a core without any may be silent for longer.
+
+        Returns:
+            Whether it became suspect, or is suspect no more.
+        """
+        self.core_step_age_s = core_step_age_s
+        self.stall_bound_s = stall_bound_s(longest_step_s)
+        is_stalled = self.is_core_overdue and has_work
+        return self._set_suspect(is_stalled or core_step_age_s > SUSPECT_STEP_AGE_S)
+
+    def silent(self, now: float, *, may_eject: bool) -> bool:
+        """Note that heartbeats stopped, or that a new connection got no answer either. The first silence makes the
+        replica suspect; each further one is a failure.
+
+        Args:
+            may_eject: as in `failed`.
+
+        Returns:
+            Whether it became suspect, or is ejected from now on.
+        """
+        return self._set_suspect(True) or self.failed(now, may_eject=may_eject)
+
+    def reachable(self) -> bool:
+        """Note that the replica's process responded. Returns whether this ended a suspicion."""
+        return self._set_suspect(False)
+
+    def synced(self) -> bool:
+        """Note that the telemetry stream is complete. Returns whether this ended an ejection or a suspicion."""
+        was_ejected = self.succeeded()
+        return self._set_suspect(False) or was_ejected
+
+    def telemetry_lost(self) -> None:
+        """Note that the telemetry stream ended: nothing is known about the core's last step."""
+        self.core_step_age_s = 0.0
+
+    def polled(self, is_answering: bool) -> bool:
+        """Note the outcome of polls of a foreign replica. Returns whether it differs from the one before."""
+        if is_answering == self.is_answering:
+            return False
+        self.is_answering = is_answering
+        if is_answering:
+            self.succeeded()
+        return True
+
+    def _set_suspect(self, is_suspect: bool) -> bool:
+        was_suspect, self._is_suspect = self._is_suspect, is_suspect
+        return was_suspect != is_suspect
+
+    # cooldown
+
+    def cool_down(self, now: float, seconds: float, *, until_capacity: bool) -> bool:
+        """Put the replica in cooldown for so many seconds, because it said that it is full.
+
+        Args:
+            until_capacity: end the cooldown as soon as its telemetry reports capacity, which it does not yet.
+
+        Returns:
+            Whether it was not in cooldown before.
+        """
+        was_in_cooldown = self.is_in_cooldown(now)
+        self.cooldown_until = max(self.cooldown_until, now + seconds)
+        self._cooldown_ends_with_capacity = until_capacity
+        return not was_in_cooldown
+
+    def found_capacity(self) -> bool:
+        """Note that its telemetry reports capacity. Returns whether this may have ended a cooldown."""
+        if not self._cooldown_ends_with_capacity:
+            return False
+        self.cooldown_until = 0.0
+        self._cooldown_ends_with_capacity = False
+        return True
+
+    def is_in_cooldown(self, now: float) -> bool:
+        return now < self.cooldown_until
+
+    # how attempts ended
+
+    def admits(self, now: float) -> bool:
+        """Return whether a request may be sent: not ejected, or half-open without a probe that was sent."""
+        return self._ejected_until is None or (now >= self._ejected_until and not self._is_probing)
+
+    def next_change(self, now: float) -> float:
+        """Return when `admits` or `is_in_cooldown` changes by the clock alone; infinity if it does not."""
+        ends = inf
+        if self._ejected_until is not None and now < self._ejected_until:
+            ends = self._ejected_until
+        return min(ends, self.cooldown_until) if now < self.cooldown_until else ends
+
+    def dispatched(self, now: float) -> bool:
+        """Note that a request is being sent. Returns whether it is the probe of a half-open replica."""
+        is_probe = self._ejected_until is not None and now >= self._ejected_until
+        if is_probe:
+            self._is_probing = True
+        return is_probe
+
+    def abandoned(self) -> bool:
+        """Note a request that ended without telling anything about the replica, for example because its client left.
+
+        Returns:
+            Whether this released a probe, so that a request may be sent now that was not admitted before.
+        """
+        was_probing, self._is_probing = self._is_probing, False
+        return was_probing
+
+    def began(self) -> bool:
+        """Note that an answer has begun, which ends the ejection of a replica that is being probed: a stream may take
+        minutes. Until an answer is whole the next failure ejects it again, for longer.
+
+        Returns:
+            Whether this ended an ejection.
+        """
+        if not self._is_probing:
+            return False
+        self._is_probing = False
+        self._is_on_probation = True
+        self._ejected_until = None
+        return True
+
+    def succeeded(self) -> bool:
+        """Note a whole answer. Returns whether this ended an ejection."""
+        was_ejected = self._ejected_until is not None
+        self.consecutive_failures = 0
+        self._ejections = 0
+        self._ejected_until = None
+        self._is_probing = False
+        self._is_on_probation = False
+        return was_ejected
+
+    def failed(
+        self,
+        now: float,
+        *,
+        may_eject: bool,
+        refused: bool = False,
+        after: int = CONSECUTIVE_FAILURES,
+    ) -> bool:
+        """Note a failure.
+
+        Args:
+            may_eject: the result of `ejection_limits.may_eject` for the service's replicas.
+            refused: no process listens.
+            after: how many failures in a row, of any kind, eject if the last one is of this kind.
+
+        Returns:
+            Whether this failure began or renewed an ejection.
+        """
+        self.consecutive_failures += 1
+        probing, self._is_probing = self._is_probing, False
+        due = probing or self._is_on_probation or refused or self.consecutive_failures >= after
+        if not due or not (may_eject or self.is_ejected):
+            return False
+        if self._ejected_until is not None and now < self._ejected_until:
+            return False  # sent before the ejection, or in panic: it tells nothing new
+        self._ejected_until = now + min(MAX_EJECTION_S, BASE_EJECTION_S * 2**self._ejections)
+        self._ejections = min(self._ejections + 1, 10)
+        return True
