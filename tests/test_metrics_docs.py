@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
 from argosy_engine import LLM
-from argosy_engine.api.metrics import Metrics
+from argosy_engine.api.observability.metrics import Metrics
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_router.metrics.series import PREFIX
 from monitoring.promql import Registry

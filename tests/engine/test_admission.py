@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from argosy_engine.api.openai_serving import to_api_error
+from argosy_engine.api.openai.openai_serving import to_api_error
 from argosy_engine.errors import EngineBusy, InvalidRequest
 from argosy_engine.frontend.admission import MAX_RETRY_S, AdmissionControl
 from argosy_engine.frontend.async_llm import AsyncLLM

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.api.auth_middleware import ADMIN_PATHS, AuthMiddleware
+from argosy_engine.api.http.auth_middleware import ADMIN_PATHS, AuthMiddleware
 from argosy_protocol.bearer_keys import KeyRing
 
 

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from argosy_engine.api.http_protocol import GRACE_S, BoundedProtocol, HttpLimits
+from argosy_engine.api.http.http_protocol import GRACE_S, BoundedProtocol, HttpLimits
 
 HEADERS_S, BODY_S, RATE, KEEP_ALIVE_S = 10.0, 30.0, 100, 75
 LINGER_S, UNWANTED_BYTES = 2.0, 200_000

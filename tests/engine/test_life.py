@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from argosy_engine.api.app import Engine
+from argosy_engine.api.observability.stats_log import INTERVAL_S, StatsLog
 from argosy_engine.api.serve import drain
-from argosy_engine.api.stats_log import INTERVAL_S, StatsLog
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 from processes import answers, children, cpu_share, free_port, is_alive, running, wait_until
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from argosy_engine.api.openai_serving import OpenAIServing
+from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.api.serve import parse_args
 from argosy_protocol.errors import NotFound
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 
 from argosy_engine import LLM
-from argosy_engine.api.logprobs_format import LogprobsFormat, TextOffsets
+from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import InvalidRequest, RequestFailed

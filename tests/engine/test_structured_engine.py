@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
-from argosy_engine.api.openai_serving import to_api_error
+from argosy_engine.api.openai.openai_serving import to_api_error
 from argosy_engine.frontend.llm import CompletionOutput, RequestOutput
 from argosy_engine.frontend.output_processor import request_error
 from preemptions import PreemptionCounter

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.api import telemetry
-from argosy_engine.api.telemetry import TelemetryHub
+from argosy_engine.api.observability import telemetry
+from argosy_engine.api.observability.telemetry import TelemetryHub
 from argosy_engine.messages.core_messages import EngineCoreOutputs, SchedulerStats
 from argosy_protocol.telemetry import FrameReader, Load
 from telemetry_hubs import make_hub

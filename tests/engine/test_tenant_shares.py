@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from argosy_engine.api.openai_serving import OpenAIServing
+from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.messages.core_messages import EngineCoreRequest

@@ -1,6 +1,6 @@
 """A fake engine's generation: every token is a function of (choice, position), so any run can be continued anywhere.
 
-It writes streams as our engines do (`api/chat_format.py`, `api/completion_format.py`) and continues them by `resume`.
+It writes streams as our engines do (`api/openai/chat_format.py`) and continues them by `resume`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from argosy_engine.api.telemetry import TelemetryHub
+from argosy_engine.api.observability.telemetry import TelemetryHub
 from argosy_engine.core.kv_cache.block_pool import BlockPool
 from argosy_engine.core.kv_cache.prefix_announcer import PrefixAnnouncer
 from argosy_engine.messages.core_messages import EngineCoreOutputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from argosy_engine.api.app import Engine
-from argosy_engine.api.openai_serving import OpenAIServing
+from argosy_engine.api.openai.openai_serving import OpenAIServing
 
 
 class StubEngine(Engine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from argosy_engine.api.telemetry import TelemetryHub
+from argosy_engine.api.observability.telemetry import TelemetryHub
 
 
 def make_hub(llm: object = None) -> TelemetryHub:

@@ -1,4 +1,4 @@
-"""Administrative routes: sleep and wake, the prefix cache. `api.auth_middleware` checks who may call them.
+"""Administrative routes: sleep and wake, the prefix cache. `http.auth_middleware` checks who may call them.
 
 Names and parameters are vLLM's. `POST /sleep?level=1&mode=abort`: level 1 frees weights and KV cache and leaves the
 checkpoint in the page cache, level 2 drops that too; mode `abort` fails running requests with 503, `wait` lets them

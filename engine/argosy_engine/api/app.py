@@ -21,17 +21,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from argosy_engine.api.admin import add_admin_routes
-from argosy_engine.api.chat import chat, chat_stream
-from argosy_engine.api.completions import completion, completion_stream
-from argosy_engine.api.embeddings import embed
-from argosy_engine.api.error_fields import RequestBody, name_field
-from argosy_engine.api.http_responses import WatchedResponse, event_stream, json_response
-from argosy_engine.api.metrics import Metrics
-from argosy_engine.api.openai_serving import OpenAIServing, to_api_error
+from argosy_engine.api.http.http_responses import WatchedResponse, event_stream, json_response
+from argosy_engine.api.observability.metrics import Metrics
+from argosy_engine.api.observability.stats_log import StatsLog
+from argosy_engine.api.observability.telemetry import TelemetryHub
+from argosy_engine.api.openai.chat import chat, chat_stream
+from argosy_engine.api.openai.completions import completion, completion_stream
+from argosy_engine.api.openai.embeddings import embed
+from argosy_engine.api.openai.error_fields import RequestBody, name_field
+from argosy_engine.api.openai.openai_serving import OpenAIServing, to_api_error
+from argosy_engine.api.openai.tokenization import detokenize, tokenize
 from argosy_engine.api.server_args import ITERATION_TIMEOUT_S
-from argosy_engine.api.stats_log import StatsLog
-from argosy_engine.api.telemetry import TelemetryHub
-from argosy_engine.api.tokenization import detokenize, tokenize
 from argosy_engine.errors import EngineError
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_protocol import __version__, headers
@@ -159,7 +159,7 @@ class Engine:
 
 
 def build_app(engine: Engine) -> FastAPI:
-    """Build the application, without the layers around it (`api.auth_middleware`, `api.request_limits`)."""
+    """Build the application, without the layers around it (`http.auth_middleware`, `http.request_limits`)."""
     app = FastAPI(title="Argosy engine", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.engine = engine
 

@@ -15,10 +15,10 @@ from typing import Any
 import uvicorn
 
 from argosy_engine.api.app import Engine, build_app
-from argosy_engine.api.auth_middleware import ADMIN_PATHS, AuthMiddleware
-from argosy_engine.api.connection_limit import protocol_of
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
-from argosy_engine.api.request_limits import RequestLimits
+from argosy_engine.api.http.auth_middleware import ADMIN_PATHS, AuthMiddleware
+from argosy_engine.api.http.connection_limit import protocol_of
+from argosy_engine.api.http.request_limits import RequestLimits
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
 from argosy_engine.config import EngineArgs, ResolvedConfig

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from argosy_engine.api.http_protocol import HttpLimits
+from argosy_engine.api.http.http_protocol import HttpLimits
 from argosy_protocol.program.flags import Flag
 
 ITERATION_TIMEOUT_S = 120.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from argosy_engine.api.choice_stream import ChoiceFormat, created_at
-from argosy_engine.api.logprobs_format import LogprobsFormat
-from argosy_engine.api.usage import usage_of
+from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
+from argosy_engine.api.openai.logprobs_format import LogprobsFormat
+from argosy_engine.api.openai.usage import usage_of
 from argosy_engine.frontend.chat_parser import ChatParser, ParsedCall
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Prompt, Renderer

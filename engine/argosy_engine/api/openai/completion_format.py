@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from argosy_engine.api.choice_stream import ChoiceFormat, created_at
-from argosy_engine.api.logprobs_format import LogprobsFormat, TextOffsets
-from argosy_engine.api.usage import usage_of
+from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
+from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
+from argosy_engine.api.openai.usage import usage_of
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.frontend.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import aclosing
 
-from argosy_engine.api.openai_serving import OpenAIServing
+from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.pooling import pooling_request
 from argosy_engine.params.pooling_params import PoolingParams
@@ -26,7 +26,7 @@ async def embed(
         size: of the request's body, in bytes.
 
     Raises:
-        ApiError, EngineError: see `serving.to_api_error`.
+        ApiError, EngineError: see `openai_serving.to_api_error`.
     """
     name = serving.check_model(request.model)
     llm = serving.llm

@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from argosy_engine.api.error_response import send_error
+from argosy_engine.api.http.error_response import send_error
 from argosy_protocol.errors import ApiError
 
 _DONE = b"data: [DONE]\n\n"

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Sequence
 
-from argosy_engine.api.beam_choices import beam_choices
+from argosy_engine.api.openai.beam_choices import beam_choices
 from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from argosy_engine.api.error_response import send_error
+from argosy_engine.api.http.error_response import send_error
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.errors import ApiError, Forbidden, Unauthorized
 

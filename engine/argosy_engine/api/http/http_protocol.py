@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from argosy_engine.api.lingering import LingeringTransport
+from argosy_engine.api.http.lingering import LingeringTransport
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,

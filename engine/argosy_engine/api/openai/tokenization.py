@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy_engine.api.openai_serving import OpenAIServing
+from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_protocol.tokenization import (
     ChatTokenizeRequest,
@@ -19,7 +19,7 @@ async def tokenize(
     """`size` of the body in bytes.
 
     Raises:
-        ApiError, EngineError: see `serving.to_api_error`.
+        ApiError, EngineError: see `openai_serving.to_api_error`.
     """
     serving.check_model(request.model)
     renderer = serving.llm.renderer
@@ -44,7 +44,7 @@ async def detokenize(serving: OpenAIServing, request: DetokenizeRequest, size: i
     """`size` of the body in bytes.
 
     Raises:
-        ApiError, EngineError: see `serving.to_api_error`.
+        ApiError, EngineError: see `openai_serving.to_api_error`.
     """
     serving.check_model(request.model)
     renderer = serving.llm.renderer

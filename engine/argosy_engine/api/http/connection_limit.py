@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from argosy_engine.api.http_protocol import BoundedProtocol, HttpLimits
+from argosy_engine.api.http.http_protocol import BoundedProtocol, HttpLimits
 from argosy_protocol.errors import Unavailable
 
 MAX_TURNED_AWAY = 16

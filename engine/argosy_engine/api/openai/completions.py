@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from argosy_engine.api.choice_stream import stream_choices, whole_response
-from argosy_engine.api.completion_format import CompletionFormat
-from argosy_engine.api.openai_serving import OpenAIServing
+from argosy_engine.api.openai.choice_stream import stream_choices, whole_response
+from argosy_engine.api.openai.completion_format import CompletionFormat
+from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.frontend.renderer import Prompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import Completion, CompletionRequest

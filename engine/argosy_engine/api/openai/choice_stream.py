@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
-from argosy_engine.api.usage import initial_totals, update_total, usage_of
+from argosy_engine.api.openai.usage import initial_totals, update_total, usage_of
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.messages.core_messages import EngineCoreRequest

@@ -6,7 +6,7 @@ from collections.abc import Set
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from argosy_engine.api.error_response import send_error
+from argosy_engine.api.http.error_response import send_error
 from argosy_protocol.errors import ApiError, BadRequest, PayloadTooLarge
 
 MAX_BODY_BYTES = 32 << 20

@@ -1,0 +1,1 @@
+"""What the engine reports about itself: Prometheus metrics, the telemetry stream, the line of statistics."""
