@@ -14,7 +14,7 @@ if [[ -n ${QUICK:-} ]]; then
   conversations=(--rounds 1 --seconds 12 --rates 4)
 fi
 # shellcheck disable=SC2086 # two words or none
-python bench/router/fleet.py "${prefixes[@]}" $sglang --contenders round-robin sglang-router 'sglang-router, balancing' \
+python bench/router/shared_prefixes.py "${prefixes[@]}" $sglang --contenders round-robin sglang-router 'sglang-router, balancing' \
   --json "$results/prefixes.json" | tee "$results/prefixes.md"
 echo
 # shellcheck disable=SC2086

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import build, daemons, dns, images, node, shell, site_closure, volumes
+from cluster import daemons, distribution_files, dns, go_binaries, images, node, shell, volumes
 from cluster.settings import Settings
 from cluster.shell import ClusterError, poll
 
@@ -100,7 +100,7 @@ def test_a_folder_bound_to_itself_is_a_mount_point(path: str, is_mounted: bool) 
 
 def test_nothing_of_the_cluster_asks_python_what_is_mounted() -> None:
     """`os.path.ismount` compares devices, and so misses folders that are bound within one file system."""
-    folder = Path(build.__file__).parent
+    folder = Path(go_binaries.__file__).parent
     asking = [path.name for path in folder.glob("*.py") if "ismount(" in path.read_text()]
     assert asking == []
 
@@ -148,10 +148,10 @@ def test_for_a_cluster_of_the_users_nothing_is_built(tmp_path: Path) -> None:
 
 BUILD = """
 import os
-from cluster import build, shell
+from cluster import go_binaries, shell
 from cluster.settings import Settings
 shell.stop_cleanly()
-build.ensure_binaries(Settings.from_env(dict(os.environ)))
+go_binaries.ensure_binaries(Settings.from_env(dict(os.environ)))
 """
 
 
@@ -203,14 +203,14 @@ def _read(path: Path) -> str:
 
 
 def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    names = sorted({name for module in build.MODULES for name in module.commands})
+    names = sorted({name for module in go_binaries.MODULES for name in module.commands})
     # Whether it finds anything in its folders, and one file for each command, in the folder that follows -o.
     go = f"""ls "$GOTMPDIR" >&2
 while [ "$1" != -o ]; do shift; done
 cd "$2" && ls >&2 && touch server {" ".join(names)}"""
     environment = fake_go(tmp_path, go)
     settings = Settings.from_env(environment)
-    folder = build.binaries(settings)
+    folder = go_binaries.binaries(settings)
     for stale in (".work-kubernetes/go-build1", ".staging-kubernetes"):
         (folder / stale).mkdir(parents=True)
     (folder / ".staging-kubernetes" / "kubelet").touch()
@@ -221,8 +221,8 @@ cd "$2" && ls >&2 && touch server {" ".join(names)}"""
 
 def test_every_command_gets_the_name_go_build_gives_it() -> None:
     names = {
-        name: build._output_name(package, module.name)
-        for module in build.MODULES
+        name: go_binaries._output_name(package, module.name)
+        for module in go_binaries.MODULES
         for name, package in module.commands.items()
     }
     assert names.pop("etcd") == "server"
@@ -230,8 +230,8 @@ def test_every_command_gets_the_name_go_build_gives_it() -> None:
 
 
 def test_kubernetes_is_stamped_with_the_version_of_its_module() -> None:
-    flags = build._linker_flags()
-    required = (build.SOURCES / "kubernetes" / "go.mod").read_text()
+    flags = go_binaries._linker_flags()
+    required = (go_binaries.SOURCES / "kubernetes" / "go.mod").read_text()
     version = flags.partition("gitVersion=")[2].split()[0]
     assert f"k8s.io/kubernetes {version}" in required
     replaced = [line for line in required.splitlines() if "=> k8s.io/" in line]
@@ -302,9 +302,9 @@ def test_a_closure_follows_extras_and_skips_what_is_absent(
         distribution(name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     importlib.invalidate_caches()
-    assert sorted(site_closure.closure(["torch"])) == ["kit==1", "runtime==1", "torch==1"]
+    assert sorted(distribution_files.closure(["torch"])) == ["kit==1", "runtime==1", "torch==1"]
     with pytest.raises(SystemExit):
-        site_closure.closure(["nowhere"])
+        distribution_files.closure(["nowhere"])
 
 
 def test_a_volume_is_bound_to_its_claim_and_nodes() -> None:

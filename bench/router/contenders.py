@@ -93,7 +93,7 @@ def router_command(contender: str, sglang: str, port: int, engines: Sequence[int
 
 def clocked(ports: Sequence[int], kv_cache_tokens: int) -> list[list[str]]:
     """Return the commands of clocked engines, one process each."""
-    script = str(HERE / "clocked_engine.py")
+    script = str(HERE / "simulated_engine_server.py")
     return [[sys.executable, script, str(port), "--kv-cache-tokens", str(kv_cache_tokens)] for port in ports]
 
 

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 
 from prompts import BYTES_PER_TOKEN
-from shared_prefixes import text
+from shared_prefix_load import text
 
 SYSTEM_PROMPTS = 24
 SYSTEM_TOKENS = 1536

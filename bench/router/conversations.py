@@ -5,8 +5,8 @@
 Conversations (`conversation_load.py`) begin as a Poisson process. Each has one of 24 system prompts of 1536 tokens, the
 k-th with a popularity proportional to 1/k, and two to seven turns, whose prompts contain the history, with five seconds
 on average between an answer and the next turn. Half-way through, one engine is killed, and restarted five seconds later
-with an empty cache. Engines are clocked (`clocked_engine.py`): 8000 prompt tokens per second and 49,152 tokens of cache
-each, less than the open conversations and the popular prompts need.
+with an empty cache. Engines are clocked (`simulated_engine_server.py`): 8000 prompt tokens per second and 49,152 tokens
+of cache each, less than the open conversations and the popular prompts need.
 
 A router that only remembers where it sent each prompt does not learn what was evicted or lost since; our engines
 announce it to our router.
@@ -37,7 +37,7 @@ from conversation_load import THINK_S, Conversation, conversations, mean_turns
 from figures import Figures, figures, markdown, median
 from open_loop import Answer, OpenLoop
 from overhead import free_ports
-from shared_prefixes import oracle_share
+from shared_prefix_load import oracle_share
 
 ENGINES = 4
 KV_CACHE_TOKENS = 49_152

@@ -13,9 +13,9 @@ import asyncio
 
 import msgspec
 import uvloop
-from announcer import Announcer
-from engine_http import DONE, STREAM_END, STREAM_HEAD, EngineConnection, answer, completion, event, usage
+from mock_engine_http import DONE, STREAM_END, STREAM_HEAD, EngineConnection, answer, completion, event, usage
 from prompts import as_trace
+from telemetry_announcer import Announcer
 
 from argosy_protocol.telemetry import Load
 

@@ -16,7 +16,7 @@ from typing import cast
 import httptools
 from overhead import HEAD
 from prompts import MODEL
-from shared_prefixes import Arrival
+from shared_prefix_load import Arrival
 
 PATIENCE_S = 300.0
 """A request that has no complete answer after this time counts as an error."""

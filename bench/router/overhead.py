@@ -5,10 +5,10 @@
 
 `--sglang` is the interpreter of an environment with `sglang-router` installed; without it only ours is measured. With
 `--telemetry` the engines announce their caches to our router; without, it treats them as engines other than ours. With
-`--compiled` our router also runs as compiled by `python -m argosy_router.compile FOLDER`. `--floor` adds two baselines:
-a proxy that only copies bytes (splice.py), and requests sent to an engine directly. Each run starts a new router, warms
-it up, and sends the same bodies; figures are medians over the runs. Absolute figures depend on the machine and drift,
-so compare the ratios.
+`--compiled` our router also runs as compiled by `python -m argosy_router.compile FOLDER`. `--floor` adds two
+baselines: a proxy that only copies bytes (tcp_passthrough.py), and requests sent to an engine directly. Each run
+starts a new router, warms it up, and sends the same bodies; figures are medians over the runs. Absolute figures depend
+on the machine and drift, so compare the ratios.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ COMPILED = "compiled"
 DIRECT = "no router"
 """Requests sent to an engine directly."""
 FLOOR = "bytes copied"
-"""A proxy that only copies bytes (splice.py)."""
+"""A proxy that only copies bytes (tcp_passthrough.py)."""
 LOAD_TIMEOUT_S = 120.0
 
 
@@ -237,7 +237,7 @@ def command(router: str, sglang: str, port: int, engines: list[int], admin_port:
             *replicas,
         ]
     if router == FLOOR:
-        return [sys.executable, str(HERE / "splice.py"), str(port), *map(str, engines)]
+        return [sys.executable, str(HERE / "tcp_passthrough.py"), str(port), *map(str, engines)]
     return [
         sglang,
         *("-m", "sglang_router.launch_router", "--port", str(port), "--policy", "cache_aware"),

@@ -5,9 +5,10 @@ own containerd, kubelet and kube-proxy. `python -m cluster up` (with PYTHONPATH=
 starts everything and prints the path of a kubeconfig; `python -m cluster down` removes all of it.
 
 Modules, bottom up: `settings` (names, addresses, folders), `shell` (running commands, errors, polling),
-`build` (binaries), `daemons` (processes we own), `pki`, `network`, `cgroups`, `control_plane`, `node`,
-`kubectl`, `base` and `images`, `dns`, `volumes`, `gpu`, `reach`, `artifacts`, `preflight`, and `lifecycle` (up
-and down), which alone knows the order of things. Standard library only: this code runs before anything is installed.
+`go_binaries`, `daemons` (processes we own), `pki`, `network`, `cgroups`, `control_plane`, `node`,
+`kubectl`, `base_image` and `images`, `dns`, `volumes`, `fake_gpus`, `service_url`, `artifacts`,
+`preflight`, and `lifecycle` (up and down), which alone knows the order of things. Standard library only:
+this code runs before anything is installed.
 """
 
 from cluster.lifecycle import Cluster, connect, down, up

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from cluster import base, build, lifecycle
+from cluster import base_image, go_binaries, lifecycle
 from cluster.settings import Settings
 from cluster.shell import ClusterError, stop_cleanly
 
@@ -37,9 +37,9 @@ def main() -> int:
             environment["ARGOSY_E2E_NODES"] = arguments.nodes
         settings = Settings.from_env(environment)
         if arguments.command == "build" and settings.external_kubeconfig is None:
-            build.ensure_packages()
-            build.ensure_binaries(settings)
-            base.ensure_rootfs(settings)
+            go_binaries.ensure_packages()
+            go_binaries.ensure_binaries(settings)
+            base_image.ensure_rootfs(settings)
         elif arguments.command == "up":
             lifecycle.up(settings)
         elif arguments.command == "down":
@@ -47,7 +47,9 @@ def main() -> int:
         elif arguments.command == "status":
             print(lifecycle.status(settings))
         elif arguments.command == "env":
-            print(f"export KUBECONFIG={settings.kubeconfig}\nexport PATH={build.binaries(settings)}:$PATH")
+            print(
+                f"export KUBECONFIG={settings.kubeconfig}\nexport PATH={go_binaries.binaries(settings)}:$PATH"
+            )
         elif arguments.command == "collect":
             lifecycle.connect(settings).collect_artifacts(arguments.folder)
     except ClusterError as error:

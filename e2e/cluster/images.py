@@ -1,6 +1,6 @@
 """Container images without a registry: built by buildah, or packed from one binary, then handed to each node.
 
-buildah works on the base of `base.py` in a store inside the cache, in namespaces of its own, so that a
+buildah works on the base of `base_image.py` in a store inside the cache, in namespaces of its own, so that a
 build leaves no mount behind. Tags are content: a rebuilt image has a new tag, an unchanged one is on the
 nodes already. Pods must name the exact tag returned here and use `imagePullPolicy: IfNotPresent` (or Never).
 
@@ -20,8 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster import base
-from cluster.build import REPOSITORY, single_binary_tag
+from cluster import base_image
+from cluster.go_binaries import REPOSITORY, single_binary_tag
 from cluster.node import ctr, ctr_argv
 from cluster.settings import NodeSettings, Settings
 from cluster.shell import CONTAINED, ClusterError, pipe, poll, remove_tree, run, say
@@ -45,10 +45,10 @@ def load_single_binary(settings: Settings, binaries: Path, name: str) -> str:
 
 def ensure_base(settings: Settings) -> str:
     """The base image's tag in buildah's store: the value of a Dockerfile's BASE argument."""
-    tag = f"{REPOSITORY}/base:{base.SUITE}-{base.key()}"
+    tag = f"{REPOSITORY}/base:{base_image.SUITE}-{base_image.key()}"
     if _buildah(settings, "images", "--quiet", tag, check=False).strip():
         return tag
-    rootfs = base.ensure_rootfs(settings)
+    rootfs = base_image.ensure_rootfs(settings)
     container = _buildah(settings, "from", "--pull-never", "scratch").strip()
     try:
         _buildah(settings, "add", "--quiet", container, str(rootfs), "/")
@@ -123,7 +123,7 @@ def prune(settings: Settings, keep: Sequence[str]) -> None:
     """Remove from buildah's store and the nodes our images that are neither in `keep` nor the base."""
     kept = {
         *keep,
-        f"{REPOSITORY}/base:{base.SUITE}-{base.key()}",
+        f"{REPOSITORY}/base:{base_image.SUITE}-{base_image.key()}",
         *map(single_binary_tag, ("pause", "coredns")),
     }
     for node in settings.nodes:

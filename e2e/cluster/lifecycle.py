@@ -17,18 +17,18 @@ from pathlib import Path
 
 from cluster import (
     artifacts,
-    build,
     cgroups,
     control_plane,
     daemons,
     dns,
-    gpu,
+    fake_gpus,
+    go_binaries,
     images,
     network,
     node,
     pki,
     preflight,
-    reach,
+    service_url,
     volumes,
 )
 from cluster.kubectl import Helm, Kubectl
@@ -58,11 +58,11 @@ class Cluster:
         return [item["metadata"]["name"] for item in self.kubectl.get("nodes")["items"]]
 
     def advertise_gpus(self, count: int, node_name: str | None = None) -> None:
-        """See `gpu.advertise`; on every node unless one is named. An external cluster keeps its own."""
+        """See `fake_gpus.advertise`; on every node unless one is named. An external cluster keeps its own."""
         if self.external:
             return
         for name in [node_name] if node_name else self.node_names:
-            gpu.advertise(self.kubectl, name, count)
+            fake_gpus.advertise(self.kubectl, name, count)
 
     def build_image(
         self, dockerfile: Path, context: Path, name: str, arguments: dict[str, str] | None = None
@@ -86,8 +86,8 @@ class Cluster:
             images.prune(self.settings, keep)
 
     def service(self, namespace: str, name: str, port: int) -> AbstractContextManager[str]:
-        """`with cluster.service("argosy", "router", 8080) as url:` See `reach.service`."""
-        return reach.service(self.kubectl, namespace, name, port, routed=not self.external)
+        """`with cluster.service("argosy", "router", 8080) as url:` See `service_url.service`."""
+        return service_url.service(self.kubectl, namespace, name, port, routed=not self.external)
 
     def expose_folder(self, namespace: str, name: str, folder: Path) -> str:
         """See `volumes.expose`; returns the claim's name."""
@@ -118,7 +118,7 @@ class Cluster:
 
     def start_node(self, name: str) -> None:
         """Boot a killed node and wait until it is Ready."""
-        node.start(self.settings, build.binaries(self.settings), self._node(name))
+        node.start(self.settings, go_binaries.binaries(self.settings), self._node(name))
         node.wait_ready(self.kubectl, self._node(name))
 
     def _node(self, name: str) -> NodeSettings:
@@ -140,7 +140,7 @@ def up(settings: Settings) -> Cluster:
         say(f"using the cluster of {settings.kubeconfig}")
         return cluster
     started = time.monotonic()
-    build.ensure_packages()
+    go_binaries.ensure_packages()
     preflight.check_permissions()
     with _exclusive(settings):
         _take_down(settings, purge=False)
@@ -148,7 +148,7 @@ def up(settings: Settings) -> Cluster:
         settings.state.mkdir(parents=True, exist_ok=True)
         preflight.check_cgroups(settings.nodes[0])
         preflight.wait_for_ports()
-        binaries = build.ensure_binaries(settings)
+        binaries = go_binaries.ensure_binaries(settings)
         (settings.state / "node-count").write_text(str(settings.node_count))
         cluster = _connect(settings, binaries)
         pki.create(settings)
@@ -187,7 +187,7 @@ def connect(settings: Settings) -> Cluster:
     for name in control_plane.NAMES:
         daemons.require(settings, name)
     count = int((settings.state / "node-count").read_text())
-    return _connect(replace(settings, node_count=count), build.binaries(settings))
+    return _connect(replace(settings, node_count=count), go_binaries.binaries(settings))
 
 
 def status(settings: Settings) -> str:
@@ -208,7 +208,7 @@ def status(settings: Settings) -> str:
 
 def _connect(settings: Settings, binaries: Path | None) -> Cluster:
     def command(name: str) -> str | Path:
-        own = (binaries or build.binaries(settings)) / name
+        own = (binaries or go_binaries.binaries(settings)) / name
         if own.exists():
             return own
         if (found := find(name)) is None:

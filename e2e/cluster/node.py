@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import cgroups, daemons
-from cluster.build import CNI_PLUGINS, single_binary_tag
+from cluster.go_binaries import CNI_PLUGINS, single_binary_tag
 from cluster.kubectl import Kubectl
 from cluster.settings import DNS_SERVICE_ADDRESS, POD_SUBNET, NodeSettings, Settings
 from cluster.shell import ClusterError, poll, remove_tree, run

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster import base, daemons, node
+from cluster import base_image, daemons, node
 from cluster.kubectl import Kubectl
 from cluster.settings import Settings
 from cluster.shell import ClusterError, remove_tree, run, say
 
 STORAGE_CLASS = "argosy-e2e-local"
 """No provisioner has this name: claims bind only to the volumes made here."""
-CLOSURE_SCRIPT = Path(__file__).with_name("site_closure.py")
+CLOSURE_SCRIPT = Path(__file__).with_name("distribution_files.py")
 
 
 def site_packages(
@@ -39,7 +39,7 @@ def site_packages(
     done = run(python, "-I", CLOSURE_SCRIPT, *packages, check=False)
     if done.returncode == 0:
         found = json.loads(done.stdout)
-        if tuple(found["version"]) == base.PYTHON:
+        if tuple(found["version"]) == base_image.PYTHON:
             return _linked(settings, found)
     return _downloaded(settings, packages, python)
 
@@ -147,7 +147,7 @@ def _link(source: Path, link: Path) -> None:
 
 
 def _downloaded(settings: Settings, packages: Sequence[str], python: str | Path) -> Path:
-    version = ".".join(map(str, base.PYTHON))
+    version = ".".join(map(str, base_image.PYTHON))
     digest = hashlib.sha256(json.dumps([version, sorted(packages)]).encode()).hexdigest()[:12]
     target = settings.cache / f"site-{digest}"
     if target.exists():

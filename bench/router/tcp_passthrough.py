@@ -1,6 +1,6 @@
 """Forward bytes in both directions without parsing: the cost of the kernel and uvloop in any one-hop proxy.
 
-    python bench/router/splice.py PORT ENGINE_PORT [ENGINE_PORT ...]
+    python bench/router/tcp_passthrough.py PORT ENGINE_PORT [ENGINE_PORT ...]
 
 Each client connection gets its own connection to an engine, in turn. This is a lower bound for any router that parses
 requests, chooses a replica and accounts for them; the difference is the router's own cost.

@@ -1,6 +1,6 @@
 """Prints, as JSON, the installed distributions that the named ones need, and the files of each.
 
-Run by the interpreter that has them: `python -I site_closure.py torch`. Requirements that are not
+Run by the interpreter that has them: `python -I distribution_files.py torch`. Requirements that are not
 installed are left out. Output: {"version": [3, 11], "root": "...",
 "distributions": {"torch==2.11.0": ["torch/__init__.py", ...]}}; file names are relative to root. Exit status
 3: one is not installed.

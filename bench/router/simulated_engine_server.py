@@ -1,6 +1,7 @@
 """Simulated engines that answer by the clock, so that a fleet of them shares a machine without slowing each other down.
 
-    python bench/router/clocked_engine.py PORT[,PORT...] [--prefill-tokens-per-s 8000] [--kv-cache-tokens 12288]
+    python bench/router/simulated_engine_server.py PORT[,PORT...]
+        [--prefill-tokens-per-s 8000] [--kv-cache-tokens 12288]
 
 Each is the simulation's engine (`argosy_router.simulation.simulated_engine`: speed, batch, prefix cache with LRU
 eviction) on the event loop's clock, behind HTTP and our telemetry. Its events have absolute due times that are computed
@@ -17,9 +18,9 @@ from collections.abc import Callable
 
 import msgspec
 import uvloop
-from announcer import Announcer
-from engine_http import DONE, STREAM_END, STREAM_HEAD, EngineConnection, answer, completion, event, usage
+from mock_engine_http import DONE, STREAM_END, STREAM_HEAD, EngineConnection, answer, completion, event, usage
 from prompts import as_trace
+from telemetry_announcer import Announcer
 
 from argosy_protocol.telemetry import Load
 from argosy_router.simulation.simulated_engine import CacheChange, EngineModel, Job, SimulatedEngine

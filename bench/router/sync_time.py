@@ -1,6 +1,6 @@
 """Measure how long a starting router takes to fill its prefix index from its engines.
 
-    python bench/router/warm.py [--runs 3] [--chunks 250000]
+    python bench/router/sync_time.py [--runs 3] [--chunks 250000]
 
 Four engines hold CHUNKS random chunks each (of 64 tokens) and announce them to a router that starts. Times count from
 the start of its process; the figures are medians of the runs.
@@ -21,9 +21,9 @@ import urllib.request
 from multiprocessing.connection import Connection
 
 import uvloop
-from announcer import Announcer
 from mock_engine import MockEngine, idle
 from overhead import command, free_ports, process
+from telemetry_announcer import Announcer
 
 ENGINES = 4
 DEADLINE_S = 120.0

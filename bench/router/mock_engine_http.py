@@ -9,8 +9,8 @@ import asyncio
 import json
 from typing import Any, cast
 
-from announcer import Announcer
 from prompts import MODEL
+from telemetry_announcer import Announcer
 
 from argosy_protocol.headers import TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
 
