@@ -33,7 +33,7 @@ class AdminConnection(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._spoke()
+        self._end_silence()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -41,7 +41,7 @@ class AdminConnection(HttpToolsProtocol):
         self._await_head()
 
     def on_headers_complete(self) -> None:
-        self._spoke()
+        self._end_silence()
         super().on_headers_complete()
 
     def _await_head(self) -> None:
@@ -52,12 +52,12 @@ class AdminConnection(HttpToolsProtocol):
         if len(self._silent) > MAX_SILENT:
             next(iter(self._silent))._cut()
 
-    def _spoke(self) -> None:
+    def _end_silence(self) -> None:
         self._silent.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _cut(self) -> None:
-        self._spoke()
+        self._end_silence()
         self.transport.abort()

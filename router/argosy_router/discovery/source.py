@@ -18,6 +18,8 @@ Publish = Callable[[FleetSnapshot], None]
 
 
 class Discovery(Protocol):
+    """A source of replicas."""
+
     async def run(self, publish: Publish) -> None:
         """Publish a snapshot whenever something has changed, until cancelled."""
         ...

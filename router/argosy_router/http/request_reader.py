@@ -80,7 +80,7 @@ class RequestReader:
             self.failure = self._wire_failure()
 
     def release(self, request: Request) -> None:
-        """Give back the room of an answered request's body."""
+        """Release the memory of an answered request's body."""
         self._reserved -= request.body_bytes
         self._memory.release(request.body_bytes)
 

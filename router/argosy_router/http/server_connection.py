@@ -102,8 +102,8 @@ class ServerConnection(asyncio.Protocol):
         self.address = ""
         """The client's address group (`AddressGroups`); empty where many clients share an address."""
         self.is_silent = False
-        """Whether the client still has to prove itself: it has not sent a whole request head, or not the body of a
-        request that needs no key."""
+        """Whether the connection may be closed to admit others: its client has not sent a whole request head, or not
+        the body of a request that needs no key."""
         self._idle = state.connection_limit.idle
         self._coalescer = state.read_coalescer
         self._interval = -1
@@ -277,7 +277,7 @@ class ServerConnection(asyncio.Protocol):
             self._is_serving = False
 
     def _await_slow_client(self) -> None:
-        """Leave pipelined requests until the client has read earlier responses; `_stall` bounds how long that takes."""
+        """Leave pipelined requests unanswered until the client has read earlier responses; `_stall` bounds the time."""
         self._pause_reading()
         self._become_displaceable()
 

@@ -1,4 +1,4 @@
-"""Functions and classes implemented in C if that was built (`argosy_router.compile`), and in Python otherwise.
+"""Functions and classes that are written in C and in Python; the C is used if it was built (`argosy_router.compile`).
 
 Owns: the choice between the two. Both behave alike: `argosy_protocol.chunk_hash`, `native.estimate`, `native.ranking`
 and `prefixes.table` document them, and tests compare them.

@@ -1,4 +1,4 @@
-"""The hash functions in use: in C if built, else in Python."""
+"""Chunk hashes, token estimates of chunks, and rendezvous ranking: in C if built, else in Python."""
 
 from __future__ import annotations
 

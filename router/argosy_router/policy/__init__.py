@@ -5,6 +5,9 @@ Owns: the choice. Must not know: connections, telemetry, clocks; state comes in 
 Invariant: a policy chooses only among the candidates it is given; randomness comes from the caller.
 To add a policy, write a module with `choose` and `terms`, register it here, and add its name to
 `argosy_protocol.fleet.RoutingPolicy`.
+
+Shared by policies: `interface` (requests, candidates, decisions), `wait_model` (cost of a replica's load),
+`rate_priors` (assumed speed of unmeasured replicas), `rendezvous` and `bounded_load` (hashing).
 """
 
 from __future__ import annotations

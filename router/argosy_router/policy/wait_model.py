@@ -23,8 +23,8 @@ _MAX_KV: Final = 0.99
 def waiting_s(candidate: Candidate) -> float:
     """wait(w), in seconds."""
     kv = candidate.kv_usage
-    seats = EXPECTED_OUTPUT_TOKENS * candidate.decode_step_s * candidate.requests / candidate.max_num_seqs
-    queue = candidate.queued_tokens / candidate.prefill_tokens_per_s + seats
+    decode_s = EXPECTED_OUTPUT_TOKENS * candidate.decode_step_s * candidate.requests / candidate.max_num_seqs
+    queue = candidate.queued_tokens / candidate.prefill_tokens_per_s + decode_s
     if not kv:
         return queue
     kv = min(kv, _MAX_KV)
