@@ -36,9 +36,12 @@ class ReplicaHealth:
         "_ejections",
         "_is_on_probation",
         "_is_probing",
+        "_is_suspect",
         "consecutive_failures",
         "cooldown_until",
-        "is_suspect",
+        "core_step_age_s",
+        "is_answering",
+        "stall_bound_s",
     )
 
     def __init__(self) -> None:
