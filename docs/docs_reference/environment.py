@@ -39,7 +39,7 @@ VARIABLES = {
         "ARGOSY_ROUTER_URL": "URL at which clients reach the router, shown in `status.url`. Empty: no router is "
         "expected, and services are ready without one.",
         "ARGOSY_WATCH_NAMESPACES": "Namespaces to serve, separated by commas; all if empty.",
-        "KUBECONFIG": "Cluster to use when the operator runs outside of one; the router reads it, too.",
+        "KUBECONFIG": "Cluster to use when the operator runs outside of one; the router reads it as well.",
     },
     "Command line": {
         "ARGOSY_STATE_DIR": "State directory of the local fleet, if `--state-dir` is not given (`.argosy`).",

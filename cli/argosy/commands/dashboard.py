@@ -21,8 +21,8 @@ FLEET_KEY_ENV: Final = "ARGOSY_FLEET_KEY"
 def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="argosy dashboard",
-        description="Print the address of a router's admin page. The key stands behind the #, which browsers do not "
-        "send; the page takes it from there and hides it.",
+        description="Print the address of a router's admin page. The key follows the #, a part that "
+        "browsers do not send; the page reads it and removes it from the address bar.",
         epilog=f"The running local fleet's unless --admin-url names another router's admin port; the key of that one "
         f"is derived from the fleet key in {FLEET_KEY_ENV}.",
     )

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         type=positive_seconds,
         default=GRACE_S,
         metavar="S",
-        help="how long requests under way may take to finish (%(default)s)",
+        help="how long running requests may take to finish (%(default)s)",
     )
     add_state_dir(parser)
     options = parser.parse_args(argv)

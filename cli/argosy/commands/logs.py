@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "name", nargs="?", default="", help="a replica, a service, `router` or `supervisor`; all if left out"
     )
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the fleet ends")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow the logs until the fleet ends")
     parser.add_argument(
         "-n", "--lines", type=int, default=200, help="lines of each log to begin with (%(default)s)"
     )

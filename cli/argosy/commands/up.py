@@ -29,7 +29,7 @@ from argosy.local.state_dir import StateDir, choose_state_dir
 from argosy.terminal import PlainProgress, Progress, progress
 
 _MOST_FAILURES: Final = 3
-"""Failed starts of one replica after which `up` gives up; the supervisor goes on trying."""
+"""Failed starts of one replica after which `up` gives up; the supervisor keeps trying."""
 _HOPELESS: Final = "exited with code 2"
 """Wrong usage, with which every further start would fail, too."""
 _TAIL_LINES: Final = 20
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         if is_new:
             stop_fleet(state, GRACE_S)
         else:
-            print("the fleet goes on; `argosy down` stops it")
+            print("the fleet keeps running; `argosy down` stops it")
         return INTERRUPTED
     except CommandError:
         shown.close()
@@ -90,7 +90,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="manifest; - is standard input; repeatable; what is in none of them is removed",
     )
     parser.add_argument(
-        "-d", "--detach", action="store_true", help="return when all is ready; the fleet goes on"
+        "-d", "--detach", action="store_true", help="return when the fleet is ready and leave it running"
     )
     parser.add_argument("--port", type=port, help=f"where the router listens on 127.0.0.1 ({DEFAULT_PORT})")
     parser.add_argument(
@@ -135,7 +135,7 @@ def _wait_until_settled(
             status = client.next_status(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             raise CommandError(
-                f"not ready after {timeout_s:g} s; the fleet goes on trying: `argosy ps` shows why, "
+                f"not ready after {timeout_s:g} s; the fleet keeps trying: `argosy ps` shows why, "
                 "--timeout S waits longer"
             ) from None
         if status is None:

@@ -18,7 +18,7 @@ MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 
 Phase = Literal["Pending", "Starting", "Ready", "Routable", "Draining", "Stopping", "BackOff"]
 """`Starting`: the process runs, and the model loads. `Ready`: the engine reports that it is ready. `Routable`: the
-router may send it requests. `Draining`: the router sends no new requests, and those under way finish. `BackOff`: the
+router may send it requests. `Draining`: the router sends no new requests, and the running ones finish. `BackOff`: the
 process died and waits for its restart."""
 
 
@@ -38,7 +38,7 @@ class Stop(Struct, frozen=True, kw_only=True, tag=True):
     """Stop the fleet; the connection closes when the supervisor exits."""
 
     grace_s: float = 10.0
-    """How long requests under way may take to finish."""
+    """How long running requests may take to finish."""
 
 
 Request = Apply | Watch | Stop

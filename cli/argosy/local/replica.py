@@ -68,7 +68,7 @@ class Replica:
         self.ready_since = 0.0
         """Monotonic time at which this process became ready; 0 if it is not ready."""
         self.drained = asyncio.Event()
-        """Set by the owner: the router sends no requests to it, and none is under way."""
+        """Set by the owner: the router sends no requests to it, and none is running."""
         self._settings = settings
         self._log = state.log_file(name)
         self._internal_key = internal_key
@@ -188,7 +188,7 @@ class Replica:
         if self.phase != "Draining":
             finish_s = _LOADING_STOP_S
         else:
-            self._enter("Draining", "requests under way finish")
+            self._enter("Draining", "running requests finish")
             await first_of(self.drained, self._halted, process.ended, timeout_s=finish_s)
         self._enter("Stopping", "")
         await process.stop(finish_s + _STOP_SLACK_S)

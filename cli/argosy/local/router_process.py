@@ -102,7 +102,7 @@ class RouterProcess:
             self.restarts += 1
 
     def stop(self, grace_s: float) -> None:
-        """Stop the process; requests under way have `grace_s` to finish."""
+        """Stop the process; running requests have `grace_s` to finish."""
         self._grace_s = grace_s
         self._stopped.set()
 
