@@ -24,6 +24,7 @@ from argosy.local.state_dir import StateDir
 from argosy.main import main
 
 FAKE_SUPERVISOR = (sys.executable, str(Path(__file__).with_name("fake_supervisor.py")))
+QUICK_SUPERVISOR = (sys.executable, str(Path(__file__).with_name("quick_supervisor.py")))
 DEADLINE_S = 120.0
 """For a machine that has other work; nothing waits this long when all is well."""
 
@@ -112,7 +113,7 @@ class Load:
             thread.join()
 
     def _work(self, index: int) -> None:
-        with httpx.ControlClient(timeout=DEADLINE_S) as http:
+        with httpx.Client(timeout=DEADLINE_S) as http:
             turn = 0
             while not self._stop.is_set():
                 turn += 1
@@ -121,7 +122,7 @@ class Load:
                 except httpx.HTTPError as error:
                     self.failures.append(repr(error))
 
-    def _ask(self, http: httpx.ControlClient, prompt: str, *, stream: bool) -> None:
+    def _ask(self, http: httpx.Client, prompt: str, *, stream: bool) -> None:
         body = {
             "model": "tiny",
             "messages": [{"role": "user", "content": prompt}],

@@ -1,18 +1,16 @@
-"""The whole path on one machine with nothing faked: the engine and the model that ship."""
+"""The whole path on one machine with the engine, the model and the router that ship."""
 
 from __future__ import annotations
 
 import pytest
-from local_fleet import Load, LocalFleet, descendants, kill, watched
+from local_fleet import QUICK_SUPERVISOR, Load, LocalFleet, descendants, kill, watched
 from openai import OpenAI
-
-from argosy.local.control_client import SUPERVISOR
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_tiny_model_from_manifest_to_answer(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
-    fleet.supervisor = SUPERVISOR
+    fleet.supervisor = QUICK_SUPERVISOR
     fleet.manifest(replicas=1)
     assert fleet.start() == 0
     assert "loading the model" in capfd.readouterr().out

@@ -39,7 +39,9 @@ REQUESTS = [
 
 
 def generate(**flags: Any) -> dict[str, RequestOutput]:
-    args = EngineArgs.of(model="builtin://tiny", device="cpu", dtype="float32", threads=1, **flags)
+    # A small KV cache: tables of blocks for all of the machine's memory would take longer than the requests.
+    fields = {"num_gpu_blocks_override": 256, **flags}
+    args = EngineArgs.of(model="builtin://tiny", device="cpu", dtype="float32", threads=1, **fields)
     engine = LLMEngine.from_engine_args(args)
     try:
         for index, (prompt, wanted) in enumerate(REQUESTS):
@@ -88,6 +90,7 @@ def engine() -> Iterator[LLMEngine]:
         device="cpu",
         dtype="float32",
         threads=1,
+        num_gpu_blocks_override=256,
         async_scheduling=True,
         max_num_seqs=2,
     )

@@ -1,4 +1,4 @@
-"""A call that takes too long costs itself only: the others are made, and their caller goes on."""
+"""A call that takes too long is abandoned; the calls after it are still made, and their caller continues."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_call_that_uses_up_its_time_is_given_up(bounded: BoundedThread) -> Non
     assert made == ["before", "after", "next"]
 
 
-def test_time_spent_waiting_is_not_held_against_a_call(bounded: BoundedThread) -> None:
+def test_time_spent_waiting_does_not_count(bounded: BoundedThread) -> None:
     """A thread that does not get the CPU, on a busy machine, is not slow."""
     waits = threading.Event()
     threading.Timer(0.2, waits.set).start()
@@ -62,13 +62,12 @@ def test_time_spent_waiting_is_not_held_against_a_call(bounded: BoundedThread) -
     assert bounded.num_given_up == 0
 
 
-def test_many_calls_that_take_too_long_are_given_up_sooner_and_sooner(bounded: BoundedThread) -> None:
-    """They might come from one client, and all others wait for them."""
-    stop, made = threading.Event(), list[int]()
-    try:
-        errors = bounded.run([*[burn_until(stop)] * 20, lambda: made.append(0)])
-    finally:
-        stop.set()
+def test_many_calls_that_take_too_long_get_less_and_less_time(bounded: BoundedThread) -> None:
+    """All of them may come from one client, and all other clients wait for them."""
+    # Each call ends once it is abandoned: burning threads that hold the GIL would only slow the test down.
+    stops, made = [threading.Event() for _ in range(20)], list[int]()
+    calls = [burn_until(stop) for stop in stops]
+    errors = bounded.run([*calls, lambda: made.append(0)], lambda index: stops[index].set())
     assert made == [0]
     bounds = [error.cpu_s for error in errors.values() if isinstance(error, TookTooLong)]
     assert len(bounds) == 20

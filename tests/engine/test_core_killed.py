@@ -1,4 +1,4 @@
-"""A core that is killed under its clients: everything they are asked afterwards has an answer, and that soon."""
+"""A core that is killed: every later call of its client fails at once instead of waiting."""
 
 from __future__ import annotations
 
@@ -28,37 +28,28 @@ FOREVER = SamplingParams(max_tokens=500, ignore_eos=True)
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.parametrize("backend", ["uni", "mp"])
-def test_a_blocking_client_hears_of_the_death_whatever_it_asks(backend: str) -> None:
+def test_every_call_of_an_engine_fails_after_its_core_was_killed() -> None:
     engine = LLMEngine.from_engine_args(
-        EngineArgs.of(**ARGS, distributed_executor_backend=backend), multiprocess=True
+        EngineArgs.of(**ARGS, distributed_executor_backend="mp"), multiprocess=True
     )
     try:
         assert isinstance(engine.client, SyncMPClient)
         core = engine.client.pid
-        workers = children(core)
-        assert len(workers) == (backend == "mp")
+        (worker,) = children(core)
         engine.add_request("a", "Once upon a time", FOREVER)
         engine.step()
         os.kill(core, signal.SIGKILL)
         with pytest.raises(EngineDead, match="killed by SIGKILL"):
             _step_for_ever(engine)
-        for ask in (lambda: engine.add_request("b", "The sea"), engine.reset_prefix_cache):
-            with pytest.raises(EngineDead, match="killed by SIGKILL"):
-                ask()
+        _check_calls_fail(engine)
         engine.abort_request("a")
         assert not engine.has_unfinished_requests()
-        wait_until(lambda: not any(map(is_alive, workers)), "the workers to end")
+        wait_until(lambda: not is_alive(worker), "the worker to end")
     finally:
         engine.close()
 
 
-def _step_for_ever(engine: LLMEngine) -> None:
-    while True:
-        engine.step()
-
-
-def test_generate_ends_when_the_core_dies_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_fails_when_the_core_is_killed_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(**ARGS, multiprocess=True)
     try:
         assert isinstance(llm.client, SyncMPClient)
@@ -69,40 +60,64 @@ def test_generate_ends_when_the_core_dies_under_it(monkeypatch: pytest.MonkeyPat
             os.kill(core, signal.SIGKILL)
             return outputs
 
+        assert not children(core)
         monkeypatch.setattr(llm.client, "step", step_and_kill)
         with pytest.raises(EngineDead):
             llm.generate(["The sea", "The land"], FOREVER, use_tqdm=False)
         with pytest.raises(EngineDead):
             llm.embed("The sea")
+        _check_calls_fail(llm.engine)
     finally:
         llm.close()
 
 
-@pytest.mark.parametrize("is_read", [True, False])
-async def test_an_asynchronous_client_hears_of_the_death_whatever_it_asks(is_read: bool) -> None:
-    """`is_read`: somebody was reading the core's outputs when it died, and so knows."""
-    client = await AsyncMPClient.start(EngineArgs.of(**ARGS))
+def _check_calls_fail(engine: LLMEngine) -> None:
+    for call in (lambda: engine.add_request("b", "The sea"), engine.reset_prefix_cache):
+        with pytest.raises(EngineDead, match="killed by SIGKILL"):
+            call()
+
+
+def _step_for_ever(engine: LLMEngine) -> None:
+    while True:
+        engine.step()
+
+
+async def test_every_call_of_an_asynchronous_client_fails_after_the_core_was_killed() -> None:
+    """Whether its outputs were being read when the core died or not. The two cores start side by side."""
+    clients = await asyncio.gather(*(AsyncMPClient.start(EngineArgs.of(**ARGS)) for _ in range(2)))
     try:
-        reader = asyncio.ensure_future(_read(client))
-        call = asyncio.ensure_future(client.call_utility("nobody knows it"))
-        await asyncio.sleep(0)
-        os.kill(client.pid, signal.SIGKILL)
-        if is_read:
+        for client, is_read in zip(clients, (True, False), strict=True):
+            await _kill(client, is_read=is_read)
+            request = EngineCoreRequest("a", [1, 2], FOREVER, time.time())
             with pytest.raises(EngineDead):
-                await reader
-            with pytest.raises((EngineDead, UtilityFailed)):
-                await call
-        else:
-            reader.cancel()
-            call.cancel()
-            wait_until(lambda: not is_alive(client.pid), "the core to end")
-        request = EngineCoreRequest("a", [1, 2], FOREVER, time.time())
-        for ask in (lambda: client.add_request(request), lambda: client.call_utility("reset_prefix_cache")):
+                await asyncio.wait_for(client.add_request(request), 20)
             with pytest.raises(EngineDead):
-                await asyncio.wait_for(ask(), 20)
-        await asyncio.wait_for(client.abort_requests(["a"]), 20)
+                await asyncio.wait_for(client.call_utility("reset_prefix_cache"), 20)
+            await asyncio.wait_for(client.abort_requests(["a"]), 20)
     finally:
-        await client.close()
+        for client in clients:
+            await client.close()
+
+
+async def _kill(client: AsyncMPClient, *, is_read: bool) -> None:
+    """Kill the core during a call.
+
+    Args:
+        is_read: whether a reader of the outputs notices the death; otherwise nothing has noticed it yet.
+    """
+    reader = asyncio.ensure_future(_read(client))
+    call = asyncio.ensure_future(client.call_utility("nobody knows it"))
+    await asyncio.sleep(0)
+    os.kill(client.pid, signal.SIGKILL)
+    if is_read:
+        with pytest.raises(EngineDead):
+            await reader
+        with pytest.raises((EngineDead, UtilityFailed)):
+            await call
+    else:
+        reader.cancel()
+        call.cancel()
+        wait_until(lambda: not is_alive(client.pid), "the core to end")
 
 
 async def _read(client: AsyncMPClient) -> None:
