@@ -355,13 +355,13 @@ class EngineCore:
         try:
             self.structured.tick()
         except Exception:
-            logger.exception("fault while looking after grammars")
+            logger.exception("fault while checking the deadlines of grammars")
         try:
             if self.watchdog.is_due:
                 self._release_blocked()
                 self._fail_stalled()
         except Exception:
-            self._recover("looking after requests")
+            self._recover("checking the progress of requests")
 
     def _fail_stalled(self) -> None:
         """Fail the requests that the watchdog reports as stalled."""
@@ -369,7 +369,9 @@ class EngineCore:
         if not stalled:
             return
         self._num_stalled += len(stalled)
-        logger.error("%d requests stood still for %g s and are failed", len(stalled), self.watchdog.timeout_s)
+        logger.error(
+            "%d requests made no progress for %g s and are failed", len(stalled), self.watchdog.timeout_s
+        )
         reason = f"the engine made no progress with this request for {self.watchdog.timeout_s:g} s"
         for request_id in stalled:
             self.scheduler.fail(request_id, reason, ErrorKind.INTERNAL)

@@ -1,1 +1,11 @@
-"""Executors: how the core reaches its workers, with one interface and one implementation per way of running them."""
+"""Executors: how the core reaches its workers, with one interface and one implementation per way of running them.
+
+base                the interface
+factory             chooses the implementation
+uniproc_executor    one worker in the core's process
+multiproc_executor  a process per worker
+worker_process      the process of a worker
+worker_messages     kinds of messages to and from it
+broadcast           queue in shared memory from the core to all workers
+worker_class        loads the class of `--worker-cls`
+"""

@@ -1,1 +1,6 @@
-"""Processes of the operating system: children that end with their parent, debug signals, file descriptors. No torch."""
+"""Processes of the operating system, for every program of the engine. No torch.
+
+child_process     children that end with their parent; how a parent ends them
+debug_signal      stacks and state on SIGUSR1
+file_descriptors  limit of open files
+"""

@@ -1,1 +1,5 @@
-"""Sizing: what memory the device has, what a model needs of it, and how many KV blocks fit. No torch."""
+"""Sizing: how many KV blocks fit beside a model. No torch, so that core, worker and `argosy doctor` agree.
+
+device           memory and features of the device
+kv_cache_sizing  estimates of weights and activations, and the plan of the memory
+"""

@@ -1,1 +1,11 @@
-"""The KV cache: block pool, prefix cache, block tables of requests, and what routers are told about them."""
+"""The KV cache as blocks: allocation, prefix caching, eviction.
+
+Must not know: tensors, steps, budgets.
+
+    kv_cache_manager  block tables of requests, prefix hits, reserved blocks
+    kv_cache_groups   block needs and prefix hits of each kind of layer
+    block_pool        free queue, reference counts, prefix cache, eviction
+    block_hash        hash of a block and its prefix
+    prefix_announcer  changes of the prefix cache, for routers
+    waiting_tokens    uncached tokens of waiting requests
+"""
