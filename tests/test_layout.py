@@ -6,7 +6,7 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -187,3 +187,48 @@ def test_tests_use_public_names_only() -> None:
 )
 def test_the_rule_for_tests_sees_private_names(source: str, count: int) -> None:
     assert len(list(private_accesses(source))) == count
+
+
+@pytest.mark.parametrize("folder", sorted(set(PACKAGES.values())))
+def test_a_component_has_no_two_public_classes_of_one_name(folder: str) -> None:
+    assert (
+        duplicates((name, module) for module in modules_of(folder) for name in public_classes(module)) == {}
+    )
+
+
+@pytest.mark.parametrize("folder", sorted(set(PACKAGES.values())))
+def test_a_component_has_no_two_modules_of_one_name(folder: str) -> None:
+    found = [(module.stem, module) for module in modules_of(folder) if not module.stem.startswith("__")]
+    assert duplicates(found) == {}
+
+
+def modules_of(folder: str) -> list[Path]:
+    return [path for path in sources() if path.relative_to(ROOT).parts[0] == folder]
+
+
+def public_classes(module: Path) -> list[str]:
+    """Names of the classes that a module defines outside of functions and classes, under conditions too."""
+    found, waiting = [], list(ast.parse(module.read_text("utf-8")).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, (ast.If, ast.Try)):
+            waiting += [inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)]
+    return [name for name in dict.fromkeys(found) if not name.startswith("_")]
+
+
+def duplicates(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    """Each name that occurs more than once -> the modules in which it does."""
+    where: dict[str, list[str]] = {}
+    for name, module in named:
+        where.setdefault(name, []).append(str(module.relative_to(ROOT)))
+    return {name: modules for name, modules in where.items() if len(modules) > 1}
+
+
+def test_the_search_for_classes_sees_those_under_conditions(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        "class A: ...\nif X:\n    class B: ...\nelse:\n    class B: ...\nclass _C: ...\ndef f():\n    class D: ..."
+    )
+    assert sorted(public_classes(module)) == ["A", "B"]
