@@ -66,12 +66,12 @@ def fleet_document(services: Iterable[InferenceService]) -> FleetDocument:
 
 
 def without_canary(document: FleetDocument) -> frozenset[str]:
-    """Keys of the services that name a canary the document does not have."""
-    keys = {service.key for service in document.services}
+    """Return the names of the services whose canary the document does not have."""
+    names = {service.qualified_name for service in document.services}
     return frozenset(
-        service.key
+        service.qualified_name
         for service in document.services
-        if service.canary is not None and f"{service.namespace}/{service.canary.service}" not in keys
+        if service.canary is not None and f"{service.namespace}/{service.canary.service}" not in names
     )
 
 

@@ -92,7 +92,7 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.engine_model or self.model
 
     @property
-    def key(self) -> str:
+    def qualified_name(self) -> str:
         """`namespace/name`, which is always a valid model name for this service."""
         return f"{self.namespace}/{self.name}"
 
@@ -130,8 +130,8 @@ def resolve_names(document: FleetDocument) -> NameTable:
     `namespace/name` always names its own service. An adapter is named `NAME:ADAPTER` with any name of its service, and
     also by its own name if no other service has an adapter of that name; a service's name wins over an adapter's.
     """
-    ordered = sorted(document.services, key=lambda service: (service.created, service.key))
-    names: dict[str, FleetService] = {service.key: service for service in ordered}
+    ordered = sorted(document.services, key=lambda service: (service.created, service.qualified_name))
+    names: dict[str, FleetService] = {service.qualified_name: service for service in ordered}
     claims: dict[str, list[FleetService]] = {}
     for service in ordered:
         for name in dict.fromkeys((service.model, *service.aliases)):
@@ -140,9 +140,9 @@ def resolve_names(document: FleetDocument) -> NameTable:
     for name, claimants in claims.items():
         owner = names.setdefault(name, _owner(claimants))
         conflicts += [
-            NameConflict(name=name, winner=owner.key, loser=service.key)
+            NameConflict(name=name, winner=owner.qualified_name, loser=service.qualified_name)
             for service in claimants
-            if service.key != owner.key and not _is_canary(service, owner)
+            if service.qualified_name != owner.qualified_name and not _is_canary(service, owner)
         ]
     return NameTable(names, tuple(conflicts), _add_adapters(names, ordered))
 
@@ -152,8 +152,8 @@ def _owner(claimants: Sequence[FleetService]) -> FleetService:
     other's canaries, the first."""
     owner = claimants[0]
     seen: list[str] = []
-    while owner.key not in seen:
-        seen.append(owner.key)
+    while owner.qualified_name not in seen:
+        seen.append(owner.qualified_name)
         owner = next((service for service in claimants if _is_canary(owner, service)), owner)
     return owner
 
@@ -167,12 +167,12 @@ def _add_adapters(names: dict[str, FleetService], services: Sequence[FleetServic
     """Add the adapters' names to `names`; return the adapter that each of them stands for."""
     own_names: dict[str, list[str]] = {}
     for name, owner in names.items():
-        own_names.setdefault(owner.key, []).append(name)
+        own_names.setdefault(owner.qualified_name, []).append(name)
     owners = Counter(adapter for service in services for adapter in set(service.adapters))
     adapters: dict[str, str] = {}
     for service in services:
         for adapter in service.adapters:
-            spellings = [f"{name}:{adapter}" for name in own_names[service.key]]
+            spellings = [f"{name}:{adapter}" for name in own_names[service.qualified_name]]
             if owners[adapter] == 1:
                 spellings.append(adapter)
             for name in spellings:

@@ -33,7 +33,7 @@ def test_fleet_service() -> None:
         },
     )
     entry = fleet_service(service)
-    assert (entry.key, entry.uid, entry.model, entry.aliases) == (
+    assert (entry.qualified_name, entry.uid, entry.model, entry.aliases) == (
         "team/tiny",
         "uid-team-tiny",
         "org/Tiny",

@@ -64,7 +64,7 @@ def snapshot(
         Member(f"r{number}", "", engine.url, **given)
         for number, (engine, given) in enumerate(zip(engines, names, strict=True))
     )
-    return replace(snapshot_of(document, encode_fleet(document)), members={spec.key: members})
+    return replace(snapshot_of(document, encode_fleet(document)), members={spec.qualified_name: members})
 
 
 @contextlib.asynccontextmanager

@@ -83,7 +83,7 @@ async def limited(tmp_path: Path, *scripts: Callable[..., Any], **config: Any) -
             for n, engine in enumerate(engines)
         )
         snapshot = snapshot_of(document, encode_fleet(document))
-        r.router.fleet.apply(replace(snapshot, members={spec.key: members}))
+        r.router.fleet.apply(replace(snapshot, members={spec.qualified_name: members}))
         r.http.headers["authorization"] = "Bearer sk-key"
         yield r
         await at_rest(r)

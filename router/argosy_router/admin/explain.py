@@ -79,7 +79,7 @@ def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Expla
     except ApiError as error:
         return Explanation(
             model=service.spec.model,
-            service=service.spec.key,
+            service=service.spec.qualified_name,
             policy=policy,
             prompt_tokens=tokens,
             prompt_chunks=len(prompt.hashes),
@@ -89,7 +89,7 @@ def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Expla
         )
     return Explanation(
         model=service.spec.model,
-        service=service.spec.key,
+        service=service.spec.qualified_name,
         policy=policy,
         prompt_tokens=tokens,
         prompt_chunks=len(prompt.hashes),

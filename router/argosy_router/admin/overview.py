@@ -97,7 +97,7 @@ class Overviews:
     def _service(self, service: Service, now: float) -> ServiceView:
         model = service.spec.model
         return ServiceView(
-            service=service.spec.key,
+            service=service.spec.qualified_name,
             model=model,
             aliases=service.spec.aliases,
             policy=self._fleet.policy or service.spec.policy,

@@ -169,7 +169,7 @@ class KubernetesDiscovery:
         for (namespace, _), reflector in self._pods.items():
             by_namespace.setdefault(namespace, []).extend(reflector.objects.values())
         members = {
-            service.key: tuple(members_of(service, by_namespace.get(service.namespace, ())))
+            service.qualified_name: tuple(members_of(service, by_namespace.get(service.namespace, ())))
             for service in self._document.services
         }
         return FleetSnapshot(self._document, self._revision, members, num_routers)

@@ -136,7 +136,7 @@ class ModelDiscovery:
                 for model in members
             )
         )
-        by_key = {service.key: tuple(members[service.model]) for service in document.services}
+        by_key = {service.qualified_name: tuple(members[service.model]) for service in document.services}
         self._publish_snapshot(FleetSnapshot(document, revision_of(encode_fleet(document)), by_key))
 
 

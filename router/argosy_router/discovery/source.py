@@ -28,7 +28,7 @@ class Discovery(Protocol):
 def snapshot_of(document: FleetDocument, data: bytes) -> FleetSnapshot:
     """Build the snapshot of a document that lists its replicas itself; `data` is the document as read."""
     members = {
-        service.key: tuple(
+        service.qualified_name: tuple(
             Member(
                 endpoint.name,
                 "",

@@ -87,7 +87,7 @@ class Fleet:
     def apply(self, snapshot: FleetSnapshot) -> None:
         """Make the fleet equal to `snapshot`."""
         document = snapshot.document
-        wanted = {spec.key: spec for spec in document.services}
+        wanted = {spec.qualified_name: spec for spec in document.services}
         for key in [key for key in self.services if key not in wanted]:
             self._remove_service(key)
         for key, spec in wanted.items():
@@ -95,7 +95,7 @@ class Fleet:
             self._apply_members(service, snapshot.members.get(key, ()))
         self._share_index_memory()
         self.names = resolve_names(document)
-        self._by_name = {name: self.services[spec.key] for name, spec in self.names.names.items()}
+        self._by_name = {name: self.services[spec.qualified_name] for name, spec in self.names.names.items()}
         for conflict in self.names.conflicts:
             log.warning("model name %r: %s wins over %s", conflict.name, conflict.winner, conflict.loser)
         self.fleet_revision = snapshot.revision
@@ -201,7 +201,7 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _keep_service(self, spec: FleetService) -> Service:
-        service = self.services.get(spec.key)
+        service = self.services.get(spec.qualified_name)
         key = self._engine_key(spec)
         if service is not None and (service.spec.uid, service.spec.engine_name, service.bearer_key) != (
             spec.uid,
@@ -209,11 +209,11 @@ class Fleet:
             key,
         ):
             self._remove_service(
-                spec.key
+                spec.qualified_name
             )  # another model or key behind the same name: nothing known still holds
             service = None
         if service is None:
-            service = self.services[spec.key] = Service(spec, key, 0)
+            service = self.services[spec.qualified_name] = Service(spec, key, 0)
         service.rename(spec)
         return service
 
@@ -243,10 +243,10 @@ class Fleet:
         try:
             pool = ConnectionPool(member.url, self._limits, self._wheel, self._tls, member.hostname)
         except ValueError as error:
-            log.error("replica %s of %s is left out: %s", member.name, service.spec.key, error)
+            log.error("replica %s of %s is left out: %s", member.name, service.spec.qualified_name, error)
             return
         replica = Replica(
-            service.spec.key, member, pool, ReplicaPrefixes(service.index), service.assume_rates
+            service.spec.qualified_name, member, pool, ReplicaPrefixes(service.index), service.assume_rates
         )
         service.replicas[member.name] = replica
         client = TelemetryClient(

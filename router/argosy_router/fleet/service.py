@@ -56,7 +56,7 @@ class Service:
     def __init__(self, spec: FleetService, bearer_key: str, index_capacity: int) -> None:
         self.spec = spec
         self.model = spec.model
-        self.name = spec.key
+        self.name = spec.qualified_name
         """`namespace/name`"""
         self.bearer_key = bearer_key
         """API key that its engines ask of the router; empty for none."""

@@ -65,7 +65,9 @@ class SimulatedRouter:
         self.replicas = []
         for name in names:
             member = Member(name, name, f"http://{name}")
-            replica = Replica(spec.key, member, unused_pool(member.url), ReplicaPrefixes(self.service.index))
+            replica = Replica(
+                spec.qualified_name, member, unused_pool(member.url), ReplicaPrefixes(self.service.index)
+            )
             replica.load.max_num_seqs = model.max_num_seqs
             replica.link = "synced"
             self.service.replicas[name] = replica
