@@ -5,6 +5,7 @@ Must not know: text, HTTP, tensors, how workers run.
 
     proc                 the core's process, the handle that starts and ends it, its clients
     engine_core          one step per call: schedule, launch, process the output
+    resolve_config       the engine's configuration from arguments, model and device
     sched                the scheduler, its queues, the steps that it plans and has in flight
     kv_cache             block pool, prefix cache, block tables
     request              the state of one request

@@ -12,7 +12,6 @@ that has ended meanwhile is dropped.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,14 +19,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from argosy_engine.config import EngineArgs, HfOverrides, ResolvedConfig
+from argosy_engine.config import EngineArgs
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.request_watchdog import Watchdog
+from argosy_engine.core.resolve_config import resolve_config
 from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.core.sched.step_timing import StepTiming
 from argosy_engine.core.sleep_state import SleepState
-from argosy_engine.device_defaults import async_scheduling, max_num_mixed_prefill_tokens
+from argosy_engine.device_defaults import max_num_mixed_prefill_tokens
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.base import Executor, PendingOutput
 from argosy_engine.messages.collective_rpc import CollectiveRpc
@@ -41,7 +41,6 @@ from argosy_engine.messages.core_messages import (
 )
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.structured.manager import GrammarFailure
 from argosy_engine.structured.manager_factory import create_structured_output_manager
 
@@ -65,36 +64,7 @@ class EngineCore:
     def __init__(self, args: EngineArgs, executor: Executor) -> None:
         self.executor = executor
         info = executor.start()
-        is_matryoshka, dimensions = _matryoshka(args, info.config)
-        self.config = ResolvedConfig(
-            model_path=info.model_path,
-            model_name=args.canonical_name,
-            model_fingerprint=info.model_fingerprint,
-            architecture=info.config.architecture,
-            device=info.device,
-            dtype=info.dtype,
-            max_model_len=info.memory.max_model_len,
-            vocab_size=info.config.vocab_size,
-            embedding_size=info.config.pooled_size,
-            is_matryoshka=is_matryoshka,
-            matryoshka_dimensions=dimensions,
-            block_size=args.block_size,
-            num_gpu_blocks=info.memory.num_blocks,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            max_num_queued_reqs=args.max_num_queued_reqs,
-            max_num_queued_tokens=args.max_num_queued_tokens,
-            scheduling_policy=args.scheduling_policy,
-            async_scheduling=async_scheduling(args, info.device),
-            epoch=secrets.token_hex(8),
-            eos_token_ids=info.config.eos_token_ids,
-            logits_processors=args.logits_processors,
-            max_logprobs=args.max_logprobs,
-            logprobs_mode=args.logprobs_mode,
-            startup_phases=info.phases,
-            memory=info.memory,
-            seed=args.seed,
-        )
+        self.config = resolve_config(args, info)
         self.kv = KVCacheManager(
             info.memory.num_blocks,
             args.block_size,
@@ -462,16 +432,3 @@ class EngineCore:
     def _check(self) -> bool:
         self.scheduler.check()
         return True
-
-
-def _matryoshka(args: EngineArgs, config: ModelConfig) -> tuple[bool, tuple[int, ...]]:
-    """Return whether embeddings may be truncated, and to which dimensions.
-
-    `--hf-overrides` takes precedence over the checkpoint's config.
-    """
-    asked = args.hf_overrides or HfOverrides()
-    dimensions = config.matryoshka_dimensions
-    if asked.matryoshka_dimensions is not None:
-        dimensions = asked.matryoshka_dimensions
-    is_matryoshka = config.is_matryoshka if asked.is_matryoshka is None else asked.is_matryoshka
-    return is_matryoshka or bool(dimensions), dimensions

@@ -1,0 +1,57 @@
+"""Resolves the engine's configuration from its arguments and what the worker has found: model, device and memory."""
+
+from __future__ import annotations
+
+import secrets
+
+from argosy_engine.config import EngineArgs, HfOverrides, ResolvedConfig
+from argosy_engine.device_defaults import async_scheduling
+from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.models.model_config import ModelConfig
+
+
+def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
+    """Return the configuration of a new engine, with an epoch of its own."""
+    is_matryoshka, dimensions = _matryoshka(args, info.config)
+    return ResolvedConfig(
+        model_path=info.model_path,
+        model_name=args.canonical_name,
+        model_fingerprint=info.model_fingerprint,
+        architecture=info.config.architecture,
+        device=info.device,
+        dtype=info.dtype,
+        max_model_len=info.memory.max_model_len,
+        vocab_size=info.config.vocab_size,
+        embedding_size=info.config.pooled_size,
+        is_matryoshka=is_matryoshka,
+        matryoshka_dimensions=dimensions,
+        block_size=args.block_size,
+        num_gpu_blocks=info.memory.num_blocks,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_queued_reqs=args.max_num_queued_reqs,
+        max_num_queued_tokens=args.max_num_queued_tokens,
+        scheduling_policy=args.scheduling_policy,
+        async_scheduling=async_scheduling(args, info.device),
+        epoch=secrets.token_hex(8),
+        eos_token_ids=info.config.eos_token_ids,
+        logits_processors=args.logits_processors,
+        max_logprobs=args.max_logprobs,
+        logprobs_mode=args.logprobs_mode,
+        startup_phases=info.phases,
+        memory=info.memory,
+        seed=args.seed,
+    )
+
+
+def _matryoshka(args: EngineArgs, config: ModelConfig) -> tuple[bool, tuple[int, ...]]:
+    """Return whether embeddings may be truncated, and to which dimensions.
+
+    `--hf-overrides` takes precedence over the checkpoint's config.
+    """
+    asked = args.hf_overrides or HfOverrides()
+    dimensions = config.matryoshka_dimensions
+    if asked.matryoshka_dimensions is not None:
+        dimensions = asked.matryoshka_dimensions
+    is_matryoshka = config.is_matryoshka if asked.is_matryoshka is None else asked.is_matryoshka
+    return is_matryoshka or bool(dimensions), dimensions
