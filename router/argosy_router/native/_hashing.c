@@ -1,7 +1,7 @@
-/* Chunk hashes, as in `argosy_protocol.chunk_hash`, the tokens up to each as in `estimate.py`, and the ranking of
-   `ranking.py`: what needs many short hashes.
+/* Chunk hashes as in `argosy_protocol.chunk_hash`, token estimates as in `estimate.py`, rendezvous ranking as in
+   `ranking.py`.
 
-   What has an item for each chunk is an `array.array`: no Python integer is made. */
+   Results with an item per chunk are arrays (`array.array`), so that no Python integers are allocated. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -15,8 +15,8 @@
 #define COARSE_BYTES (64 * CHUNK_BYTES)
 #define KIND_MIX 0x9E3779B97F4A7C15u
 
-/* Where the chunk that begins at `begin` ends, in a segment of `size` bytes; `step` is its length, which doubles whenever
-   the offset does. */
+/* Return the end of the chunk that begins at `begin` in a segment of `size` bytes. `step` is its length, which doubles
+   whenever the offset does. */
 static Py_ssize_t end_of(Py_ssize_t begin, Py_ssize_t size, Py_ssize_t *step, Py_ssize_t *until) {
     while (begin >= *until) {
         *until *= 2;
@@ -25,7 +25,7 @@ static Py_ssize_t end_of(Py_ssize_t begin, Py_ssize_t size, Py_ssize_t *step, Py
     return begin + *step < size ? begin + *step : size;
 }
 
-/* Chunks of a segment. An empty one is one empty chunk. */
+/* Count the chunks of a segment. An empty segment is one empty chunk. */
 static Py_ssize_t chunk_count(Py_ssize_t size) {
     Py_ssize_t count = 0, end = 0, step = CHUNK_BYTES, until = COARSE_BYTES;
     do {
@@ -40,8 +40,8 @@ typedef struct {
     PyObject *one_count; /* array("I", [0]), of tokens */
 } State;
 
-/* An array of `count` such items, to be filled through `buffer`, which is to be released. Arrays have no constructor in
-   C; to repeat one is the way that makes neither an object per item nor bytes to copy. */
+/* Make an array of `count` items of the type of `one`. The caller fills it through `buffer` and releases that. Arrays
+   have no constructor in C; repeating an array of one item allocates no object per item and copies no bytes. */
 static PyObject *new_array(PyObject *one, Py_ssize_t count, Py_buffer *buffer) {
     PyObject *made = PySequence_Repeat(one, count);
     if (made && PyObject_GetBuffer(made, buffer, PyBUF_WRITABLE) < 0)
@@ -49,7 +49,7 @@ static PyObject *new_array(PyObject *one, Py_ssize_t count, Py_buffer *buffer) {
     return made;
 }
 
-/* Chunks of all segments, each of them `(kind, bytes)`; -1 if something else is among them. */
+/* Count the chunks of all segments; -1 with an exception if one is not a tuple `(kind, bytes)`. */
 static Py_ssize_t count_chunks(PyObject *segments) {
     Py_ssize_t count = 0;
     for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(segments); index++) {
@@ -64,7 +64,7 @@ static Py_ssize_t count_chunks(PyObject *segments) {
     return count;
 }
 
-/* Writes the hashes of one segment, and returns where the next one's go. */
+/* Write the hashes of one segment; return the position behind them. */
 static uint64_t *hash_segment(PyObject *segment, XXH64_hash_t *previous, uint64_t *hash) {
     uint64_t kind = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(segment, 0));
     const char *data = PyBytes_AS_STRING(PyTuple_GET_ITEM(segment, 1));
@@ -102,7 +102,7 @@ static PyObject *chunk_hashes(PyObject *module, PyObject *args) {
     return hashes;
 }
 
-/* Chunks of segments of these sizes; -1 if one is no size. */
+/* Count the chunks of segments of these sizes; -1 with an exception if one is negative. */
 static Py_ssize_t count_chunks_of(const Numbers *sizes) {
     Py_ssize_t count = 0;
     for (Py_ssize_t index = 0; index < sizes->count; index++) {

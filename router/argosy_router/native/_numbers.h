@@ -1,5 +1,5 @@
-/* The unsigned integers of an argument, as a function of C reads them: where they are, if it is an array (anything with
-   a buffer: `array("Q")`, a view of one), else from a copy of what it yields, of which the lower 64 bits count.
+/* Reads the unsigned integers of a Python argument: in place if it is an array (anything with a buffer, such as
+   `array("Q")` or a view of one), otherwise from a copy of the items that it yields, cut to their lower 64 bits.
 
        Numbers hashes = {0};
        if (read_numbers(argument, &hashes) == 0)
@@ -7,14 +7,14 @@
                use(number_at(&hashes, index));
        release_numbers(&hashes);
 
-   An array can be read for as long as it is not released, whatever Python code runs meanwhile: it cannot be resized. */
+   Until `release_numbers` an array cannot be resized, so it can be read whatever Python code runs meanwhile. */
 
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
 
 typedef struct {
-    const char *items; /* not aligned where a view begins in between */
+    const char *items; /* may be unaligned, as a view may begin anywhere */
     Py_ssize_t count;
     size_t width; /* bytes of an item: 4 or 8 */
     Py_buffer array;

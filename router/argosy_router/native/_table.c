@@ -1,9 +1,10 @@
-/* Chunk hash -> which slots hold it, in flat memory: `ChunkTable` of `prefixes/table.py`, which says what it does.
+/* Chunk table in flat memory: chunk hash -> the slots that hold the chunk. `prefixes/table.py` documents the methods.
 
-   A shard is open addressing with linear probing over two arrays: keys, eight to a cache line, and rows, which are
-   looked at only where the key fits. A row is `tokens | stamp << 32`, then one bit per slot. Removal moves followers
-   back, so there are no tombstones. The stamps of a shard are its own count of touches: the lowest was unused longest.
-   All memory comes from PyMem_RawMalloc, which tracemalloc sees. */
+   A shard is a hash table with open addressing and linear probing over two arrays: keys, eight per cache line, and
+   rows, which are read only where the key matches. A row is `tokens | stamp << 32`, then one bit per slot. Removal moves the
+   following entries back, so there are no tombstones. A shard counts its touches, and a row's stamp is the count at its
+   last touch, so the lowest stamp is the least recently used entry. All memory comes from PyMem_RawMalloc, which
+   tracemalloc sees. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,17 +14,17 @@
 
 #include "_numbers.h"
 
-#define AHEAD 8 /* chunks whose memory is asked for before they are looked at */
+#define AHEAD 8 /* chunks whose memory is prefetched */
 #define MAX_CAPACITY (UINT32_MAX / 4)
-#define EVICTED_SHARE 16 /* to find the oldest is to look at all: more at once, and more seldom, than with dicts */
-#define FEW_WORDS 64 /* slots of so many words are worked on without an allocation */
+#define EVICTED_SHARE 16 /* of a shard at once: finding the oldest entries takes a scan */
+#define FEW_WORDS 64 /* bit masks of up to this many words live on the stack */
 
 typedef struct {
-    uint64_t *keys; /* chunk + 1; 0 where there is none: the highest chunk is taken for chunk 0 */
+    uint64_t *keys; /* chunk + 1, or 0 for a free position; the highest chunk shares the key of chunk 0 */
     uint64_t *rows;
     uint32_t size; /* positions */
     uint32_t count;
-    uint32_t words; /* of slots, in each row */
+    uint32_t words; /* of slot bits in each row */
     uint32_t stamp;
 } Shard;
 
@@ -31,10 +32,10 @@ typedef struct {
     PyObject_HEAD
     Shard *shards;
     uint32_t shard_count; /* a power of two */
-    uint32_t capacity; /* entries in each */
+    uint32_t capacity; /* entries of a shard */
     uint64_t *live;
-    uint32_t words; /* of `live`, and of rows to come */
-    uint64_t mix; /* odd, unknown to clients: places cannot be chosen from outside */
+    uint32_t words; /* of slot bits in `live` and in new rows */
+    uint64_t mix; /* odd and random, so that clients cannot choose chunks that collide */
     size_t count;
     size_t bytes;
 } Table;
@@ -53,7 +54,7 @@ static uint32_t next(const Shard *shard, uint32_t position) {
     return position + 1 == shard->size ? 0 : position + 1;
 }
 
-/* Positions that hold so many entries with a quarter of them free. */
+/* Return the positions needed for `count` entries, with a quarter of them free. */
 static uint32_t size_for(uint32_t count) { return count + count / 3 + 2; }
 
 static size_t shard_bytes(uint32_t size, uint32_t words) { return (size_t)size * (2 + words) * sizeof(uint64_t); }
@@ -71,7 +72,7 @@ static int64_t find(const Table *table, const Shard *shard, uint64_t key) {
     return -1;
 }
 
-static uint32_t place(const Table *table, Shard *shard, uint64_t key) {
+static uint32_t claim(const Table *table, Shard *shard, uint64_t key) {
     uint32_t position = home(table, shard, key);
     while (shard->keys[position])
         position = next(shard, position);
@@ -94,7 +95,7 @@ static int rebuild(Table *table, Shard *shard, uint32_t size, uint32_t words) {
     for (uint32_t position = 0; position < shard->size; position++) {
         if (!shard->keys[position])
             continue;
-        uint64_t *to = row(&made, place(table, &made, shard->keys[position]));
+        uint64_t *to = row(&made, claim(table, &made, shard->keys[position]));
         memcpy(to, row(shard, position), (1 + common) * sizeof(uint64_t));
         memset(to + 1 + common, 0, (words - common) * sizeof(uint64_t));
     }
@@ -122,7 +123,7 @@ static void erase(Table *table, Shard *shard, uint32_t hole) {
 static uint32_t stamp_of(const Shard *shard, uint32_t position) { return (uint32_t)(row(shard, position)[0] >> 32); }
 
 static void touch(Shard *shard, uint32_t position) {
-    if (shard->stamp == UINT32_MAX) { /* halved, they keep their order but for a few neighbours */
+    if (shard->stamp == UINT32_MAX) { /* halve all stamps, which merges only neighbours */
         for (uint32_t at = 0; at < shard->size; at++)
             if (shard->keys[at])
                 row(shard, at)[0] = (row(shard, at)[0] & UINT32_MAX) | (uint64_t)(stamp_of(shard, at) / 2) << 32;
@@ -132,7 +133,7 @@ static void touch(Shard *shard, uint32_t position) {
     entry[0] = (entry[0] & UINT32_MAX) | (uint64_t)++shard->stamp << 32;
 }
 
-/* The stamp at `rank` if the stamps were sorted. Reorders them. */
+/* Return the stamp that sorting would put at `rank` (quickselect). Reorders the stamps. */
 static uint32_t stamp_at(uint32_t *stamps, uint32_t count, uint32_t rank) {
     uint32_t low = 0, high = count - 1;
     while (low < high) {
@@ -156,7 +157,7 @@ static uint32_t stamp_at(uint32_t *stamps, uint32_t count, uint32_t rank) {
     return stamps[rank];
 }
 
-/* Makes room for one: the share of the shard that was unused longest goes. */
+/* Evict the least recently used 1/EVICTED_SHARE of a full shard. */
 static int evict(Table *table, Shard *shard) {
     uint32_t surplus = shard->count - table->capacity + 1 + table->capacity / EVICTED_SHARE;
     if (surplus > shard->count)
@@ -173,7 +174,7 @@ static int evict(Table *table, Shard *shard) {
     PyMem_RawFree(stamps);
     for (uint32_t position = 0; position < shard->size && surplus;) {
         if (shard->keys[position] && stamp_of(shard, position) <= last) {
-            erase(table, shard, position); /* what moved here is looked at next */
+            erase(table, shard, position); /* then check the entry that moved here */
             surplus--;
         } else {
             position++;
@@ -182,7 +183,7 @@ static int evict(Table *table, Shard *shard) {
     return 0;
 }
 
-/* Makes the shard's rows wide enough for a slot. */
+/* Widen the shard's rows so that they have a bit for `slot`. */
 static int widen(Table *table, Shard *shard, uint32_t slot) {
     if (slot / 64 < shard->words)
         return 0;
@@ -198,7 +199,7 @@ static int64_t insert(Table *table, Shard *shard, uint64_t key, uint32_t tokens)
         if (rebuild(table, shard, size > most && most >= needed ? most : size, shard->words) < 0)
             return -1;
     }
-    uint32_t position = place(table, shard, key);
+    uint32_t position = claim(table, shard, key);
     table->count++;
     memset(row(shard, position), 0, (1 + shard->words) * sizeof(uint64_t));
     row(shard, position)[0] = tokens;
@@ -258,7 +259,9 @@ static int append(PyObject *list, uint64_t number) {
     return failed ? -1 : 0;
 }
 
-PyDoc_STRVAR(insert_speculatively_doc, "insert_speculatively(slot, hashes, tokens): the chunks that the slot did not hold before");
+PyDoc_STRVAR(
+    insert_speculatively_doc, "insert_speculatively(slot, hashes, tokens): the chunks that the slot did not hold before"
+);
 
 static PyObject *Table_insert_speculatively(Table *table, PyObject *args) {
     unsigned slot;
@@ -344,7 +347,7 @@ static PyObject *Table_holds(Table *table, PyObject *args) {
     return PyBool_FromLong(position >= 0 && row(shard, (uint32_t)position)[1 + slot / 64] & bit_of(slot));
 }
 
-/* runs[slot] = tokens for every slot in a word of them. */
+/* Set runs[slot] = tokens for every slot whose bit is set in a word. */
 static int assign(PyObject *runs, uint32_t word, uint64_t slots, uint32_t tokens) {
     if (!slots)
         return 0;
@@ -382,7 +385,7 @@ static PyObject *Table_match(Table *table, PyObject *argument) {
     }
     memcpy(alive, table->live, table->words * sizeof(uint64_t));
     Py_ssize_t length = 0;
-    uint32_t tokens = 0; /* up to here */
+    uint32_t tokens = 0; /* of the prefix so far */
     uint64_t is_alive = 0;
     for (uint32_t word = 0; word < table->words; word++)
         is_alive |= alive[word];
@@ -400,7 +403,7 @@ static PyObject *Table_match(Table *table, PyObject *argument) {
         is_alive = 0;
         for (uint32_t word = 0; word < table->words; word++) {
             uint64_t held = word < shard->words ? alive[word] & entry[1 + word] : 0;
-            /* A run worth less than a token is none: the role that chats begin with is less than a block. */
+            /* A prefix of zero tokens is none: the role that chats begin with is shorter than a block. */
             if (tokens && assign(runs, word, alive[word] ^ held, tokens) < 0)
                 goto end;
             alive[word] = held;
@@ -474,7 +477,7 @@ static PyObject *Table_scrub(Table *table, PyObject *args) {
                 held[word] &= ~gone[word];
             }
             if (touched && !is_held(shard, position)) {
-                erase(table, shard, position); /* what moved here is looked at next */
+                erase(table, shard, position); /* then check the entry that moved here */
                 continue;
             }
         }
@@ -511,7 +514,7 @@ static PyObject *Table_narrow(Table *table, PyObject *args) {
     uint32_t words = slots ? (slots - 1) / 64 + 1 : 1;
     if (words >= table->words)
         Py_RETURN_FALSE;
-    table->words = words; /* `live` keeps its memory, some words */
+    table->words = words; /* `live` keeps its few surplus words */
     Py_RETURN_TRUE;
 }
 
@@ -534,7 +537,7 @@ static PyObject *Table_resize(Table *table, PyObject *args) {
     if (!PyArg_ParseTuple(args, "I", &capacity))
         return NULL;
     if (capacity < 1 || capacity > MAX_CAPACITY)
-        return PyErr_Format(PyExc_ValueError, "a shard cannot have room for %u entries", capacity);
+        return PyErr_Format(PyExc_ValueError, "a shard cannot hold %u entries", capacity);
     table->capacity = capacity;
     Py_RETURN_NONE;
 }
@@ -545,10 +548,10 @@ static PyObject *Table_shard_capacity(Table *table, PyObject *args) {
     Py_ssize_t limit, beside;
     if (!PyArg_ParseTuple(args, "nn", &limit, &beside))
         return NULL;
-    /* The inverse of `size_for`: four positions for three entries, and two. */
+    /* The inverse of `size_for`: four positions for three entries, plus two. */
     double position = (double)shard_bytes(1, table->words ? table->words : 1);
-    double room = (double)limit - sizeof(Shard) - 2 * position;
-    double capacity = room / (position * 4 / 3 + (double)(beside > 0 ? beside : 0));
+    double available = (double)limit - sizeof(Shard) - 2 * position;
+    double capacity = available / (position * 4 / 3 + (double)(beside > 0 ? beside : 0));
     return PyLong_FromDouble(capacity < 1 ? 1 : capacity > MAX_CAPACITY ? MAX_CAPACITY : capacity);
 }
 
@@ -622,8 +625,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef properties[] = {
-    {"is_overfull", (getter)Table_is_overfull, NULL, "whether there is something to trim", NULL},
-    {"bytes", (getter)Table_bytes, NULL, "memory it takes now", NULL},
+    {"is_overfull", (getter)Table_is_overfull, NULL, "whether some shard can be trimmed", NULL},
+    {"bytes", (getter)Table_bytes, NULL, "memory used now, in bytes", NULL},
     {NULL},
 };
 
