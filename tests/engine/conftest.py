@@ -16,6 +16,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from argosy_engine.frontend.chat_template import ChatTemplate
+from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.models.model_path import resolve_model
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -54,3 +58,17 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[name]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The tokenizer of the model that ships."""
+    return Tokenizer(resolve_model("builtin://tiny"))
+
+
+@pytest.fixture(scope="session")
+def template() -> ChatTemplate:
+    """The chat template of the model that ships."""
+    loaded = ChatTemplate.load(resolve_model("builtin://tiny"))
+    assert loaded is not None
+    return loaded

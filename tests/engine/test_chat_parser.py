@@ -1,0 +1,152 @@
+"""Parsing a chat model's output into reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from argosy_engine.frontend.chat_parser import ChatParser, Parsed
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+NAN_CALL = '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'
+HALF_CALL = '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>'
+PARSES = [
+    ("plain", "Hello there.", Parsed("", "Hello there.")),
+    ("thinking", "<think>\nTwo and two.\n</think>\n\nFour.", Parsed("Two and two.", "Four.")),
+    ("empty think", "<think>\n\n</think>\n\nHi", Parsed("", "Hi")),
+    ("unclosed think", "<think>\nhmm", Parsed("hmm", "")),
+    ("angle bracket", "<thin ice> a < b", Parsed("", "<thin ice> a < b")),
+    ("call", CALL, Parsed("", "", (("get_weather", '{"city": "Paris"}'),))),  # type: ignore[arg-type]
+    (
+        "text and call",
+        "Let me look.\n" + CALL,
+        Parsed("", "Let me look.", (("get_weather", '{"city": "Paris"}'),)),
+    ),  # type: ignore[arg-type]
+    ("two calls", CALL + "\n" + CALL, Parsed("", "", (("get_weather", '{"city": "Paris"}'),) * 2)),  # type: ignore[arg-type]
+    ("broken call", "<tool_call>{nope}</tool_call>", Parsed("", "<tool_call>{nope}</tool_call>")),
+    ("no JSON", NAN_CALL, Parsed("", NAN_CALL)),
+    ("half a pair", HALF_CALL, Parsed("", "", (("f", '{"a": "\\ud83d"}'),))),  # type: ignore[arg-type]
+    ("half a name", HALF_CALL.replace('"f"', '"\\ud83d"'), Parsed("", HALF_CALL.replace('"f"', '"\\ud83d"'))),
+    ("unclosed call", '<tool_call>{"name": "x"', Parsed("", '<tool_call>{"name": "x"')),
+    ("trailing newlines", "Done.\n\n", Parsed("", "Done.\n\n")),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), PARSES, ids=[name for name, _, _ in PARSES])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_chat_parser(name: str, text: str, expected: Parsed, size: int) -> None:
+    parser = ChatParser(parse_reasoning=True, parse_calls=True)
+    parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
+    got = Parsed(
+        "".join(part.reasoning for part in parts),
+        "".join(part.content for part in parts),
+        tuple(call for part in parts for call in part.calls),
+    )
+    assert got == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            [
+                "<think>",
+                "</think>",
+                "<tool_call>",
+                "</tool_call>",
+                '{"name": "f"}',
+                "\n",
+                "\n" * 9,
+                "a",
+                "<",
+                "t",
+            ]
+        ),
+        max_size=12,
+    ),
+    cuts=st.sets(st.integers(0, 120)),
+    is_reasoning=st.booleans(),
+    calls_end_reasoning=st.booleans(),
+)
+def test_chat_parser_does_not_care_how_text_is_cut(
+    pieces: list[str], cuts: set[int], is_reasoning: bool, calls_end_reasoning: bool
+) -> None:
+    text = "".join(pieces)
+
+    def new() -> ChatParser:
+        return ChatParser(
+            parse_reasoning=True,
+            parse_calls=True,
+            is_reasoning=is_reasoning,
+            calls_end_reasoning=calls_end_reasoning,
+        )
+
+    def parse(parts: list[str], seam: int = 0) -> tuple[str, str, list[object]]:
+        """What two parsers say: the second goes on at `seam`, as in an engine that resumes a stream."""
+        parser = new()
+        parsed = [parser.feed(part) for part in parts[:seam]]
+        parser = new()
+        parser.feed("".join(parts[:seam]))
+        parsed += [
+            parser.feed(part, index == len(parts)) for index, part in enumerate(parts[seam:], seam + 1)
+        ]
+        calls = [call for part in parsed for call in part.calls]
+        return "".join(p.reasoning for p in parsed), "".join(p.content for p in parsed), calls
+
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    parts = [text[a:b] for a, b in itertools.pairwise(edges)]
+    for seam in range(len(parts)):
+        assert parse(parts, seam) == parse([text])
+
+
+@pytest.mark.parametrize("before", ["", "<think>", "<think>a</think>", "word"])
+def test_nothing_but_newlines_is_not_silence(before: str) -> None:
+    parser = ChatParser(parse_reasoning=True, parse_calls=True)
+    parser.feed(before)
+    heard = [parser.feed("\n") for _ in range(100)]
+    assert sum(len(part.content) + len(part.reasoning) for part in heard) > 50
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("Hm", "Hm", ""),
+        ("<think>again</think>x", "<think>again", "x"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_text_that_begins_within_a_thought(text: str, reasoning: str, content: str, size: int) -> None:
+    parser = ChatParser(parse_reasoning=True, parse_calls=True, is_reasoning=True)
+    parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
+    assert "".join(part.reasoning for part in parts) == reasoning
+    assert "".join(part.content for part in parts) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "num_calls"),
+    [
+        ("<think>I ask." + CALL, "I ask.", "", 1),
+        ("<think>I ask.\n" + CALL + "\nDone.", "I ask.", "Done.", 1),
+        ("<think>I could write <tool_call>.</think>No.", "I could write <tool_call>.", "No.", 0),
+        ("<think>a <tool_call>nope</tool_call> b</think>c", "a <tool_call>nope</tool_call> b", "c", 0),
+        ("<think>cut <tool_call>{", "cut <tool_call>{", "", 0),
+        ("<think>a</think>" + CALL, "a", "", 1),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_a_whole_call_ends_a_thought(
+    text: str, reasoning: str, content: str, num_calls: int, size: int
+) -> None:
+    parser = ChatParser(parse_reasoning=True, parse_calls=True, calls_end_reasoning=True)
+    parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
+    assert "".join(part.reasoning for part in parts) == reasoning
+    assert "".join(part.content for part in parts) == content
+    assert parser.num_calls == num_calls
+
+
+def test_without_tools_a_call_is_text() -> None:
+    assert ChatParser(parse_reasoning=False, parse_calls=False).feed(CALL, True).content == CALL

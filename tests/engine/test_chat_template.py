@@ -1,0 +1,52 @@
+"""Chat templates: what they accept, their variables, and their sandbox."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.chat_template import ChatTemplate
+from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
+from chat_requests import chat
+
+
+def test_a_template_that_fails_is_a_bad_request() -> None:
+    for source in ("{{ range(10 ** 9) | list }}", "{{ messages[0].name.a.b }}", "{{ 1 // 0 }}"):
+        with pytest.raises(InvalidRequest, match="cannot render"):
+            ChatTemplate(source, {}).render(chat(messages=[{"role": "user", "content": "Hi"}]))
+
+
+def test_template_takes_text_parts_and_refuses_others(template: ChatTemplate) -> None:
+    parts = [{"type": "text", "text": "red"}, {"type": "text", "text": "door"}]
+    assert "user\nred\ndoor<|im_end|>" in template.render(chat(messages=[{"role": "user", "content": parts}]))
+    image = [{"type": "image_url", "image_url": {"url": "http://example.com/x.png"}}]
+    with pytest.raises(InvalidRequest, match="image_url"):
+        template.render(chat(messages=[{"role": "user", "content": image}]))
+
+
+def test_template_variables_are_those_it_declares(template: ChatTemplate) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    off = template.render(chat(messages=messages, chat_template_kwargs={"enable_thinking": False}))
+    assert off.endswith("<think>\n\n</think>\n\n")
+    for name in ("chat_template", "tokenize", "messages"):
+        with pytest.raises(InvalidRequest, match="no variable"):
+            template.render(chat(messages=messages, chat_template_kwargs={name: "x"}))
+
+
+def test_template_sandbox_holds(tmp_path: Path) -> None:
+    hostile = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {})
+    with pytest.raises(InvalidRequest):
+        hostile.render(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x")]))
+
+
+def test_tool_call_arguments_reach_the_template_as_values(template: ChatTemplate) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    text = template.render(
+        chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}])
+    )
+    assert '"arguments": {"a": 1}' in text
+    call["function"]["arguments"] = "{broken"  # type: ignore[index]
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        template.render(chat(messages=[{"role": "assistant", "tool_calls": [call]}]))

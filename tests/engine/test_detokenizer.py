@@ -1,0 +1,127 @@
+"""The detokenizer: text in pieces, invalid bytes, stop strings and stop tokens."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import assume, given, settings
+from tokenizers.decoders import DecodeStream
+
+from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.params.sampling_params import SamplingParams
+from text_models import byte_fallback_tokenizer
+
+
+def detokenize(
+    tokenizer: Tokenizer, ids: list[int], groups: list[int], **params: object
+) -> tuple[str, str | None]:
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(**params), [])  # type: ignore[arg-type]
+    text, position = "", 0
+    sizes = [*groups, len(ids)]
+    for size in sizes:
+        piece = ids[position : position + size]
+        position += size
+        text += detokenizer.update(piece, position >= len(ids))
+        if detokenizer.stop_reason is not None or position >= len(ids):
+            break
+    return text, detokenizer.stop_reason
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """One whose tokens are bytes throughout, and one that falls back to them and puts a space before a text."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    byte_fallback_tokenizer().save(str(path / "tokenizer.json"))
+    return {"bytes": tokenizer, "byte fallback": Tokenizer(path)}
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte fallback"])
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=60), groups=st.lists(st.integers(1, 5), max_size=40))
+def test_detokenising_in_pieces_gives_the_whole_text(
+    tokenizers: dict[str, Tokenizer], name: str, text: str, groups: list[int]
+) -> None:
+    tokenizer = tokenizers[name]
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert detokenize(tokenizer, ids, groups)[0] == tokenizer.decode(ids)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(["The sea", " lantern", "世界", " 🌍", "é", " was"]), min_size=2),
+    cut=st.integers(0),
+)
+def test_an_output_keeps_the_space_it_begins_with(
+    tokenizers: dict[str, Tokenizer], words: list[str], cut: int
+) -> None:
+    tokenizer = tokenizers["byte fallback"]
+    ids = tokenizer.encode("".join(words), add_special_tokens=False).ids
+    whole = tokenizer.decode(ids)
+    prompt = ids[: cut % len(ids)]
+    before = tokenizer.decode(prompt)
+    assume(whole.startswith(before))  # the prompt ends with a character
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(), prompt)
+    text = "".join(detokenizer.update([token_id], is_last=False) for token_id in ids[len(prompt) :])
+    assert text == whole[len(before) :]
+
+
+def test_bytes_that_are_no_text_do_not_stop_it(tokenizers: dict[str, Tokenizer]) -> None:
+    """A byte that begins no character spoils those before it: the decoder finds what it gave already changed."""
+    tokenizer = tokenizers["byte fallback"]
+    broken = [tokenizer.backend.token_to_id(token) for token in ("<0x41>", "<0x96>", "by")]
+    stream = DecodeStream(ids=[], skip_special_tokens=True)
+    with pytest.raises(Exception, match="Invalid prefix"):
+        [stream.step(tokenizer.backend, token_id) for token_id in broken]
+    rest = tokenizer.encode("the sea 世界", add_special_tokens=False).ids
+    text, _ = detokenize(tokenizer, [*broken, *rest], [1] * 30)
+    assert text == "Aby the sea 世界"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), groups=st.lists(st.integers(1, 5), max_size=40))
+def test_any_tokens_have_a_text(
+    tokenizers: dict[str, Tokenizer], data: st.DataObject, groups: list[int]
+) -> None:
+    tokenizer = tokenizers["byte fallback"]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    assert detokenize(tokenizer, ids, groups)[0] == detokenize(tokenizer, ids, [1] * len(ids))[0]
+
+
+@pytest.mark.parametrize("groups", [[], [1] * 60, [2, 1, 3, 1, 5] * 12])
+@pytest.mark.parametrize(
+    ("stop", "include", "expected", "reason"),
+    [
+        (("three",), False, "one two ", "three"),
+        (("three",), True, "one two three", "three"),
+        (("four", "two"), False, "one ", "two"),
+        (("o th",), False, "one tw", "o th"),
+        (("never",), False, "one two three four", None),
+        (("r four five",), False, "one two three four", None),
+        (("two three", "three"), False, "one ", "two three"),
+    ],
+)
+def test_stop_strings(
+    tokenizer: Tokenizer,
+    groups: list[int],
+    stop: tuple[str, ...],
+    include: bool,
+    expected: str,
+    reason: str | None,
+) -> None:
+    ids = tokenizer.encode("one two three four", add_special_tokens=False).ids
+    got = detokenize(tokenizer, ids, groups, stop=stop, include_stop_str_in_output=include)
+    assert got == (expected, reason)
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+@pytest.mark.parametrize("include", [False, True])
+def test_the_text_of_a_stop_token_is_shown_only_if_asked_for(
+    tokenizer: Tokenizer, stop: tuple[str, ...], include: bool
+) -> None:
+    ids = tokenizer.encode("one two three", add_special_tokens=False).ids
+    params = SamplingParams(stop=stop, include_stop_str_in_output=include)
+    detokenizer = IncrementalDetokenizer(tokenizer, params, [])
+    text = detokenizer.update(ids[:-2], is_last=False)
+    text += detokenizer.update(ids[-2:], is_last=True, ends_at_stop_token=True)
+    assert text == tokenizer.decode(ids if include else ids[:-1])

@@ -1,0 +1,82 @@
+"""Deadlines on the timer wheel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from argosy_router.http.deadlines import Deadline, TimerWheel
+
+
+async def test_deadlines_move_cheaply_and_fire_once() -> None:
+    loop = asyncio.get_running_loop()
+    wheel = TimerWheel(loop, tick_s=0.005)
+    fired: list[str] = []
+    done = asyncio.Event()
+
+    def fire(name: str) -> None:
+        fired.append(name)
+        if len(fired) == 2:
+            done.set()
+
+    late, early, never = (Deadline(wheel, partial(fire, name)) for name in ("late", "early", "never"))
+    late.set(0.01)
+    never.set(0.02)
+    early.set(10.0)
+    early.set(0.015)  # moved forward
+    late.set(0.05)  # moved back
+    never.clear()
+    started = loop.time()
+    async with asyncio.timeout(5):
+        await done.wait()
+    assert sorted(fired) == ["early", "late"]
+    assert loop.time() - started >= 0.045
+    wheel.close()
+
+
+def test_a_stalled_loop_loses_no_deadline() -> None:
+    class StalledLoop(asyncio.AbstractEventLoop):
+        now = 0.0
+
+        def time(self) -> float:
+            return self.now
+
+        def call_later(
+            self, delay: float, callback: Callable[..., object], *_: object, **__: object
+        ) -> asyncio.TimerHandle:
+            self.timer = callback
+            return asyncio.TimerHandle(delay, callback, (), self)
+
+        def get_debug(self) -> bool:
+            return False
+
+    loop = StalledLoop()
+    wheel = TimerWheel(loop, tick_s=0.1)
+    fired: list[str] = []
+    moved, due = (Deadline(wheel, partial(fired.append, name)) for name in ("moved", "due"))
+    moved.set(0.1)
+    moved.set(0.9)
+    due.set(0.3)
+    loop.now = 0.65
+    loop.timer()
+    assert fired == ["due"]
+    loop.now = 1.05
+    loop.timer()
+    assert fired == ["due", "moved"]
+
+
+async def test_a_failing_callback_costs_no_other_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    wheel = TimerWheel(asyncio.get_running_loop(), tick_s=0.005)
+    fired = asyncio.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    for callback, seconds in ((fail, 0.01), (lambda: None, 0.01), (fired.set, 0.05)):
+        Deadline(wheel, callback).set(seconds)
+    await asyncio.wait_for(fired.wait(), 5)
+    assert "ZeroDivisionError" in caplog.text
+    wheel.close()
