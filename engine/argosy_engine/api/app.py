@@ -56,10 +56,10 @@ from argosy_protocol.tokenization import decode_detokenize_request, decode_token
 logger = logging.getLogger("argosy.api")
 
 _ASLEEP_RETRY_S = 10.0
-"""Nobody knows when it will be woken; the router has other replicas to try meanwhile."""
+"""Retry-After of a sleeping engine. When it wakes up is unknown; the router tries other replicas meanwhile."""
 
 _CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that left before its answer."""
+"""nginx's status for a client that disconnected before its response."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -105,18 +105,18 @@ class Engine:
 
     @property
     def status(self) -> str:
-        """For /ready: loading, ready, sleeping or draining."""
+        """Status in the body of /ready: loading, ready, sleeping or draining."""
         return "sleeping" if self.phase == "ready" and self.is_sleeping else self.phase
 
     @property
     def is_healthy(self) -> bool:
-        """The core lives and its loop turns; a core that is still loading counts as healthy."""
+        """Whether the core lives and its loop runs; a core that is still loading counts as healthy."""
         llm = self.llm
         return llm is None or (not llm.is_dead and llm.heartbeat_age_s < self.iteration_timeout_s)
 
     @property
     def serving(self) -> OpenAIServing:
-        """Raises Unavailable while the model loads, the engine sleeps or drains, or the core is dead."""
+        """The endpoints' model. Raises Unavailable while it loads, and while the engine sleeps or drains."""
         if self._serving is None:
             raise Unavailable(f"the model is loading ({self.phase})", retry_after_s=1.0)
         if self.is_draining:
@@ -141,7 +141,7 @@ class Engine:
         return self._telemetry
 
     async def drain(self) -> None:
-        """No new requests from here on; returns when the running ones are done."""
+        """Reject new requests, and return when the running ones are done."""
         self.is_draining = True
         self.phase = "draining"
         if self._telemetry is not None:
@@ -249,7 +249,7 @@ def build_app(engine: Engine) -> FastAPI:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    """Every error leaves in OpenAI's shape."""
+    """Send all errors in OpenAI's shape."""
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
@@ -266,7 +266,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, __: ClientDisconnect) -> Response:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # nobody reads it
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # the client has left
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
@@ -282,7 +282,7 @@ def _request_id(request: Request, in_body: str | None) -> str:
 
 
 def _loaded(engine: Engine) -> AsyncLLM:
-    """Raises Unavailable while the model loads or the engine drains; an engine that sleeps is loaded."""
+    """Return the model. Raises Unavailable while it loads or the engine drains; a sleeping engine is loaded."""
     if engine.llm is None:
         raise Unavailable(f"the model is loading ({engine.phase})", retry_after_s=1.0)
     if engine.is_draining:
@@ -291,7 +291,7 @@ def _loaded(engine: Engine) -> AsyncLLM:
 
 
 def _serving(engine: Engine, request: Request) -> OpenAIServing:
-    """What serves a request, by the name and for the tenant that a router says, if one does."""
+    """Return what serves a request: under the model name and for the tenant that a router gave, if one did."""
     name, tenant = request.headers.get(headers.MODEL_NAME), request.headers.get(headers.TENANT, "")
     if name is None and not tenant:
         return engine.serving
@@ -299,18 +299,18 @@ def _serving(engine: Engine, request: Request) -> OpenAIServing:
 
 
 def _response_id(request: Request, request_id: str) -> str:
-    """What ids in the response derive from: the same for all attempts that a router makes at one request."""
+    """Return the id that response ids derive from: the same for all attempts of a router at one request."""
     given = request.headers.get(headers.RESPONSE_ID)
     return given if given is not None and _REQUEST_ID.fullmatch(given) else request_id
 
 
 def _is_resumable(request: Request) -> bool:
-    """Whether a router is behind the request that may have another engine continue it."""
+    """Whether the request comes from a router that can let another engine continue the stream."""
     return headers.RESUME in request.headers
 
 
 def _check_resume(request: Request, body: GenerationRequest) -> None:
-    """`resume` is for routers, which strip their internal headers from what clients send."""
+    """Reject `resume` from clients: it is for routers, which remove their internal headers from clients' requests."""
     if body.resume is not None and not (body.stream and _is_resumable(request)):
         raise BadRequest("resume is an internal field of streams", param="resume")
 
@@ -330,8 +330,10 @@ def _stream(events: AsyncGenerator[Any, None], request_id: str, body: RequestBod
 
 
 def _logged(error: Exception, body: RequestBody) -> ApiError:
-    """`to_api_error` in the request's words, and a record of what nobody expected, without its message: that may quote
-    a prompt."""
+    """Translate an error with the request's own field names; log an unexpected one.
+
+    The log has its type and stack, but not its message, which may quote a prompt.
+    """
     if not isinstance(error, ApiError | EngineError):
         logger.error(
             "a request failed with %s\n%s", type(error).__qualname__, format_frames(error.__traceback__)

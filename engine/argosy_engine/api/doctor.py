@@ -1,4 +1,4 @@
-"""`argosy doctor MODEL`: device, memory and the budget of a start with these flags, before any load.
+"""`argosy doctor MODEL`: prints device, memory and the memory budget that a start with these flags would have.
 
 Reads config.json and the safetensors headers; imports no torch and starts no device. The KV cache is sized by the
 function the worker uses, from an estimate of the activations, so a start with the same memory free agrees with it.
@@ -34,7 +34,7 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Diagnosis(Struct, kw_only=True):
-    """What `-o json` prints; `budget` is null where it does not fit, `problem` then says why."""
+    """Output of `-o json`. If the model does not fit, `budget` is null and `problem` says why."""
 
     fits: bool
     model: str
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     """
     Args:
-        device: instead of the one that is found.
+        device: replaces the detected device.
 
     Raises:
         ConfigError: no such model, a checkpoint that cannot be served, or no such device.

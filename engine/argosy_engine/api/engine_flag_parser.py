@@ -1,4 +1,4 @@
-"""The engine's command line: a model, and the flags of `EngineArgs`. Shared by `argosy serve` and `argosy doctor`."""
+"""EngineFlagParser: parses a model and the flags of `EngineArgs`, for `argosy serve` and `argosy doctor`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from argosy_protocol.program.flags import FlagParser, InvalidValue
 
 
 class EngineFlagParser(FlagParser):
-    """Takes the model as its only positional argument, as `vllm serve` does."""
+    """Parser whose only positional argument is the model, as in `vllm serve`."""
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog, description)
         self.add_argument("model", nargs="?", help="builtin://tiny or a model directory")
 
     def add_engine_flags(self) -> None:
-        """Adds the flags of `EngineArgs`, last in the help text."""
+        """Add the flags of `EngineArgs`, last in the help text."""
         self.add_config(EngineArgs, "engine")
 
     def engine_args(self, options: argparse.Namespace) -> EngineArgs:
-        """What was given for the engine. Leaves the process with exit code 2 and one line when something is wrong."""
+        """Return the engine's arguments. If they are invalid, print one line and exit with code 2."""
         if options.model is None:
             self.error("give a model: builtin://tiny or a directory, as argument or in --config")
         try:

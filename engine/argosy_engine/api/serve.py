@@ -35,15 +35,19 @@ from argosy_protocol.program.log_format import configure_logging
 logger = logging.getLogger("argosy.api")
 
 EXIT_ADDRESS = 3
-"""As the router's."""
+"""Exit code if the address is not available, as in the router."""
 _MIN_DESCRIPTORS = 128
-"""Half of them are for connections; the server and its core take 30, the core's start asks for a few more."""
+"""Minimum number of free descriptors. Half are for connections; the server and its core use 30, and a few more while
+the core starts."""
 _LAST_BYTES_S = 5
-"""After the drain: time for clients to read what is already written."""
+"""Time after the drain in which clients can read what has been sent."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server. Exit code 0: drained; 1: the engine died; 2: wrong usage; 3: the address is not available."""
+    """Run the server and return the exit code.
+
+    0: drained; 1: the engine died; 2: wrong usage; 3: the address is not available.
+    """
     started = time.perf_counter()
     dump_stacks_on_signal()
     options, args = parse_args(argv)
@@ -75,9 +79,10 @@ async def _serve(
     num_descriptors: int,
     sockets: list[socket.socket],
 ) -> int:
-    """
+    """Serve until the engine is drained, and return the exit code.
+
     Args:
-        sockets: to serve on; closed in the end.
+        sockets: listening sockets, which are closed at the end.
     """
     keys = KeyRing([*options.api_key, *os.environ.get("ARGOSY_API_KEY", "").split(",")])
     admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
@@ -93,11 +98,11 @@ async def _serve(
             AuthMiddleware(limited, keys, options.guard_metrics, admin_keys),
             http=protocol_of(num_descriptors, options.http_limits),
             ws="none",  # the layers around the application know HTTP only
-            log_config=None,  # its records take our format, too
+            log_config=None,  # uvicorn's records use our log format
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=options.timeout_keep_alive,  # type: ignore[arg-type]  # fractions work, too
+            timeout_keep_alive=options.timeout_keep_alive,  # type: ignore[arg-type]  # fractions work as well
             timeout_graceful_shutdown=_LAST_BYTES_S,
             server_header=False,
         )
@@ -115,10 +120,10 @@ async def _serve(
     try:
         await asyncio.wait({loading, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
-            loading.result()  # a model that cannot load ends the server, with its message
+            loading.result()  # raises if the model cannot be loaded, which ends the server
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done() and not stop.is_set():
-            return 1  # uvicorn has said why
+            return 1  # uvicorn has logged the reason
         await drain(engine, options.shutdown_timeout, hurry)
         return 1 if engine.llm is not None and engine.llm.is_dead else 0
     finally:
@@ -140,7 +145,7 @@ async def _load(engine: Engine, args: EngineArgs, stop: asyncio.Event, started: 
 
 
 async def drain(engine: Engine, timeout_s: float, hurry: asyncio.Event) -> None:
-    """Lets running requests finish, until the timeout or a second signal; what is left is aborted.
+    """Let running requests finish until the timeout or a second signal, then abort the rest.
 
     Meanwhile /ready answers 503 (`draining`), /health 200, and new requests get 503 with a retry hint.
     """
@@ -159,7 +164,7 @@ async def drain(engine: Engine, timeout_s: float, hurry: asyncio.Event) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the process drains on its own terms."""
+    """uvicorn's server without its signal handlers, because `_serve` handles the signals."""
 
     def install_signal_handlers(self) -> None: ...
 
@@ -170,7 +175,7 @@ class _Server(uvicorn.Server):
 
 
 def _print_start_up(config: ResolvedConfig, url: str, imports_s: float, total_s: float) -> None:
-    """Where the time went, and what there is now; one table on standard error."""
+    """Print the model, its memory budget and the durations of the start-up phases to standard error."""
     rows = [("api server imports", imports_s), *config.startup_phases]
     rows.append(("processes, tokenizer, hand-over", max(total_s - sum(seconds for _, seconds in rows), 0.0)))
     lines = [f"  {name:<34}{seconds:8.2f} s" for name, seconds in rows]
@@ -190,7 +195,7 @@ def _print_start_up(config: ResolvedConfig, url: str, imports_s: float, total_s:
 
 
 def build_parser() -> EngineFlagParser:
-    """All flags: the server's and the engine's."""
+    """Make the parser of the server's and the engine's flags."""
     parser = EngineFlagParser("argosy serve", "Serve one model behind an OpenAI API.")
     parser.add_config(ServerArgs, "server")
     parser.add_engine_flags()
@@ -198,7 +203,7 @@ def build_parser() -> EngineFlagParser:
 
 
 def parse_args(argv: Sequence[str] | None) -> tuple[ServerArgs, EngineArgs]:
-    """Server and engine arguments. Exits with code 2 and one line when something is wrong."""
+    """Parse the server's and the engine's arguments. If they are invalid, print one line and exit with code 2."""
     parser = build_parser()
     options = parser.parse_args(argv)
     args = parser.engine_args(options)

@@ -13,16 +13,19 @@ from argosy_engine.api.http.http_protocol import BoundedProtocol, HttpLimits
 from argosy_protocol.errors import Unavailable
 
 MAX_TURNED_AWAY = 16
-"""Connections too many that are given time to read why; each takes one of the descriptors that are not for clients."""
+"""Limit on excess connections that get time to read the 503; each uses a descriptor that is not for clients."""
 
 
 class ConnectionLimit(BoundedProtocol):
-    """Answers 503 on a connection too many, whatever it asks, and hangs up: after a moment, in which what it asks is
-    dropped, as long as few connections too many have it."""
+    """Protocol that answers 503 on excess connections and closes them.
+
+    While there are few excess connections, it discards their input for a moment first, so that the client can read the
+    response.
+    """
 
     max_connections: ClassVar[int]
     num_turned_away: ClassVar[int] = 0
-    """Connections too many that are still open; counted per class, of which each server has its own."""
+    """Excess connections that are still open, counted per class, because each server has a class of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,6 +59,6 @@ class ConnectionLimit(BoundedProtocol):
 
 
 def protocol_of(num_descriptors: int, limits: HttpLimits) -> type[ConnectionLimit]:
-    """A protocol with these limits that leaves half of the process's descriptors to others."""
+    """Make a protocol with these limits that leaves half of the process's descriptors for other uses."""
     attributes = {"max_connections": num_descriptors // 2, "limits": limits}
     return type("LimitedProtocol", (ConnectionLimit,), attributes)

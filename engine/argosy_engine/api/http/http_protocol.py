@@ -1,11 +1,12 @@
 """BoundedProtocol: uvicorn's HTTP protocol with bounds on what clients send and on how long they take for it.
 
-uvicorn bounds headers with h11 only, and no request's time; llhttp collects a header of any length before it tells
-anybody, takes any number of hosts, and versions of HTTP from 0.9 to 2.0.
+uvicorn bounds headers only with h11, and never the time of a request; llhttp collects a header of any length before it
+reports it, and accepts any number of Host headers and HTTP versions from 0.9 to 2.0.
 
-Owns: what is refused before an application sees it (RFC 9112), and how. Must not know: routes, keys, bodies' sizes.
-Invariant: while a client owes us a part of a request, a timer runs; uvicorn has one of its own for idle
-connections. A client that is refused while it sends can read the answer (`lingering`).
+Owns: which requests are rejected before the application sees them (RFC 9112), and how. Must not know: routes, keys,
+limits on bodies.
+Invariant: while a part of a request is outstanding, a timer runs; uvicorn has one of its own for idle connections. A
+client that is rejected while it sends can read the response (`lingering`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from argosy_protocol.errors import (
 )
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers; trailers count too. Twice what the router takes from clients, because it adds some."""
+"""Limit on request line, headers and trailers. Twice the router's, because the router adds headers."""
 MAX_HEADERS = 256
-"""h11's and vLLM's; the router forwards 100 at most and adds a few."""
+"""h11's and vLLM's limit; the router forwards at most 100 headers and adds a few."""
 
 GRACE_S = 0.1
 """Several turns of the event loop."""
@@ -48,25 +49,25 @@ class HttpLimits:
     max_head_bytes: int = MAX_HEAD_BYTES
     max_headers: int = MAX_HEADERS
     header_timeout_s: float = 10.0
-    """From the connection, or a later request's first byte, to the end of the headers. The router's is the same."""
+    """Limit from the connection, or a later request's first byte, to the end of the headers. Equals the router's."""
     body_timeout_s: float = 30.0
-    """Within each such period a client must deliver `min_body_rate` bytes per second, or the rest of the body."""
+    """Period in which a client must send `min_body_rate` bytes per second, or the rest of the body."""
     min_body_rate: int = 1024
     linger_s: float = 1.0
-    """For which a refused client's input is dropped before the connection is closed. The router's is the same."""
+    """How long a rejected client's input is discarded before the connection is closed. Equals the router's."""
     unwanted_bytes: int = 64 << 20
-    """Of a body that are dropped after its request has been answered. Clients that send all before they read get the
-    answer to a body of twice `request_limits.MAX_BODY_BYTES`."""
+    """Limit on the bytes of a body that are discarded after its request has been answered. Clients that send everything
+    before they read thus get the response to a body of up to twice `request_limits.MAX_BODY_BYTES`."""
 
 
 class _Refused(Exception):
-    """Stops the parser."""
+    """Raised in a callback to stop the parser."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Answers what exceeds a bound with its status and hangs up, without waiting for the end of the request.
+    """Protocol that answers a request beyond a bound with an error and closes the connection, before the request's end.
 
-    What comes for a request that was answered already is dropped, for two periods of `body_timeout_s` at most.
+    Input for a request that has been answered is discarded, for at most two periods of `body_timeout_s`.
     """
 
     limits: ClassVar[HttpLimits] = HttpLimits()
@@ -74,7 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
-        """Of the current request, as far as the parser has told."""
+        """Bytes of the current request's head that the parser has reported so far."""
         self._num_headers = 0
         self._num_hosts = 0
         self._untold_bytes = 0
@@ -83,11 +84,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._is_in_body = False
         self._period_bytes = 0
-        """Bytes of a body in the current period."""
+        """Bytes of the body received in the current period."""
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
         self._unwanted_bytes = 0
-        """Of the current request's body, after its answer."""
+        """Bytes of the current request's body received after its response."""
         self._lingering: LingeringTransport | None = None
         """The transport, as uvicorn's protocol has it."""
 
@@ -112,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._untold_bytes > self.limits.max_head_bytes:
             self._refuse(self._too_large())
 
-    # What the parser tells
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         self._head_bytes = self._num_headers = self._num_hosts = self._unwanted_bytes = 0
@@ -177,17 +178,20 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deadline = self.loop.call_later(seconds, self._wait_once_more)
 
     def _wait_once_more(self) -> None:
-        """Loops run their timers before they read: after a standstill, what has come meanwhile is to be read first."""
+        """Check the deadline after a few turns of the event loop.
+
+        Loops run their timers before they read, so after a standstill the data received meanwhile must be read first.
+        """
         self._deadline = self.loop.call_later(GRACE_S, self._be_late)
 
     def _be_late(self) -> None:
         self._deadline = None
         limits = self.limits
-        if self.flow.read_paused:  # it is us who do not read
+        if self.flow.read_paused:  # reading is paused by us
             self._expect(limits.body_timeout_s if self._is_in_body else limits.header_timeout_s)
         elif not self._is_in_body:
             is_answering = self.cycle is not None and not self.cycle.response_complete
-            if self._is_in_head or not is_answering:  # else there were line ends behind a request
+            if self._is_in_head or not is_answering:  # otherwise these were empty lines after a request
                 self._refuse(RequestTimeout(f"no complete headers within {limits.header_timeout_s:g} s"))
         elif (
             self.cycle.response_complete or self._period_bytes < limits.min_body_rate * limits.body_timeout_s
@@ -196,10 +200,10 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._expect_body()
 
-    # Refusals
+    # Rejections
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls when the parser stops."""
+        """Send an error response; uvicorn calls this when the parser stops."""
         self._refuse(self._refusal or BadRequest("this is not HTTP/1.1"))
 
     def _count(self, size: int) -> None:
@@ -215,12 +219,12 @@ class BoundedProtocol(HttpToolsProtocol):
         raise _Refused
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers, where no other answer is under way, and hangs up."""
+        """Send an error response, unless a response has begun, and close the connection."""
         self._expect_nothing()
         if self.transport.is_closing():
             return
         cycle = self.cycle
-        is_own = self._is_in_body and cycle is not None  # the application has the request, but not all of it
+        is_own = self._is_in_body and cycle is not None  # the application has only a part of the request
         if is_own:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -241,6 +245,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._lingering
 
     def _hang_up(self) -> None:
-        """Closes the connection; what the client still sends is dropped for a moment."""
+        """Close the connection, after discarding the client's input for a moment."""
         assert self._lingering is not None
         self._lingering.linger()

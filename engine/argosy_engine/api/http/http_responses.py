@@ -46,7 +46,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def json_response(produce: Awaitable[msgspec.Struct], headers: dict[str, str]) -> WatchedResponse:
-    """Send the struct as JSON once it is computed; ApiErrors in OpenAI's shape."""
+    """Send the struct as JSON once it is computed, or an ApiError in OpenAI's shape."""
 
     async def work(send: Send) -> None:
         try:

@@ -1,8 +1,8 @@
-"""LingeringTransport: closes a connection so that the client reads our last answer, although it is still sending.
+"""LingeringTransport: closes a connection so that a client that is still sending can read the last response.
 
-A socket that is closed with input unread resets the connection, and the reset overtakes the answer: the client sees a
-broken pipe where it was told 413. So our side is closed first, and what still comes is read and dropped, for a bounded
-time and number of bytes (RFC 9112, 9.6).
+Closing a socket with unread input resets the connection, and the reset overtakes the response: the client gets a broken
+pipe instead of the 413. So our side is closed first, and input is read and discarded for a bounded time and number of
+bytes (RFC 9112, 9.6).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class LingeringTransport:
-    """What uvicorn's protocol needs of a transport.
+    """Transport with the methods that uvicorn's protocol uses.
 
     Args:
-        seconds, max_bytes: for how long, and how much, input is dropped.
+        seconds, max_bytes: limits on the input that is discarded.
         is_owed: whether the client is still sending, asked when the connection is to be closed.
     """
 
@@ -56,7 +56,7 @@ class LingeringTransport:
         return self._is_closing or self._transport.is_closing()
 
     def close(self) -> None:
-        """Closes at once, unless the client still owes us a part of its request."""
+        """Close at once, or linger if a part of the request is outstanding."""
         if self._is_owed():
             self.linger()
         elif not self.is_closing():
@@ -64,7 +64,7 @@ class LingeringTransport:
             self._transport.close()
 
     def linger(self) -> None:
-        """Ends our side, and the connection a moment later."""
+        """Close our side, and the connection a moment later."""
         if self.is_closing():
             return
         self._is_closing = True
@@ -76,13 +76,13 @@ class LingeringTransport:
         self._timer = self._loop.call_later(self._seconds, self._end)
 
     def discard(self, data: bytes) -> None:
-        """Input that came after the end of our side."""
+        """Discard input received after our side was closed."""
         self._bytes_left -= len(data)
         if self._bytes_left < 0 and self._timer is not None:
             self._end()
 
     def lost(self) -> None:
-        """The connection is gone."""
+        """Clean up after the connection was lost."""
         self._is_closing = True
         if self._timer is not None:
             self._timer.cancel()

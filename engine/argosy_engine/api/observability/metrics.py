@@ -1,6 +1,6 @@
 """Metrics: Prometheus, with vLLM's names, labels and buckets, so that its dashboards and recipes work unchanged.
 
-Fed as an observer of outputs; label children are made once. (Names: research of vLLM 0.32's /metrics.)
+Metrics observes the outputs of the core. Names are those of vLLM 0.32's /metrics.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _LATENCY = (
 _ITERATION = tuple(float(1 << power) for power in range(15))
 _LABELS = ("model_name", "engine")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-"""vLLM's words for levels 0, 1 and 2."""
+"""vLLM's names of the levels 0, 1 and 2."""
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _CUT_SHORT = frozenset({"abort", "error"})
-"""These count as finished, but how long and how large they were says nothing about whole requests."""
+"""Finish reasons of requests that count as finished, but not in the histograms of complete requests."""
 
 
 def _token_buckets(limit: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 ... up to the model's length."""
+    """Return the buckets 1, 2, 5, 10, 20, 50 ... up to the model's length."""
     return tuple(float(m * 10**e) for e in range(8) for m in (1, 2, 5) if m * 10**e <= limit)
 
 
@@ -140,7 +140,7 @@ class Metrics(Observer):
         )
 
     def set_sleep_level(self, level: int) -> None:
-        """0: awake; see `AsyncLLM.sleep`."""
+        """Set the sleep level; 0 is awake (`AsyncLLM.sleep`)."""
         for index, gauge in enumerate(self._sleep):
             gauge.set(index == level)
 

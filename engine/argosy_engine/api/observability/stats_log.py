@@ -1,6 +1,6 @@
-"""StatsLog: one line of statistics in the log every few seconds while there is traffic, none while there is not.
+"""StatsLog: logs a line of statistics every few seconds while there is traffic.
 
-The line is vLLM's, so that its readers and parsers find what they know.
+The format is vLLM's, so that existing parsers work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INTERVAL_S = 5.0
 
 
 class StatsLog(Observer):
-    """Needs no timer: a core with work sends outputs, an idle one heartbeats.
+    """Observer that needs no timer: a core with work sends outputs, an idle one heartbeats.
 
     Args:
         clock: monotonic seconds.
@@ -43,7 +43,7 @@ class StatsLog(Observer):
         self._hits += stats.prefix_cache_hits
         is_busy = bool(stats.num_running or stats.num_waiting or self._generated or self._prefilled)
         if is_busy and not self._was_busy:
-            self._last = self._clock()  # traffic begins: rates count from here
+            self._last = self._clock()  # traffic begins: rates are measured from now on
         self._was_busy = is_busy
         elapsed = self._clock() - self._last
         if is_busy and elapsed >= INTERVAL_S:

@@ -1,8 +1,8 @@
 """TelemetryHub: the engine's end of the telemetry stream (`protocol.telemetry`).
 
 The API process mirrors which chunks are resident from the core's deltas, so a router that connects gets its snapshot
-without the core noticing. Each reader has a bounded queue of encoded frames; one that cannot keep up is cut off and
-will come back for a new snapshot.
+without any work for the core. Each reader has a bounded queue of encoded frames; a reader that cannot keep up is
+disconnected, and reconnects for a new snapshot.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from argosy_protocol.telemetry import (
 MAX_READERS = 64
 _QUEUE_FRAMES = 4096
 LOAD_INTERVAL_S = 0.1
-"""Load frames ride along with the core's statistics at most this often, and the last of them is always sent: a
-replica that has become idle must not look busy until the next heartbeat. The router corrects between them."""
+"""Minimum interval between load frames sent with the core's statistics. The last one is always sent, because a replica
+that has become idle must not look busy until the next heartbeat. The router estimates the load between them."""
 
 
 class _Reader:
-    """One connected router: frames to send, or None at the end of the stream."""
+    """A connected router: queue of frames to send, None at the end of the stream."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -68,7 +68,7 @@ class TelemetryHub(Observer):
         return len(self._readers) < MAX_READERS
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Frames for one router: hello, snapshot, then what happens, until drain or cut-off."""
+        """Yield the frames for one router: hello, snapshot, then changes, until it is drained or too slow."""
         reader = _Reader()
         for frame in self._opening():
             reader.put(frame)
@@ -92,7 +92,7 @@ class TelemetryHub(Observer):
                 self._next_load = loop.call_at(due, self._send_load)
 
     def drain(self) -> None:
-        """Tells every router to send no more, and ends the streams."""
+        """Tell all routers to send no more requests, and end the streams."""
         self._is_draining = True
         self._broadcast(Draining())
         for reader in self._readers:
@@ -170,7 +170,7 @@ class TelemetryHub(Observer):
                 reader.put(data)
 
     async def _beat(self) -> None:
-        """A load frame at least every interval, also when the core is silent: its age is then the news."""
+        """Send a load frame at least every interval, even if the core is silent: the frame tells for how long."""
         loop = asyncio.get_running_loop()
         while True:
             wait = self._last_load + HEARTBEAT_INTERVAL_S * 0.8 - loop.time()

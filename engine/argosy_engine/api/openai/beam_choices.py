@@ -44,16 +44,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "auto", "none"),
     "echo": (None, False),
 }
-"""Fields that have no effect on a search, and the values that ask for nothing."""
+"""Fields that have no effect on a beam search, and the values with which they are accepted."""
 
 
 async def beam_choices(
     llm: AsyncLLM, prompts: Sequence[Prompt], request: GenerationRequest
 ) -> list[GenerationOutput]:
-    """The `n` best continuations of each prompt, best first, as the choices of one call.
+    """Search the `n` best continuations of each prompt; return them best first, as the choices of one call.
 
     Raises:
-        InvalidRequest: out of bounds, too long, or asks for something that a search does not do.
+        InvalidRequest: out of bounds, too long, or has a field that a beam search does not support.
         EngineError: see `AsyncLLM.generate`.
     """
     n, width = request.n or 1, _width(request)
@@ -104,7 +104,7 @@ def _params(
 async def _next_tokens(
     llm: AsyncLLM, beams: Sequence[Prompt], params: SamplingParams, request: GenerationRequest
 ) -> list[GenerationOutput]:
-    """One token of each beam, with its alternatives."""
+    """Generate one token of each beam, with its alternatives."""
     requests = [
         core_request
         for beam in beams
@@ -116,7 +116,7 @@ async def _next_tokens(
 
 
 def _width(request: GenerationRequest) -> int:
-    """The beam width."""
+    """Return the beam width."""
     n = request.n or 1
     best_of = request.best_of if isinstance(request, CompletionRequest) else None
     if best_of is not None and best_of < n:

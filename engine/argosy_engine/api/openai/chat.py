@@ -1,4 +1,4 @@
-"""Chat completions: requests to generations and back, streamed and not."""
+"""/v1/chat/completions: turns chat requests into generations, and their outputs into responses or streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from argosy_protocol.openai import ChatCompletion, ChatCompletionChunk, ChatComp
 async def chat(
     serving: OpenAIServing, request: ChatCompletionRequest, request_id: str, size: int
 ) -> ChatCompletion:
-    """Answer a chat with whole choices.
+    """Answer a chat with one response.
 
     Args:
         size: of the request's body, in bytes.

@@ -1,6 +1,7 @@
-"""ChatFormat: outputs of the engine as choices of /v1/chat/completions, whole or as deltas.
+"""ChatFormat: formats outputs of the engine as choices of /v1/chat/completions, complete or as deltas.
 
-Deltas are a function of the token ids and the request alone, so that a resumed stream goes on as an undisturbed one.
+Deltas are a function of the token ids and the request alone, so that a resumed stream continues as one that was not
+interrupted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
     """
     Args:
         model: the name to answer with.
-        num_choices: of the one prompt.
+        num_choices: number of choices of the prompt.
         with_ids: every chunk carries its `token_ids`, even if the client does not ask for them.
     """
 
@@ -68,7 +69,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         ]
 
     def opening(self) -> ChatCompletionChunk | None:
-        """The roles of all choices; a resumed stream's client has them already."""
+        """Return the chunk with the roles of all choices; None for a resumed stream, whose client has them already."""
         if self._request.resume is not None:
             return None
         role = Delta(role="assistant", content="")
@@ -128,7 +129,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         )
 
     def _choice(self, output: GenerationOutput) -> ChatChoice:
-        """One whole choice."""
+        """Format a complete choice."""
         request, parser = self._request, self._parsers[output.index]
         parsed = parser.feed(output.text, is_last=True)
         calls = self._tool_calls(parsed.calls, output.index, 0, is_delta=False)
@@ -150,7 +151,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
     def _tool_calls(
         self, calls: Sequence[ParsedCall], choice: int, first: int, *, is_delta: bool
     ) -> tuple[ToolCall, ...]:
-        """Call ids are a function of the request's id, so that a resumed stream repeats them."""
+        """Return a tool call's id: a function of the request's id, so that a resumed stream repeats it."""
         return tuple(
             ToolCall(
                 id=f"call_{self._request_id}_{choice}_{number}",
@@ -163,6 +164,6 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
 
 
 def _finish_reason(output: GenerationOutput, parser: ChatParser) -> str | None:
-    """A length stop stays a length stop, even after a call: the client must see that text is missing."""
+    """Return the finish reason. It stays `length` even after a tool call: the client must see that text is missing."""
     reason = output.finish_reason
     return "tool_calls" if reason == "stop" and parser.num_calls else reason

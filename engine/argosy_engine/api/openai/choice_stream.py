@@ -1,7 +1,7 @@
-"""Choices of a generation as chunks of a stream, for chat completions and completions alike.
+"""Streaming of choices as chunks, for chat completions and completions.
 
-`stream_choices` runs the generation and decides what is sent when; a `ChoiceFormat` per endpoint decides what it looks
-like. Neither knows HTTP.
+`stream_choices` runs the generation and decides when a chunk is sent; a `ChoiceFormat` per endpoint decides what it
+looks like. Neither knows HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import GenerationRequest, Usage
 
 MAX_INLINE_TOKENS = 256
-"""Formatted on the event loop, in some milliseconds; more of them in a thread, so that other streams keep flowing."""
+"""Limit on tokens that are formatted on the event loop, in a few milliseconds. More are formatted in a thread, so that
+other streams are not delayed."""
 
 _Choice = TypeVar("_Choice")
 _Chunk = TypeVar("_Chunk")
@@ -28,27 +29,27 @@ _Response = TypeVar("_Response")
 
 
 class ChoiceFormat(ABC, Generic[_Choice, _Chunk, _Response]):
-    """How an endpoint writes the choices of one request. Calls for one choice come in the order of its outputs."""
+    """Format of one request's choices at an endpoint. Calls for one choice come in the order of its outputs."""
 
     def num_shown(self, output: GenerationOutput) -> int:
-        """Tokens of an output that become text, or log probabilities, which take 20 us and more each."""
+        """Count the tokens and log probabilities to format in an output; a log probability takes 20 us or more."""
         return len(output.token_ids) + len(output.logprobs) + len(output.prompt_logprobs or ())
 
     @abstractmethod
     def opening(self) -> _Chunk | None:
-        """The chunk before the first delta; None if there is none."""
+        """Return the chunk before the first delta; None if there is none."""
 
     @abstractmethod
     def delta(self, output: GenerationOutput) -> _Choice | None:
-        """What an output adds to its choice; None if that is nothing to tell a client."""
+        """Format what an output adds to its choice; None if it adds nothing that clients see."""
 
     @abstractmethod
     def chunk(self, choices: list[_Choice], usage: Usage | None = None) -> _Chunk:
-        """An event of the stream."""
+        """Make an event of the stream."""
 
     @abstractmethod
     def response(self, outputs: Sequence[GenerationOutput]) -> _Response:
-        """The answer to a request that does not stream, of whole outputs."""
+        """Make the response to a request that does not stream, from complete outputs."""
 
 
 async def stream_choices(
@@ -91,19 +92,19 @@ async def stream_choices(
 async def whole_response(
     outputs: Sequence[GenerationOutput], choice_format: ChoiceFormat[_Choice, _Chunk, _Response]
 ) -> _Response:
-    """Format whole outputs as the answer to a request that does not stream."""
+    """Format complete outputs as the response to a request that does not stream."""
     if sum(map(choice_format.num_shown, outputs)) <= MAX_INLINE_TOKENS:
         return choice_format.response(outputs)
     return await asyncio.to_thread(choice_format.response, outputs)
 
 
 def created_at(request: GenerationRequest) -> int:
-    """Unix time for an answer's chunks; a resumed stream keeps its own."""
+    """Return the `created` time of a response, in Unix seconds; a resumed stream keeps its own."""
     return int(time.time()) if request.resume is None else request.resume.created
 
 
 def _finished_choices(request: GenerationRequest) -> frozenset[int]:
-    """Choices of a resumed stream whose end its reader has seen."""
+    """Return the choices of a resumed stream whose end the client has seen."""
     if request.resume is None:
         return frozenset()
     return frozenset(index for index, choice in enumerate(request.resume.choices) if choice.finished)

@@ -1,4 +1,4 @@
-"""CompletionFormat: outputs of the engine as choices of /v1/completions, whole or as deltas."""
+"""CompletionFormat: formats outputs of the engine as choices of /v1/completions, complete or as deltas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
     """
     Args:
         model: the name to answer with.
-        resumed: per choice the output of the run that it continues.
+        resumed: for each choice, the output of the run that it continues.
         with_ids: every choice carries its `token_ids`, even if the client does not ask for them.
     """
 
@@ -50,9 +50,9 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
         self._with_ids = request.return_token_ids or with_ids
         self._format = LogprobsFormat(tokenizer, as_token_ids=request.return_tokens_as_token_ids)
         self._unopened = {choice for choice, token_ids in enumerate(resumed) if not token_ids}
-        """Choices whose first output is still to come, with what belongs to the prompt."""
+        """Choices without an output so far; the first one carries what belongs to the prompt."""
         self._prompt_logprobs: dict[int, list[TokenLogprobs] | None] = {}
-        """Of each prompt, by its first choice; they come with that choice's first output."""
+        """Prompt log probabilities by each prompt's first choice, with whose first output they come."""
         self._offsets: dict[int, TextOffsets] = {}
         if request.logprobs is not None:
             for choice, token_ids in enumerate(resumed):

@@ -1,4 +1,4 @@
-"""Completions: requests to generations and back, streamed and not."""
+"""/v1/completions: turns requests into generations, and their outputs into responses or streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from argosy_protocol.openai import Completion, CompletionRequest
 async def completion(
     serving: OpenAIServing, request: CompletionRequest, request_id: str, size: int
 ) -> Completion:
-    """Answer a completion request with whole choices.
+    """Answer a completion request with one response.
 
     Args:
         size: of the request's body, in bytes.

@@ -1,4 +1,4 @@
-"""/v1/embeddings: prompts to vectors, through the same queue and cache as generations."""
+"""/v1/embeddings: turns prompts into vectors, through the same queue and cache as generations."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ RequestBody = GenerationRequest | EmbeddingRequest | TextTokenizeRequest | Detok
 
 
 def name_field(error: ApiError, request: RequestBody) -> ApiError:
-    """The error, with `param` and a message that begins with it in the request's own words."""
+    """Return the error with the request's own name of the field, in `param` and at the start of the message."""
     given = error.param
     if given is None or (asked := _asked(given, request)) == given:
         return error
@@ -28,7 +28,7 @@ def name_field(error: ApiError, request: RequestBody) -> ApiError:
 
 
 def _asked(field: str, request: RequestBody) -> str:
-    """The field of `request` that the engine calls `field`."""
+    """Return the field of `request` that the engine calls `field`."""
     match field:
         case "prompt":
             return _prompt(request)
@@ -39,7 +39,7 @@ def _asked(field: str, request: RequestBody) -> str:
     if not isinstance(request, GenerationRequest):
         return field
     match field:
-        case "n":  # of choices, which are too many prompts where each has one
+        case "n":  # the limit on choices; with one choice per prompt, there are too many prompts
             return field if (request.n or 1) > 1 else _prompt(request)
         case "beam_width":
             return _beam_width(request)
@@ -63,7 +63,7 @@ def _beam_width(request: GenerationRequest) -> str:
 
 
 def _shape(request: GenerationRequest) -> str:
-    """What asks for the shape of the output."""
+    """Return the field that requests a structured output."""
     asked = request.structured_outputs
     if asked is None:
         return "tools" if request.response_format is None else "response_format"

@@ -17,12 +17,14 @@ from argosy_protocol.openai import (
 )
 
 _FLOOR = -9999.0
-"""Stands for minus infinity, which JSON does not have; vLLM's value."""
+"""Replaces minus infinity, which JSON does not have; vLLM's value."""
 
 
 class TextOffsets:
-    """Where the tokens of one choice begin in its text, in characters. A token that is a part of a character begins
-    where the character does."""
+    """Computes the character offset of each token of a choice in its text.
+
+    A token that is a part of a character begins where the character does.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -31,7 +33,7 @@ class TextOffsets:
         self._offset = 0
 
     def advance(self, token_id: int) -> int:
-        """The offset of the next token."""
+        """Return the offset of the next token."""
         offset = self._offset
         if token_id not in self._skipped:
             self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
@@ -73,7 +75,7 @@ class LogprobsFormat:
     ) -> CompletionLogprobs:
         """
         Args:
-            first_token_id: a first token without log probabilities: that of an echoed prompt.
+            first_token_id: first token of an echoed prompt, which has no log probabilities.
         """
         result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if first_token_id is not None:
@@ -84,7 +86,7 @@ class LogprobsFormat:
         for entry in entries:
             result.tokens.append(self._name(entry.token_ids[0]))
             result.token_logprobs.append(_finite(entry.logprobs[0]))
-            # Backwards, so that of tokens with one name (parts of characters, say) the likeliest stays.
+            # Backwards, so that the likeliest of several tokens with one name (such as parts of characters) stays.
             pairs = list(zip(entry.token_ids, entry.logprobs, strict=True))
             is_among_best = entry.token_ids[0] in entry.token_ids[1:]
             shown = pairs[1:] if is_among_best else [*pairs[1:], pairs[0]]
@@ -94,7 +96,7 @@ class LogprobsFormat:
         return result
 
     def prompt(self, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
-        """One entry per prompt token, `None` for the first."""
+        """Format `prompt_logprobs`: one entry per prompt token, None for the first."""
         result: PromptLogprobs = [None]
         for entry in entries:
             ranks = [entry.rank, *range(1, len(entry.token_ids))]

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what a text or a chat is to the model. Nothing is queued or cached."""
+"""/tokenize and /detokenize: convert between text or chats and token ids. Nothing is queued or cached."""
 
 from __future__ import annotations
 

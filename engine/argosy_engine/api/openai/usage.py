@@ -1,4 +1,4 @@
-"""Token counts of a call's choices, and the `usage` object made of them."""
+"""Token counts of a request's choices, and the `usage` object made of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from argosy_protocol.openai import PromptTokensDetails, Usage
 
 
 def initial_totals(requests: Sequence[EngineCoreRequest]) -> list[GenerationOutput]:
-    """Counts to begin with, one per choice: those of the stream that is resumed."""
+    """Return the initial counts of each choice: those of the stream that is resumed."""
     return [
         GenerationOutput(index, num_output_tokens=len(request.resume_token_ids))
         for index, request in enumerate(requests)
@@ -18,14 +18,14 @@ def initial_totals(requests: Sequence[EngineCoreRequest]) -> list[GenerationOutp
 
 
 def update_total(total: GenerationOutput, output: GenerationOutput) -> None:
-    """Keep the counts of an output without keeping its text."""
+    """Copy an output's counts, without its text."""
     total.num_prompt_tokens = output.num_prompt_tokens
     total.num_cached_tokens = output.num_cached_tokens
     total.num_output_tokens = output.num_output_tokens
 
 
 def usage_of(outputs: Sequence[GenerationOutput], n: int) -> Usage:
-    """Usage of a call with `n` choices per prompt; each prompt counts once, however many choices it has."""
+    """Compute the usage of a request with `n` choices per prompt; each prompt counts once."""
     prompts = outputs[::n]
     prompt_tokens = sum(output.num_prompt_tokens for output in prompts)
     completion_tokens = sum(output.num_output_tokens for output in outputs)
