@@ -1,6 +1,6 @@
 """The cluster and the installed product, once for the whole run; evidence is collected when a test fails.
 
-The cluster is taken down at the end, whatever happened. Nothing here skips: where a cluster can not be had, the run
+The cluster is taken down at the end, whatever happened. Nothing here skips: where no cluster can be started, the run
 fails and says why.
 """
 

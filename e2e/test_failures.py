@@ -1,4 +1,4 @@
-"""What only a real cluster can show of failures: a bad image, no spare GPU, a node that says nothing, no operator."""
+"""Failures that only a real cluster can show: a bad image, no spare GPU, a node that says nothing, no operator."""
 
 from __future__ import annotations
 

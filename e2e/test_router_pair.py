@@ -1,4 +1,4 @@
-"""Two routers behind one Service: the planned end of one costs nothing, the death of one no more than what it held."""
+"""Two routers behind one Service: a planned end costs no request, a death only those in flight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_whole_path import NAME, load, manifest, wait_ready
 
 ROUTER = "app.kubernetes.io/component=router"
 TIMEOUT_S = 60.0
-"""Of the clients: a request that nobody answers or refuses lasts as long."""
+"""The clients' timeout: how long a request lasts that is neither answered nor refused."""
 HANG_S = 40
 """A request that takes longer hung. On a machine that is busy otherwise, an answer may take seconds."""
 
@@ -77,7 +77,7 @@ def restarts(stack: Stack) -> int:
 
 
 def processes(stack: Stack) -> set[tuple[str, int]]:
-    """Which routers there are: pods, each with the number of its restarts."""
+    """The router pods, each with the number of its restarts."""
     return {
         (pod["metadata"]["uid"], status["restartCount"])
         for pod in routers(stack)
@@ -114,7 +114,7 @@ def kill_router(stack: Stack) -> None:
 @pytest.mark.usefixtures("service")
 @pytest.mark.parametrize("end", [kill_router, delete_router])
 def test_a_router_that_dies_makes_no_client_wait(stack: Stack, end: Callable[[Stack], None]) -> None:
-    """What it held ends with it, at once: clients see their connection close, try again, and are answered."""
+    """Its requests end with it, at once: clients see their connection close, retry, and are answered."""
     stop, lock = threading.Event(), threading.Lock()
     took: list[float] = []
     failures: list[str] = []

@@ -1,4 +1,4 @@
-"""What an administrator does with the release: render, test, upgrade, uninstall, install again.
+"""The release in the hands of an administrator: render, test, upgrade, uninstall, install again.
 
 The last file of the run, because the router's address changes with its Service.
 """

@@ -1,4 +1,4 @@
-"""What a failed run leaves for its reader: one folder of state, events, pods' logs and daemons' logs."""
+"""Collect the evidence of a failed run in one folder: state, events, logs of pods and daemons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOG_LIMIT = "--limit-bytes=5000000"
 
 
 def collect(settings: Settings, kubectl: Kubectl, target: Path) -> Path:
-    """Fill `target` (emptied first) and return it; never raises for a part that can not be had."""
+    """Fill `target` (emptied first) and return it; never raises for a part that is not available."""
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)

@@ -65,7 +65,7 @@ def ensure_rootfs(settings: Settings) -> Path:
 
 
 def _mirror() -> str:
-    """Where this machine's apt gets the suite from. Raises ClusterError when it has no source for it."""
+    """The mirror from which apt of this machine gets the suite. Raises ClusterError when it has no source for it."""
     if find("apt-get"):
         words = "$(REPO_URI) $(CODENAME) $(RELEASE) $(COMPONENT)"
         targets = run(

@@ -216,7 +216,7 @@ def _linker_flags() -> str:
 
 
 def _output_name(package: str, module: str) -> str:
-    """What `go build -o FOLDER/` calls a package's binary: the last element that is no version suffix."""
+    """The name that `go build -o FOLDER/` gives a package's binary: the last element that is no version suffix."""
     if package == ".":
         return module
     elements = package.split("/")

@@ -107,7 +107,7 @@ class Cluster:
 
     @contextmanager
     def silent_node(self, name: str) -> Iterator[None]:
-        """A node that nobody hears from while the block runs; see `node.freeze_kubelet`."""
+        """Silence a node while the block runs: the cluster hears nothing from it; see `node.freeze_kubelet`."""
         chosen = self._node(name)
         node.freeze_kubelet(self.settings, chosen)
         try:
@@ -263,5 +263,5 @@ def _exclusive(settings: Settings) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ClusterError("another bring-up or take-down of the cluster is under way") from None
+            raise ClusterError("another process is starting or removing the cluster") from None
         yield

@@ -1,4 +1,4 @@
-"""Can this machine hold the cluster? Says plainly what it lacks; the tests then fail, they never skip."""
+"""Check that this machine can run the cluster, and list what it lacks; the tests then fail, they never skip."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ip link add probe1 type veth peer name probe2
 iptables -t nat -L -n > /dev/null
 test -e /proc/sys/net/bridge/bridge-nf-call-iptables
 """
-"""What a node does to itself, tried once in namespaces that vanish with the probe."""
+"""The system calls of a node's start, tried once in namespaces that end with the probe."""
 
 
 def check_permissions() -> None:

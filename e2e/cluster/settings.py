@@ -34,7 +34,7 @@ MAX_SOCKET_PATH = 107
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """Where one node lives. `index` counts from 1 and makes up its addresses."""
+    """Addresses and folders of one node. `index` counts from 1 and determines the addresses."""
 
     name: str
     index: int
@@ -111,7 +111,7 @@ class Settings:
 
     @cached_property
     def possible_nodes(self) -> tuple[NodeSettings, ...]:
-        """What any run may have left behind, whatever its node count was."""
+        """The nodes that any earlier run may have left behind, whatever its node count was."""
         return tuple(self.node(index) for index in (1, 2))
 
     def node(self, index: int) -> NodeSettings:

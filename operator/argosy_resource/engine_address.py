@@ -1,4 +1,4 @@
-"""How the engines of a service are found and called: their labels, port and key.
+"""The labels, port and key by which the engines of a service are found and called.
 
 Owns the strings about engines on which operator, router and local fleet agree. Must not know how pods are made.
 """

@@ -1,7 +1,7 @@
 """The podTemplate overlay: the pod fields that a user may add.
 
 Owns the types of `spec.podTemplate`. They are an allow-list, because every field that is passed through to a pod grants
-a permission to whoever may write the resource: no hostPath, no service account, no security context, no extra
+a permission to everyone who may write the resource: no hostPath, no service account, no security context, no extra
 containers. Invariant: an overlay never takes a pod out of the restricted Pod Security profile.
 """
 

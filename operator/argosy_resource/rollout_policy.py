@@ -19,7 +19,7 @@ from argosy_resource.types import InferenceService, Rollout
 
 
 class RolloutReplica(NamedTuple):
-    """What the policy knows of a replica that is not being removed."""
+    """A replica that is not being removed, as far as the policy needs to know it."""
 
     name: str
     is_new: bool
@@ -31,7 +31,7 @@ class RolloutReplica(NamedTuple):
 
 
 class RolloutBounds(NamedTuple):
-    """How far a rollout may depart from the desired number of replicas now."""
+    """The numbers of replicas by which a rollout may exceed or miss the desired number now."""
 
     surge: int
     """Replicas that may exist beyond the desired number."""

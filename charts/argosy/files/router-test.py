@@ -1,4 +1,4 @@
-"""What `helm test` asks of the router: it is ready, refuses who has no key, and lists models to who has one."""
+"""Checks of `helm test`: the router is ready, refuses requests without a key, and lists models to those with one."""
 
 import json
 import os

@@ -84,7 +84,7 @@ class Process:
 
     @property
     def outcome(self) -> str:
-        """How the process ended, for people."""
+        """Describe how the process ended, for messages."""
         code = self._process.returncode
         if code is None:
             return "running"

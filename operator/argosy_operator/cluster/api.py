@@ -21,7 +21,7 @@ class ObjectList(Struct, frozen=True):
 
 
 class Api(Protocol):
-    """What the operator needs of an API server. Every method raises `ApiError` and nothing else."""
+    """The calls to an API server that the operator needs. Every method raises `ApiError` and nothing else."""
 
     async def serves(self, kind: Kind) -> bool:
         """Whether the API server serves the kind: right after its CRD was created, it may not yet."""

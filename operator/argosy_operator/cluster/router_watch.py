@@ -63,7 +63,7 @@ class _Peer:
         self.pod = pod
         self.report: RoutableReport | None = None
         self.failing_since: float | None = now
-        """Since when it has not answered; None after an answer."""
+        """Time of the first poll without an answer; None after an answer."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -77,7 +77,7 @@ class RouterWatch:
         self._silent: set[str] = set()
         """Routers that have not answered for longer than GRACE."""
         self._alone_since: float | None = None
-        """Since when no router is alive; None while one is, and before pods were listed."""
+        """Time since which no router is alive; None while one is, and before pods were listed."""
         self._view = Routers()
         self._timer: asyncio.TimerHandle | None = None
 

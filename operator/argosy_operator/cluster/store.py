@@ -5,7 +5,7 @@ it. Must not decide anything. Invariants: an older version never replaces a newe
 as of the list's resource version, so it repairs lost events and undoes nothing that happened later.
 
 Resource versions are compared as integers, as Kubernetes promises since 1.35 (KEP-5504) and etcd always allowed.
-Versions that are not integers are compared for equality only: what events and writes say while a list is under way
+Versions that are not integers are compared for equality only: what events and writes say during a list request
 then takes precedence over the list, since the watch continues from there.
 """
 
@@ -33,7 +33,7 @@ from argosy_resource.engine_address import SERVICE_LABEL
 
 
 class Listing(Struct):
-    """A list request under way, and what events and writes have said about its kind meanwhile."""
+    """A pending list request, and the changes of its kind that events and writes reported meanwhile."""
 
     kind: Kind
     namespace: str | None
@@ -98,7 +98,7 @@ class Store:
 
     @contextmanager
     def listing(self, kind: Kind, namespace: str | None) -> Iterator[Listing]:
-        """Track events while a list is under way. Enter it before the list is requested; `adopt` takes the answer."""
+        """Track events during a list request. Enter it before the list is requested; `adopt` takes the answer."""
         listing = Listing(kind, namespace)
         self._open.append(listing)
         try:

@@ -1,1 +1,1 @@
-"""Decisions, as pure functions: what should be there, and what has to change."""
+"""Decisions, as pure functions: the objects that should exist, and the changes that lead there."""

@@ -1,7 +1,7 @@
 """The children that a service should have: a pure function of the resource and of what is observed.
 
 Owns Secret, Service, PodDisruptionBudget and Deployment; `rollout` decides how a change reaches the pods. Must not talk
-to an API server, look at a clock or remember anything. Invariant: equal inputs give an equal plan; at rest the plan
+to an API server, look at a clock or remember anything. Invariant: equal inputs give an equal plan; in the end the plan
 equals what exists.
 """
 

@@ -1,9 +1,9 @@
-"""What one reconcile changes: a pure function of the resource and of one observation.
+"""The changes that one reconcile makes: a pure function of the resource and of one observation.
 
-Owns the comparison of what should be there with what was seen: readiness gates to set, children to apply, objects to
+Owns the comparison of the desired objects with the observed ones: readiness gates to set, children to apply, objects to
 delete. Must not talk to an API server, look at a clock or remember anything. Invariants: the plan takes into account
-the gates that the same diff changes; a paused service keeps its children as they are; at rest nothing is to be
-done.
+the gates that the same diff changes; a paused service keeps its children as they are; if nothing differs, the diff is
+empty.
 """
 
 from __future__ import annotations

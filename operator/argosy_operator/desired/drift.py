@@ -1,6 +1,6 @@
 """Drift detection: whether a live object differs from the wanted manifest, so that it has to be applied.
 
-Must not talk to an API server. Invariant: an object that was applied as wanted, and that nobody has changed since, is
+Must not talk to an API server. Invariant: an object that was applied as wanted, and that has not been changed since, is
 never written again.
 """
 

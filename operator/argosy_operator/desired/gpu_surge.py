@@ -10,9 +10,9 @@ from argosy_resource.types import InferenceService
 def no_gpu_for_surge(service: InferenceService, observed: Observation, revision: str) -> bool:
     """Whether this rollout must free a GPU before it can take one.
 
-    It must from when a pod of the new revision cannot be scheduled for lack of GPUs while pods of an old revision hold
-    some, until no old pod is left. The live Deployment (this revision, no surge) keeps that state: the pending pod is
-    scheduled as soon as the first old one is gone, and a decision on that pod alone would flap.
+    This begins when a pod of the new revision cannot be scheduled for lack of GPUs while pods of an old revision hold
+    some, and ends when no old pod is left. The live Deployment (this revision, no surge) keeps that state: the pending
+    pod is scheduled as soon as the first old one is gone, and a decision on that pod alone would flap.
     """
     gpu, rollout = service.spec.resources.gpu, service.spec.rollout
     if gpu is None or rollout.surge == 0:

@@ -1,4 +1,4 @@
-"""What a service's Deployment says about its rollout.
+"""Reads the state of a rollout from a service's Deployment.
 
 Owns the reading of the Deployment's template, strategy and annotations. Must not decide anything.
 """

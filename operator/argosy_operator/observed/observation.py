@@ -1,4 +1,4 @@
-"""One look at a service: its children, its pods, the routers' reports, and who contests its names.
+"""One observation of a service: its children, its pods, the routers' reports, and the conflicts about its names.
 
 Owns the value that a decision is made on. Must not decide anything, nor know where its contents come from.
 Invariant: an observation does not change while it is acted on.
@@ -24,7 +24,7 @@ CHILD_KINDS: Final = (SERVICES, BUDGETS, DEPLOYMENTS)
 
 
 class Routers(Struct, frozen=True, kw_only=True):
-    """What the routers reported last."""
+    """The last reports of the routers, merged."""
 
     known: bool = False
     """Whether the routers have been asked at all since the operator started."""

@@ -44,7 +44,7 @@ class Pod(Struct, frozen=True, kw_only=True):
     unschedulable: str = ""
     """Message of the scheduler, while no node takes the pod; else empty."""
     unschedulable_since: str = ""
-    """Since when (RFC 3339)."""
+    """Time since which the scheduler finds no node (RFC 3339); else empty."""
     problem: Problem | None = None
     restarts: int = 0
 
@@ -126,7 +126,7 @@ _MAX_LAST_LINE: Final = 512
 
 
 def _exit(ended: Object) -> str:
-    """How a container ended, and the last line that it wrote, which usually says why."""
+    """Describe how a container ended, with the last line of its log, which usually says why."""
     result = f"{ended.get('reason') or 'Error'}, code {ended.get('exitCode', '?')}"
     lines = [line.strip() for line in (ended.get("message") or "").splitlines() if line.strip()]
     if not lines:

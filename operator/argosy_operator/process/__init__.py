@@ -1,1 +1,1 @@
-"""What surrounds the control loop in a process: event source, health port, keys of the installation."""
+"""The process around the control loop: event source, health port, keys of the installation."""

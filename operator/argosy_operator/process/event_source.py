@@ -22,7 +22,7 @@ from argosy_operator.reconcile.controller import WATCHED, Controller
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """What one kopf operator watches, and in which namespaces."""
+    """The kinds that one kopf operator watches, and the namespaces."""
 
     namespaces: tuple[str, ...]
     """All if empty."""
@@ -30,7 +30,7 @@ class Scope(Struct, frozen=True, kw_only=True):
 
 
 def scopes(config: OperatorConfig) -> tuple[Scope, ...]:
-    """What to watch: every kind in the namespaces that are served, and pods in the operator's own, where the routers
+    """List the watches: every kind in the namespaces that are served, and pods in the operator's own, where the routers
     run and the operator may list nothing else. kopf watches the same kinds in all of its namespaces, so the latter
     takes a second kopf operator, unless the operator's namespace is served anyway."""
     served = Scope(namespaces=tuple(sorted({*config.watch_namespaces})), watched=WATCHED)

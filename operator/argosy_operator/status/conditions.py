@@ -5,7 +5,7 @@ means that the status is of this generation, every replica is updated, enough of
 a message names the pod and what it waits for; equal inputs give equal conditions.
 
     Ready          the summary: clients can use this generation of the service now
-    Progressing    a change is under way
+    Progressing    a change is being rolled out
     WorkloadReady  every replica wanted is updated and its containers are ready
     Routable       routers send requests to enough replicas
     Degraded       something needs a person

@@ -1,4 +1,4 @@
-"""Which changes of a status are worth a Kubernetes Event.
+"""Selects the changes of a status that become Kubernetes Events.
 
 Must not know how a status is computed, nor how events are posted. Invariant: a change of a message alone is no event,
 since messages count replicas.
@@ -19,7 +19,7 @@ _PROGRESS: Final = {
     "NoGPUForSurge": "Normal",
     "WaitingForTurn": "Normal",
 }
-"""Reasons of Progressing that are worth an event, and its type."""
+"""Reasons of Progressing that become an event, and its type."""
 
 
 class Event(Struct, frozen=True):

@@ -13,7 +13,7 @@ from argosy_operator.observed.pod import Pod, Problem
 from argosy_operator.status.view import ServiceView
 
 UNSCHEDULABLE_SECONDS: Final = 300
-"""How long a replica may wait for a node until the service is degraded. An autoscaler takes minutes to add one."""
+"""A replica may wait this long for a node before the service is degraded. An autoscaler takes minutes to add one."""
 
 
 def failed_create(view: ServiceView) -> Problem | None:

@@ -2,7 +2,7 @@
 
 Owns the counts and the times of conditions; `conditions` says what these mean. Must not talk to an API server or look
 at a clock. Invariant: equal inputs give an equal status, and a condition's transition time changes only when its
-status does, so that nothing is written at rest.
+status does, so that an unchanged service causes no write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the conditions of a service are computed from: its resource, one observation, the plan, and counts of replicas.
+"""The input of a service's conditions: its resource, one observation, the plan, and counts of replicas.
 
 Must not judge what a view means: `conditions` does.
 """
@@ -48,7 +48,7 @@ class Counts(Struct, frozen=True, kw_only=True):
 
 
 class ServiceView(Struct, frozen=True, kw_only=True):
-    """What every condition may depend on."""
+    """Everything that a condition may depend on."""
 
     service: InferenceService
     observed: Observation
