@@ -7,7 +7,6 @@ message is one byte for its kind, then msgpack.
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import select
@@ -25,6 +24,7 @@ from argosy_engine.executor.worker_messages import CALL, DONE, EXECUTE, FAILED, 
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.osproc.child_process import die_with_parent
+from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_protocol.program.log_format import configure_logging
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ logger = logging.getLogger("argosy.worker")
 
 def main() -> None:
     configure_logging("INFO")
-    faulthandler.register(signal.SIGUSR1)
+    dump_stacks_on_signal()
     # Ctrl-C goes to the whole process group, but the core decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
