@@ -104,10 +104,10 @@ class Router:
             *self.flow_control.series(),
             *reservations.series(),
         )
-        self._recorder = _recorder(config)
+        self._capture = _trace_capture(config)
         self._tracer = _tracer(config)
         self.accounting = RequestAccounting(
-            self.metrics, self._access_log, self._ledger, recorder=self._recorder, policy=config.policy or ""
+            self.metrics, self._access_log, self._ledger, capture=self._capture, policy=config.policy or ""
         )
         self.dispatcher = Dispatcher(
             self.fleet,
@@ -243,8 +243,8 @@ class Router:
         self._own(self._keys.watch(), "keys")
         if config.usage_log is not None:
             self._own(self._ledger.run(), "usage ledger")
-        if self._recorder is not None:
-            self._own(self._recorder.run(), "recorder")
+        if self._capture is not None:
+            self._own(self._capture.run(), "trace capture")
         if admin_sockets:
             await self._start_admin(admin_sockets)
 
@@ -357,7 +357,7 @@ class Router:
             await asyncio.to_thread(self._tracer.close)
 
 
-def _recorder(config: RouterConfig) -> TraceCapture | None:
+def _trace_capture(config: RouterConfig) -> TraceCapture | None:
     if config.record is None:
         return None
     try:

@@ -49,7 +49,7 @@ def test_only_a_table_without_keys_and_file_is_open() -> None:
     {
         "an unknown term": ("k rpm=5", "terms are"),
         "a word without value": ("k team", "NAME=VALUE"),
-        "a term twice": ("k weight=1 weight=2", "once each"),
+        "a term twice": ("k weight=1 weight=2", "each at most once"),
         "no number": ("k requests_per_minute=many", "int"),
         "a negative limit": ("k tokens_per_minute=-1", ">= 0"),
         "a weight of zero": ("k weight=0", ">= 0.01"),
@@ -59,7 +59,7 @@ def test_only_a_table_without_keys_and_file_is_open() -> None:
         "no model": ("k models=", "models"),
         "a short digest": ("sha256:abcd", "64 hexadecimal"),
         "no digest": ("sha256:" + "x" * 64, "64 hexadecimal"),
-        "the digest of nothing": ("sha256:" + hashlib.sha256(b"").hexdigest(), "nothing at all"),
+        "the digest of nothing": ("sha256:" + hashlib.sha256(b"").hexdigest(), "empty key"),
     }.values(),
 )
 def test_bad_lines_are_refused_without_their_key(line: str, problem: str) -> None:

@@ -141,8 +141,8 @@ ENDLESS = {
 }
 REASONS = {
     "version": (told(b"HTTP/2.0 200"), "HTTP/2.0 is not supported"),
-    "status": (told(b"HTTP/1.1 099"), "status 99 cannot be passed on"),
-    "a protocol switch": (REFUSED["a protocol switch"], "status 101 cannot be passed on"),
+    "status": (told(b"HTTP/1.1 099"), "status 99 cannot be forwarded"),
+    "a protocol switch": (REFUSED["a protocol switch"], "status 101 cannot be forwarded"),
     "llhttp's": (REFUSED["two equal lengths"], "Duplicate Content-Length"),
     "bytes after the end": (AFTER["more than its length"], "bytes after the response"),
     "size": (ENDLESS["a header"], "response headers are too large"),

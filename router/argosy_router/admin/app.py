@@ -3,7 +3,7 @@
 Owns: the admin routes. Must not know: the data plane's connections.
 Invariants: with a fleet key, everything but `/health`, `/ready`, `/metrics` and the page's static files needs the admin
 key derived from it. Without one, these routes answer only to host names of this machine, which stops DNS rebinding by a
-web page. The playground never lets anybody chat whom the main port would refuse.
+web page. The playground requires what the main port requires.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from argosy_router.proxy.upstream.attempt_log import CAPACITY, AttemptLog
 
 MAX_WAIT_S = 60.0
 HANDSHAKE_TIMEOUT_S = 10.0
-"""From accepting a connection to the end of its TLS handshake, as on the main port."""
+"""Bounds the time from accepting a connection to the end of its TLS handshake, as on the main port."""
 MAX_EXPLAINED_BYTES = 4 * 1024 * 1024
 """A million tokens of text; decoding more would block the data plane, which shares this event loop."""
 MAX_CHAT_BYTES = 4 * 1024 * 1024
@@ -102,7 +102,7 @@ def build_admin(
             if not keys.accepts(request.headers.get("authorization")):
                 raise Unauthorized("missing or wrong admin key")
         elif not _is_ours(request.headers.get("host", ""), names):
-            raise Forbidden("the admin port is not known by this host name: pass it by --admin-name")
+            raise Forbidden("the admin port does not accept this host name; --admin-name allows it")
 
     guarded = [Depends(guard)]
 
@@ -159,7 +159,9 @@ def build_admin(
     @app.post("/playground/chat/completions", dependencies=guarded)
     async def chat(request: Request) -> Response:
         if not keys and not application.is_open:
-            raise Forbidden("the playground is closed: the router asks clients for keys and has no admin key")
+            raise Forbidden(
+                "the playground is disabled, because clients need keys and the router has no admin key"
+            )
         inner = RouterRequest(
             b"POST", b"/v1/chat/completions", list(request.headers.raw), is_http10=False, keep_alive=True
         )
@@ -217,7 +219,7 @@ async def _body(request: Request, limit: int) -> bytes:
     async for piece in request.stream():
         body += piece
         if len(body) > limit:
-            raise PayloadTooLarge(f"the request may have {limit} bytes")
+            raise PayloadTooLarge(f"the request body exceeds the limit of {limit} bytes")
     return bytes(body)
 
 

@@ -57,7 +57,7 @@ class ApiKeys:
             problem = f"cannot be read: {error}"
             content, text = b"", ""
         if problem and problem != self._problem:
-            log.error("no key of the API key file is accepted, it %s", problem)
+            log.error("no key of the API key file is accepted: it %s", problem)
         self._problem = problem
         if content != self._content:
             self._content = content

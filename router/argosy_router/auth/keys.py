@@ -119,9 +119,9 @@ def parse_line(line: str) -> tuple[bytes, KeyTerms]:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
-            raise KeyFileError("after the key, terms are written NAME=VALUE")
+            raise KeyFileError("terms after the key must have the form NAME=VALUE")
         if name not in _FIELDS or name in fields:
-            raise KeyFileError(f"terms are, once each: {', '.join(_FIELDS)}")
+            raise KeyFileError(f"allowed terms, each at most once: {', '.join(_FIELDS)}")
         fields[name] = value.split(",") if name == "models" else value
     if not fields:
         return digest, _default_terms(digest)
@@ -143,7 +143,7 @@ def _read_digest(text: str) -> bytes:
     if len(digest) != hashlib.sha256().digest_size:
         raise KeyFileError(f"{_DIGEST_PREFIX} must be followed by 64 hexadecimal digits")
     if digest == _digest(""):
-        raise KeyFileError("this is the digest of nothing at all, which would let anybody in")
+        raise KeyFileError("this is the digest of the empty key")
     return digest
 
 

@@ -86,7 +86,7 @@ class ModelDiscovery:
 
     async def _ask(self, member: Member) -> None:
         pool = ConnectionPool(member.url, ClientLimits(), self._wheel, self._tls, member.hostname)
-        was_told = ""
+        reported = ""
         while True:
             served: _Served | None = None
             try:
@@ -97,11 +97,11 @@ class ModelDiscovery:
                     problem = "" if served is not None else "its list is empty"
             except (UpstreamError, msgspec.MsgspecError, RecursionError) as error:
                 problem = str(error)
-            if problem and problem != was_told:
-                log.warning("replica %s does not tell its models: %s", member.url, problem)
-            elif was_told and served is not None:
+            if problem and problem != reported:
+                log.warning("the models of replica %s cannot be read: %s", member.url, problem)
+            elif reported and served is not None:
                 log.info("replica %s serves %s", member.url, served.names[0])
-            was_told = problem
+            reported = problem
             if served is not None and served != self._served.get(member):
                 self._served[member] = served
                 self._publish()

@@ -193,7 +193,7 @@ class ClientConnection(asyncio.Protocol):
         if version not in ("1.1", "1.0"):
             raise self._refused(f"HTTP/{version} is not supported")
         if not 100 <= status <= 599 or status == 101:
-            raise self._refused(f"status {status} cannot be passed on")
+            raise self._refused(f"status {status} cannot be forwarded")
         may_have_body = status >= 200 and status not in (204, 304)
         is_framed = self._is_framed(is_http10=version == "1.0", may_have_body=may_have_body)
         self._status = status
@@ -212,7 +212,7 @@ class ClientConnection(asyncio.Protocol):
                 is_framed = True
             elif name == b"content-length":  # llhttp checks: once, digits only, no transfer-encoding
                 if not may_have_body and int(value):
-                    raise self._refused("a body that the status forbids")
+                    raise self._refused("a body with a status that forbids one")
                 is_framed = True
         return is_framed
 

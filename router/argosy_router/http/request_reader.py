@@ -183,7 +183,9 @@ class RequestReader:
 
     def _check_size(self, size: int) -> None:
         if size > self._max_body_bytes:
-            self._refuse(PayloadTooLarge(f"the request body may have {self._max_body_bytes} bytes"))
+            self._refuse(
+                PayloadTooLarge(f"the request body exceeds the limit of {self._max_body_bytes} bytes")
+            )
 
     def on_body(self, data: bytes) -> None:
         self._check_size(self.body_bytes + len(data))

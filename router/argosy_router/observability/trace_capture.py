@@ -84,11 +84,11 @@ class TraceCapture:
 
     def _write(self, requests: Sequence[CapturedRequest]) -> None:
         lines = []
-        room = self._max_bytes - self._file.size
+        free = self._max_bytes - self._file.size
         for request in requests:
             line = self._line(request)
-            room -= len(line)
-            if room < 0:
+            free -= len(line)
+            if free < 0:
                 self._is_full = True
                 log.warning("the recording %s is full, later requests are left out", self._file.path)
                 break

@@ -234,7 +234,7 @@ class _HourlyFiles:
         self._file.append(lines)
 
     def _open(self, hour: str) -> AppendFile:
-        """Open the hour's first file that has room and that no other process is writing."""
+        """Open the hour's first file below `MAX_FILE_BYTES` that no other process is writing."""
         part = 0
         while True:
             number = f".{part}" if part else ""

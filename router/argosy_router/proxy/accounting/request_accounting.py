@@ -1,6 +1,6 @@
 """Request accounting: which outcome of a request changes which metric, log line and usage figure.
 
-Owns: the request metrics, the ring of decision records, and what the access log, the usage ledger, the recorder and
+Owns: the request metrics, the ring of decision records, and what the access log, the usage ledger, the capture and
 traces are told.
 Must not know: exchanges, connections, retries, how a replica is chosen.
 Invariant: `close` is called once per request, when nothing can change its outcome any more; so a request that was
@@ -31,14 +31,14 @@ class RequestAccounting:
         access_log: AccessLog,
         ledger: UsageLedger,
         *,
-        recorder: TraceCapture | None = None,
+        capture: TraceCapture | None = None,
         policy: str = "",
     ) -> None:
         """`policy` is the router's own, which overrides the services'; empty for none."""
         self._metrics = metrics
         self._access_log = access_log
         self._ledger = ledger
-        self._recorder = recorder
+        self._capture = capture
         self._policy = policy
         self.attempt_log = AttemptLog()
 
@@ -114,8 +114,8 @@ class RequestAccounting:
         if record is not None:
             record.status = outcome.status
             self._bill(outcome, record, duration_s)
-            if self._recorder is not None:
-                self._recorder.add(_recorded(call, record, time.time() - duration_s))
+            if self._capture is not None:
+                self._capture.add(_recorded(call, record, time.time() - duration_s))
         if self._access_log.is_enabled or call.trace is not None:
             entry = _access_entry(outcome, duration_s)
             if self._access_log.is_enabled:
@@ -175,7 +175,7 @@ class RequestAccounting:
 
 
 def _recorded(call: Call, record: AttemptRecord, arrival_s: float) -> CapturedRequest:
-    """Make the recorder's entry; the chunks' ends are estimates, scaled to the prompt's true length."""
+    """Make the entry of the trace capture; the chunks' ends are estimates, scaled to the prompt's true length."""
     estimated = call.service.lengths.tokens(call.prompt)
     scale = record.prompt_tokens / estimated
     ends = [
