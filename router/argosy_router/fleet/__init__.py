@@ -1,5 +1,13 @@
 """The replicas behind the router: membership, load, health and cached prefixes of each.
 
-Owns: services and their replicas, load, health, and the links that keep them up to date (telemetry, polling).
 Must not know: clients' requests, how HTTP is served.
+
+fleet           all services, kept equal to discovery's latest snapshot
+service         one service: its replicas, its prefix index, and the choice of a replica
+candidates      the replicas that a request may be sent to now
+replica         one replica
+load_account    queued tokens, requests and rates of a replica
+health          healthy, suspect, in cooldown or ejected
+links           telemetry and polling, which keep replicas up to date
+replica_errors  errors that telemetry tells of
 """

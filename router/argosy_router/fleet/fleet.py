@@ -2,7 +2,7 @@
 
 Owns: the lifecycle of services, replicas and telemetry tasks; the name table; the revision that the operator waits for.
 Must not know: where snapshots come from, how requests are sent.
-Invariants: applying a snapshot never interrupts a request under way; every telemetry task ends with its replica.
+Invariants: applying a snapshot never interrupts a request in flight; every telemetry task ends with its replica.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ class Fleet:
         self.changed()
 
     def service_of(self, name: str) -> Service | None:
-        """The service behind a model name, or None."""
+        """Return the service behind a model name; None if there is none."""
         return self._by_name.get(name)
 
     def adapter_of(self, name: str) -> str:
-        """The adapter that a model name stands for; empty for the model itself."""
+        """Return the adapter that a model name stands for; empty for the model itself."""
         return self.names.adapters.get(name, "")
 
     def answering(self, service: Service, drawn_by: bytes) -> Service:
-        """Draw who answers a request for `service`: itself or its canary, always the same for the same `drawn_by`.
+        """Draw the service that answers a request for `service`: itself or its canary, the same for equal `drawn_by`.
 
         Routers agree without communicating, and a `drawn_by` that draws the canary at one weight draws it at any higher
         one. A canary that cannot answer is never returned.

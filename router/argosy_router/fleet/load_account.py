@@ -7,9 +7,8 @@ more often, but counts once). The figures that policies read are plain attribute
 decision reads those of all replicas while a request changes those of one.
 
 A report is up to a heartbeat old and includes all routers' work. Decisions a millisecond apart must see each other, so
-own dispatches count at once: estimate = max(own recent, reported + own change since the report). Own prompts charged
-before the last report but one are left out of "own recent": they would still be queued only if the queue did not move,
-and then the reports include them.
+own dispatches count at once: estimate = max(own recent, reported + own change since the report). "Own recent" leaves
+out prompts charged two or more reports ago: if they are still queued, the report includes them.
 """
 
 from __future__ import annotations
@@ -48,14 +47,15 @@ class LoadAccount(Candidate):
     )
 
     def __init__(self, name: str = "", on_measured: Callable[[], None] | None = None) -> None:
-        """`on_measured` is called when a rate becomes known, since the rates assumed for its peers may depend on it."""
+        """`on_measured` is called on the first measurement of a rate, so that the rates assumed for unmeasured replicas
+        can be recomputed."""
         super().__init__(name, PRIOR.prefill_tokens_per_s, PRIOR.decode_step_s, PRIOR_MAX_NUM_SEQS)
         self.inflight = 0
         """This router's requests that have not ended."""
         self.inflight_sequences = 0
         """Sequences of these requests: each choice, prompt of a batch and beam takes a slot in the engine's batch."""
         self.inflight_tokens = 0
-        """Uncached prompt tokens of own requests without a first token yet."""
+        """Uncached prompt tokens of own requests that have no first token yet."""
         self.reported_requests = 0
         """Requests that the replica reported; an engine counts each sequence as a request of its own."""
         self.reported_tokens = 0
@@ -64,13 +64,13 @@ class LoadAccount(Candidate):
         self._assumed = PRIOR
         self._has_report = False
         self._is_measuring = False
-        """Whether its reports include its prefill rate."""
+        """Whether the replica reports its prefill rate."""
         self._generation = 0
         """Number of reports so far."""
         self._recent_tokens = 0
         """Uncached tokens of own requests charged since the last report and without a first token."""
         self._open_tokens = 0
-        """The same since the last report but one."""
+        """The same since the report before the last one."""
         self._token_change = 0
         self._sequence_change = 0
 
@@ -105,7 +105,7 @@ class LoadAccount(Candidate):
         prefill_tokens_per_s: float = 0.0,
         decode_step_s: float = 0.0,
     ) -> None:
-        """Take over the replica's own figures, which include what was charged before. A rate of zero is unknown."""
+        """Take over the replica's own figures, which include earlier charges. A rate of zero is unknown."""
         self.reported_requests = requests
         self.reported_tokens = tokens
         self.kv_usage = kv_usage
@@ -203,7 +203,7 @@ class Charge:
             self._account.discharge(tokens, self._generation)
 
     def release(self) -> None:
-        """Discharge what is left: the request has ended, in whatever way."""
+        """Discharge the rest: the request has ended."""
         if self._is_open:
             self._is_open = False
             tokens, self._tokens = self._tokens, 0

@@ -35,7 +35,7 @@ class Member(NamedTuple):
 
 
 class InflightAttempt(Protocol):
-    """An attempt at a replica that can be moved to another one."""
+    """An attempt in flight, which can be moved to another replica."""
 
     def core_stalled(self, age_s: float, bound_s: float) -> None:
         """Called when the replica's core has run no step for `age_s`, which is more than `bound_s`."""
@@ -76,7 +76,7 @@ class Replica:
         """State of the telemetry stream: connecting, synced, stale or foreign."""
         self.hello: Hello | None = None
         self.heard_at: float | None = None
-        """Monotonic time of the last heartbeat."""
+        """Monotonic time of the last heartbeat; None before the first."""
         self.inflight_attempts: set[InflightAttempt] = set()
         """Attempts that were sent to it and have not ended."""
         self.syncs = 0
@@ -93,7 +93,7 @@ class Replica:
 
     @property
     def has_work(self) -> bool:
-        """Whether it has reported requests, or this router has attempts under way there."""
+        """Whether it has reported requests, or this router has attempts in flight there."""
         return self.load.reported_requests > 0 or bool(self.inflight_attempts)
 
     @property
@@ -124,7 +124,7 @@ class Replica:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the process at this address has identified itself as our engine."""
+        """Whether the process at this address has identified itself as an Argosy engine."""
         return self.hello is not None and self.link != "foreign"
 
     @property

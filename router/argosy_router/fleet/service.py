@@ -30,7 +30,7 @@ _RESCALE: Final = 30.0
 
 
 class Choice:
-    """The chosen replica, and what led to the choice."""
+    """The chosen replica, and the figures behind the choice."""
 
     __slots__ = ("decision", "predicted_ttft_s", "replica", "tokens_ahead", "uncached_tokens")
 
@@ -46,7 +46,7 @@ class Choice:
         self.decision = decision
         self.uncached_tokens = uncached_tokens
         self.tokens_ahead = tokens_ahead
-        """Prompt tokens the replica computes until this request's first token, its own included."""
+        """Prompt tokens that the replica computes before this request's first token, including its own."""
         self.predicted_ttft_s = predicted_ttft_s
 
 
@@ -89,7 +89,7 @@ class Service:
 
         Args:
             sequences: number of sequences that the request generates in parallel.
-            is_admitted: the request is under way and lost its replica, so the in-flight limit does not apply to it.
+            is_admitted: the request was admitted before and lost its replica; the in-flight limit does not apply to it.
 
         Raises:
             Unavailable: no replica is routable.
@@ -175,14 +175,14 @@ class Service:
         replica = choice.replica
         if replica.health.dispatched(now):
             self.invalidate()
-        self._count_work(replica.load, choice.uncached_tokens, now)
+        self._add_recent_work(replica.load, choice.uncached_tokens, now)
         prefixes, tokens = replica.prefixes, lambda: self.lengths.chunk_ends(prompt)
         if replica.is_synced:
             prefixes.insert_speculatively(prompt.hashes, tokens, now, expected_s=choice.predicted_ttft_s)
         else:
             prefixes.remember(prompt.hashes, tokens, now)
 
-    def _count_work(self, load: LoadAccount, tokens: int, now: float) -> None:
+    def _add_recent_work(self, load: LoadAccount, tokens: int, now: float) -> None:
         age = (now - self._recent_since) / RECENT_S
         if age > _RESCALE:
             fading = exp(-age)

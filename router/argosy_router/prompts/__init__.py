@@ -1,4 +1,7 @@
-"""A request's prompt as routing sees it: chunk hashes, and an estimate of its length in tokens.
+"""A request's prompt as routing sees it, without its content.
 
 Must not know: replicas, indexes, HTTP.
+
+prompt_hash   chunk hashes and sizes
+length_model  estimate of a prompt's tokens from its bytes
 """

@@ -1,10 +1,10 @@
-"""The routes of the main port.
+"""The routes of the main port, and the check of API keys.
 
-Owns: which path answers what, and who may ask.
-Must not know: connections' bytes, how a generation request is handled.
-Invariant: deny by default: if there are keys, only `/health`, `/ready` and `/version` answer without one; of other
-requests without a key no body is read, and an unknown path answers 401 before it answers 404. Paths are compared as
-received, never normalised.
+Owns: which path answers what, and which keys may use it.
+Must not know: HTTP framing, how a generation request is handled.
+Invariant: deny by default: if there are keys, only `/health`, `/ready` and `/version` answer without one. Other
+requests without a key are refused before their body is read, and an unknown path answers 401 before it answers 404.
+Paths are compared as received, never normalised.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/detokenize": "detokenize",
 }
 
-Answer = Callable[[], tuple[int, bytes, bytes]]
+Responder = Callable[[], tuple[int, bytes, bytes]]
 """Returns status, header lines and body."""
 
 
@@ -72,7 +72,7 @@ class RouterApplication:
         tracer: Tracer | None = None,
         admin_port: int | None = None,
     ) -> None:
-        """`admin_port` is told to clients; None where it is not theirs to know."""
+        """`admin_port` is named in answers to clients; None keeps it from them."""
         self._fleet = fleet
         self._admin_port = admin_port
         self._requests = requests
@@ -81,7 +81,7 @@ class RouterApplication:
         self._tracer = tracer
         self._created = int(time.time())
         self.is_draining = False
-        self._public: dict[bytes, Answer] = {
+        self._public: dict[bytes, Responder] = {
             b"/health": lambda: (200, _JSON, b"{}"),
             b"/ready": self._ready,
             b"/version": lambda: (200, _JSON, msgspec.json.encode({"version": __version__})),
@@ -113,7 +113,7 @@ class RouterApplication:
             self._refuse(client, request_id, error)
 
     def chat(self, client: Client, request: Request) -> None:
-        """Answer a chat of a client that was authorised elsewhere."""
+        """Answer a chat whose client the caller has authorised."""
         request_id = request_id_for(None)
         try:
             self._generate(client, request, "chat/completions", request_id, ANONYMOUS)
@@ -135,8 +135,8 @@ class RouterApplication:
 
     def _route(self, client: Client, request: Request, request_id: bytes) -> None:
         path = request.path
-        answer = self._public.get(path)
-        if answer is None:
+        responder = self._public.get(path)
+        if responder is None:
             account = request.grant
             assert isinstance(account, Account), "`on_head` lets only accounts in"
             endpoint = _ENDPOINTS.get(path)
@@ -144,12 +144,12 @@ class RouterApplication:
                 _require(request, b"POST")
                 self._generate(client, request, endpoint, request_id, account)
                 return
-            answer = self._guarded_answer(path, account)
+            responder = self._authorised_responder(path, account)
         _require(request, b"GET", b"HEAD")
-        status, lines, body = answer()
+        status, lines, body = responder()
         client.respond(status, lines + b"x-request-id: %b\r\n" % request_id, body)
 
-    def _guarded_answer(self, path: bytes, account: Account) -> Answer:
+    def _authorised_responder(self, path: bytes, account: Account) -> Responder:
         if path == _MODELS:
             return lambda: self._models(account)
         if path.startswith(_MODEL_PREFIX):
@@ -195,7 +195,7 @@ class RouterApplication:
         return 503, _JSON, b'{"ready":false}'
 
     def _own_metrics(self, account: Account) -> tuple[int, bytes, bytes]:
-        """Render what the account's key has used. All other metrics concern others, and are on the admin port."""
+        """Render what the account's key has used. All other metrics concern other keys, and are on the admin port."""
         where = b"" if self._admin_port is None else b" (%d)" % self._admin_port
         note = b"# Usage of this API key only. The router's metrics are on its admin port%b.\n" % where
         return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", note + self._accounting.usage_of(account.name)

@@ -56,9 +56,9 @@ class Dispatcher:
         """Choose a replica for the next attempt.
 
         Args:
-            tried: replicas to leave out.
-            fingerprint: of the model that must continue a stream, which was admitted before; empty for any.
-            is_admitted: the request gave up the seat that it had; the in-flight limit does not stop it.
+            tried: replicas to exclude.
+            fingerprint: of the model that must continue a stream; empty for any model.
+            is_admitted: the request was in flight and has lost its replica; the in-flight limit does not apply to it.
 
         Raises:
             ApiError: no replica can take the request.
@@ -82,8 +82,8 @@ class Dispatcher:
     def choose_instead_of_stalled(
         self, call: Call, tried: Sequence[Replica], now: float, fingerprint: str
     ) -> Choice | None:
-        """Choose where a request continues whose replica's core is stalled; None if no healthy replica can take it,
-        which leaves it where it is."""
+        """Choose the replica to which a request moves from a stalled one; None if no healthy replica can take it, in
+        which case it stays."""
         try:
             choice = self.choose(call, tried, now, fingerprint, is_admitted=True)
         except ApiError:

@@ -1,7 +1,7 @@
-"""A call in a service's queue, which also listens to its client meanwhile.
+"""A call in a service's queue, which listens to its client while it waits.
 
-Must not know: why it is queued, when its turn comes.
-Invariant: a client that leaves takes its call out of the queue at once, and the call is never sent.
+Must not know: why it is queued, when it is admitted.
+Invariant: when the client leaves, the call leaves the queue at once and is never sent.
 """
 
 # Not compiled: its base class is interpreted.
@@ -18,7 +18,7 @@ from argosy_router.proxy.exchange import Exchange
 
 
 class QueuedCall(QueuedRequest):
-    """One queued call and its exchange, which takes over when the call leaves the queue."""
+    """One queued call, and the exchange that takes over when it leaves the queue."""
 
     __slots__ = ("_client", "_flow_control", "_now", "exchange")
 
@@ -42,7 +42,7 @@ class QueuedCall(QueuedRequest):
         self._now = now
 
     def admit(self) -> None:
-        self._leave("sent")
+        self._leave_queue("sent")
         try:
             self.exchange.start()
         except ApiError as error:
@@ -51,10 +51,10 @@ class QueuedCall(QueuedRequest):
             self.exchange.refuse(error)
 
     def refuse(self, error: ApiError) -> None:
-        self._leave("refused")
+        self._leave_queue("refused")
         self.exchange.refuse(error)
 
-    def _leave(self, how: str) -> None:
+    def _leave_queue(self, how: str) -> None:
         self._count_wait(how)
         self._client.attach(self.exchange)
 

@@ -1,9 +1,9 @@
 """The request handler: takes each call through rate limits and flow control to an exchange, and accounts for its end.
 
-Owns: the order of these steps, and how many requests have no end yet.
+Owns: the order of these steps, and the number of requests that have not ended.
 Must not know: HTTP framing, routes, attempts, how a replica is chosen.
-Invariant: each request that `handle` takes ends once: its outcome is accounted for, its reservation settled, and its
-admission given back.
+Invariant: each request that `handle` takes ends once: its outcome is accounted for, its reservation settled, and flow
+control told that it ended.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class RequestHandler:
         self.now = time.monotonic
         """Not the loop's clock, which stands still between turns and counts milliseconds."""
         self.inflight = 0
-        """Requests without an end yet, queued ones included."""
+        """Requests that have not ended, including queued ones."""
         self.idle = asyncio.Event()
-        """Set while there is none."""
+        """Set while no request is in flight."""
         self.idle.set()
 
     def handle(self, client: Client, call: Call, started: float) -> None:
-        """Send a call, queue it, or answer why not. `started` is when the whole request had arrived."""
+        """Send a call, queue it, or refuse it with an error. `started` is when the whole request had arrived."""
         retry_budget = self._retry_budgets.of(call.service, self.now())
         retry_budget.earn()
         outcome = RequestOutcome(call, started)

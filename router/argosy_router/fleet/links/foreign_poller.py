@@ -25,13 +25,13 @@ POLL_INTERVAL_S = 1.0
 """Between polls the router adds its own requests to the figures; other routers' requests show with this delay."""
 TIMEOUT_S = 5.0
 MISSES = 2
-"""Unanswered polls of `/health` in a row before the replica is no longer used: a busy one may miss one."""
+"""Unanswered polls of `/health` in a row before the replica is no longer used: a busy replica may miss one."""
 MAX_METRICS_BYTES = 4 * 1024 * 1024
 """vLLM's exposition is some 100 KB per rank."""
 
 
 class ForeignPoller:
-    """Keeps what the router knows of one foreign replica up to date."""
+    """Polls one foreign replica, and updates its health and load."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class ForeignPoller:
 
 
 def _is_silence(error: UpstreamError) -> bool:
-    """Whether the replica did not react at all, like a stopped process or an unreachable host."""
+    """Return whether the replica did not react at all, like a stopped process or an unreachable host."""
     if isinstance(error, ConnectFailed):
         return not error.refused
     return isinstance(error, (FirstByteTimeout, IdleTimeout))

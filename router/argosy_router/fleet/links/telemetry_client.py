@@ -2,15 +2,15 @@
 
 Owns: one task per replica that keeps the stream open and applies its frames.
 Must not know: HTTP framing, policies, other replicas.
-Invariants: only a stream of our content type, in a version we can read, is trusted. A lost stream changes the mode of
-routing (`stale`) and never ejects. A silent stream or a stalled core makes the replica suspect, and its requests move
-to other replicas. A replica that refuses connections gets no requests. Whatever the peer does, the task goes on, with
-capped and jittered back-off.
+Invariants: only a stream of the right content type, in a version that the router reads, is trusted. A lost stream
+changes the mode of routing (`stale`) and never ejects. A silent stream or a stalled core makes the replica suspect, and
+its requests move to other replicas. A replica that refuses connections gets no requests. Whatever the peer does, the
+task continues, with capped and jittered back-off.
 
 connecting --hello, last snapshot slice--> synced --stream lost--> stale --hello, last snapshot slice--> synced
     | | ^-- a new connection is refused: the process has ended ------' ^
     | `---- no room for another reader ---------------------------------'
-    `------ another content type, or a version that excludes us ----> foreign (see `foreign`)
+    `------ another content type, or a version that excludes us ----> foreign (see `foreign_poller`)
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TelemetryFull(UpstreamError):
 
 
 class TelemetryClient:
-    """Keeps what the router knows of one replica up to date."""
+    """Follows one replica's telemetry, and updates its health, load and prefixes."""
 
     def __init__(
         self,

@@ -1,4 +1,8 @@
-"""What is accounted for: each request's outcome, its metrics, log lines and usage, and its rate-limit reservation.
+"""Request accounting: what is counted, logged and billed of each request.
 
 Must not know: exchanges, connections, how a replica is chosen.
+
+outcome             the record of one request that all accounting reads
+request_accounting  metrics, access log, usage and traces
+reservations        tokens reserved of a key's rate limits, and their settlement
 """

@@ -1,4 +1,4 @@
-"""The outcome record of one request: what became of it, from arrival to its end.
+"""The outcome record of one request, from its arrival to its end.
 
 The exchange fills it in; request accounting and the settlement of rate limits read it once the request has ended.
 Neither of them knows exchanges.
@@ -17,7 +17,7 @@ CLIENT_GONE = 499
 
 
 class RequestOutcome:
-    """What became of one request. Times are seconds; `started` and `sent_at` are those of a monotonic clock."""
+    """How one request ended. Times are seconds; `started` and `sent_at` are read from a monotonic clock."""
 
     __slots__ = (
         "attempts",
@@ -42,7 +42,7 @@ class RequestOutcome:
         self.status = 0
         """Status sent to the client; `CLIENT_GONE` if it left before one was sent."""
         self.attempts = 0
-        """Attempts sent to replicas, repeated ones on a new connection included."""
+        """Attempts sent to replicas, including those repeated on a new connection."""
         self.migrations = 0
         """Attempts that continued a stream whose replica had failed."""
         self.queued_s = 0.0

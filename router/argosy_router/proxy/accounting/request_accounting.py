@@ -1,4 +1,4 @@
-"""Request accounting: which outcome of a request changes which metric, log line and usage figure.
+"""Request accounting: turns the outcome of each request into metrics, log lines and usage.
 
 Owns: the request metrics, the ring of decision records, and what the access log, the usage ledger, the capture and
 traces are told.
@@ -46,7 +46,7 @@ class RequestAccounting:
         """Render what the key of this name has used in Prometheus' text format."""
         return self._ledger.render(key)
 
-    # while a request is under way
+    # while a request is in flight
 
     def record_attempt(self, call: Call, choice: Choice, attempt: int) -> AttemptRecord:
         """Count an attempt that is being sent, and add its decision record to the ring."""
@@ -78,7 +78,7 @@ class RequestAccounting:
         self._metrics.hedges.add((call.service.spec.model, outcome))
 
     def count_migration(self, call: Call, outcome: str) -> None:
-        """Count how a stream went on whose replica failed."""
+        """Count how a stream continued after its replica failed."""
         self._metrics.migrations.add((call.service.spec.model, outcome))
 
     def count_interruption(self, call: Call, replica: Replica) -> None:
@@ -98,7 +98,7 @@ class RequestAccounting:
     # at its end
 
     def close(self, outcome: RequestOutcome, duration_s: float) -> None:
-        """Account for a request that has ended, in whatever way it did."""
+        """Account for a request that has ended."""
         call, record = outcome.call, outcome.record
         self._count_tokens(outcome)
         model, metrics = call.service.model, self._metrics
@@ -158,7 +158,7 @@ class RequestAccounting:
         choice.replica.load.learn(choice.tokens_ahead, ttft_s)
 
     def _bill(self, outcome: RequestOutcome, record: AttemptRecord, duration_s: float) -> None:
-        """Enter what the request used into the ledger, or that nobody knows."""
+        """Enter the request's usage into the ledger, or that it is unknown."""
         call = outcome.call
         model = call.service.model
         generated = record.completion_tokens

@@ -1,4 +1,4 @@
-"""Reservations: what each request takes of its key's rate limits, and what it gives back at its end.
+"""Charging of rate limits: reserves a request's tokens before it is sent, and settles the reservation at its end.
 
 Owns: when limits are charged, and how many tokens an outcome counts for. Must not know: exchanges, token buckets.
 Invariant: a reservation is closed once, when its request ends.
@@ -14,7 +14,7 @@ from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 
 
 class Reservations:
-    """Charges the keys of one router."""
+    """Reserves and settles tokens for the keys of one router."""
 
     def __init__(self) -> None:
         self._limited = RATE_LIMITED.counter()
@@ -24,7 +24,7 @@ class Reservations:
         return (self._limited,)
 
     def reserve(self, outcome: RequestOutcome) -> None:
-        """Take a request's estimated tokens off its key's limits, if the key has limits.
+        """Reserve a request's estimated tokens, if its key has limits.
 
         Raises:
             RateLimited: one of the limits is reached; nothing was taken.
@@ -40,7 +40,7 @@ class Reservations:
             raise
 
     def settle(self, outcome: RequestOutcome, now: float) -> None:
-        """Charge what a request that has ended really used; nothing if it was never sent."""
+        """Charge the tokens that a request has used, or release the reservation if it was never sent."""
         reservation = outcome.reservation
         if reservation is None:
             return
@@ -51,8 +51,8 @@ class Reservations:
 
 
 def _tokens_used(outcome: RequestOutcome, now: float) -> int:
-    """How many tokens a request that was sent counts for: its usage; for an answer that reported none, an estimate of
-    what was computed; nothing for an error."""
+    """Return the tokens charged for a request that was sent: its usage; an estimate of what was computed if the answer
+    reported none; zero for an error."""
     record, choice, estimate = outcome.record, outcome.choice, outcome.call.estimate
     if record is not None and record.completion_tokens is not None:
         return estimate.used(record.prompt_tokens, record.completion_tokens)

@@ -1,5 +1,14 @@
 """The client's request: decoding, checks, and what is rewritten before an engine gets it.
 
-Owns: `Call`, the decoded request, and what follows from its content alone.
 Must not know: attempts, retries, how a replica is chosen.
+
+call_decoding   HTTP request -> call; refuses requests for their content
+call            a decoded request
+model_names     which service a name means, who may use it, and what engines call it
+token_estimate  tokens that a request is charged to its key's limits
+stream_shape    which streams can be continued, and when they are complete
+body_rewrite    changes to single fields of a JSON body
+foreign_body    fields that engines of other makes get
+header_policy   headers that cross the router
+request_id      ids of requests, as clients see them
 """

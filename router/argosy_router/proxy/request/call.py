@@ -1,6 +1,6 @@
-"""A client's request, decoded once.
+"""A decoded request of a client.
 
-Owns: what the router needs to know about a request after reading it. Must not know: how it was decoded, connections,
+Owns: what the router knows about a request after decoding it. Must not know: how it was decoded, connections,
 replicas.
 Invariant: the body that is forwarded is the client's own bytes, except for the value of `model` where the engine
 would not know the name the client used, of `priority` where the client's key or the engine has a say in it, of

@@ -1,4 +1,4 @@
-"""Which fields of a request reach an engine that is not ours.
+"""The fields of a request that are forwarded to an engine of another make.
 
 Owns: the list of fields. Must not know: what the fields mean to an engine.
 

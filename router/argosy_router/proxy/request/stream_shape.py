@@ -12,7 +12,7 @@ from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest
 
 
 class StreamShape(NamedTuple):
-    """What must come for a stream to be complete."""
+    """What a complete stream consists of."""
 
     choices: int
     has_usage: bool

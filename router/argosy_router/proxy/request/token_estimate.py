@@ -1,4 +1,4 @@
-"""Token estimates: what a request is expected to take of its key's limits.
+"""Token estimates: how many tokens a request is charged to its key's limits.
 
 Owns: the estimate before the answer, and the one for answers that end without reporting their usage.
 Must not know: limits, queues, answers.
@@ -30,11 +30,11 @@ class TokenEstimate:
         beams_per_choice: float = 1.0,
     ) -> None:
         self.prompt_tokens = prompt_tokens
-        """Of all prompts."""
+        """Tokens of all prompts together."""
         self.sequences = sequences
-        """Generated side by side."""
+        """Sequences generated in parallel."""
         self.output_tokens = output_tokens
-        """Of each sequence."""
+        """Expected output tokens of each sequence."""
         self.has_limit = has_limit
         """Whether the request bounds its output."""
         self.beams_per_choice = beams_per_choice
@@ -50,8 +50,8 @@ class TokenEstimate:
         return prompt_tokens + int(completion_tokens * self.beams_per_choice)
 
     def generated_in(self, seconds: float, decode_step_s: float, max_tokens: int = MAX_TOKENS) -> int:
-        """Return the tokens that a request counts for that generated for so long and reported no usage; of a sequence
-        `max_tokens` at most. Before its first token the time is not positive."""
+        """Return the tokens charged for a request that reported no usage and generated for `seconds`: at most
+        `max_tokens` for each sequence. `seconds` is not positive before its first token."""
         if seconds <= 0.0:
             return self.prompt_tokens
         bound = min(self.output_tokens, max_tokens) if self.has_limit else max_tokens

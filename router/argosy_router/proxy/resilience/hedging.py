@@ -1,9 +1,9 @@
-"""Hedging: a request overdue at one replica is sent to another one, too (Dean and Barroso, "The tail at scale").
+"""Hedging: sends a request that is overdue at one replica to a second one (Dean and Barroso, "The tail at scale").
 
 Owns: when a first token is overdue, and how many requests of a service may be hedged.
 Must not know: attempts, connections, how the other replica is chosen.
-Invariant: of the streams of a service at most `SHARE` are hedged, plus one, and at most `MAX_CREDIT` in a row; so a
-service that is slow because it is overloaded gets hardly more work.
+Invariant: of the streams of a service at most `SHARE` are hedged, plus one, and at most `MAX_CREDIT` in a row; so
+hedges add little work to a service that is slow because it is overloaded.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from argosy_router.http.deadlines import Deadline, TimerWheel
 SHARE = 0.05
 """The cost of the paper's example of a deferred hedge, which waits for the 95th percentile."""
 MAX_CREDIT = 10.0
-"""Hedges that may be saved up: a replica that hangs holds a handful of requests."""
+"""Hedges that a service may save up: a replica that hangs holds a handful of requests."""
 FLOOR_S = 0.1
-"""Below this a first token is not overdue, however short its prediction: scheduling alone may take as long."""
+"""Minimum wait for a first token, however short the prediction: scheduling alone may take as long."""
 
 
 class Hedging:
-    """Shared by all requests of one router."""
+    """Decides when to hedge, for all requests of one router."""
 
     def __init__(self, fleet: Fleet, wheel: TimerWheel, factor: float) -> None:
-        """`factor` applies to services without one of their own; zero hedges none of their requests."""
+        """`factor` is the default of services that set none; zero disables hedging."""
         self._fleet = fleet
         self._wheel = wheel
         self._factor = factor
         self.credit: dict[Service, float] = {}
-        """Hedges that each service's streams have earned."""
+        """Hedges that each service may send."""
 
     def watch(
         self, service: Service, predicted_ttft_s: float, on_overdue: Callable[[], None]
     ) -> Deadline | None:
-        """Have `on_overdue` called when the first token of a stream just sent is overdue, unless the deadline is ended
-        before; None if the service's requests are not hedged."""
+        """Call `on_overdue` when the first token of a stream that was just sent is overdue, unless the returned
+        deadline is ended before; None if the service's requests are not hedged."""
         factor = service.spec.hedge_after
         if factor is None:
             factor = self._factor

@@ -1,4 +1,4 @@
-"""Outlier detection: what attempts tell about the health of their replicas (Envoy's term).
+"""Outlier detection: judges replicas by how the attempts sent to them ended (Envoy's term).
 
 Owns: which failure counts against a replica, which one puts it in cooldown.
 Must not know: the bytes of requests and answers, retries; the state of a replica's health is `fleet.health`.

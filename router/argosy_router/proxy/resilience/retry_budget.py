@@ -1,6 +1,6 @@
-"""The retry budget: retries must not turn a brown-out into an outage.
+"""The retry budget of each service, which keeps retries from turning a brown-out into an outage.
 
-Owns: how many attempts of each service may be repeated. Must not know: which.
+Owns: how many retries a service may still send. Must not know: which requests are retried.
 
 Each request earns `RATIO` of a retry, and `FLOOR_PER_S` come free so that a quiet router can still retry (Finagle's
 and Linkerd's budget; GEP-3388 has the same fields). Unused credit is capped at ten seconds' worth of the floor.
@@ -15,12 +15,12 @@ RATIO = 0.2
 FLOOR_PER_S = 10.0
 MAX_CREDIT = 100.0
 RESERVED_CREDIT = 50.0
-"""Credit that retries of errors may not use up, so that a flood of requests that are themselves at fault leaves other
-requests their retries."""
+"""Credit that retries of errors leave for other retries, so that a flood of requests that are themselves at fault does
+not use up the budget."""
 
 
 class RetryBudget:
-    """Credit for retries of one service. Times are a monotonic clock's, passed in."""
+    """The retry credit of one service. Times are a monotonic clock's, passed in."""
 
     __slots__ = ("_credit", "_time")
 
@@ -36,7 +36,7 @@ class RetryBudget:
         """Take one retry; False when the budget is exhausted.
 
         Args:
-            is_error: an engine answered the request with an error; `RESERVED_CREDIT` is left for other requests.
+            is_error: an engine answered the request with an error, so `RESERVED_CREDIT` must remain.
         """
         self._credit = min(MAX_CREDIT, self._credit + FLOOR_PER_S * (now - self._time))
         self._time = now
@@ -54,7 +54,7 @@ class RetryBudgets:
         self._budgets: dict[Service, RetryBudget] = {}
 
     def of(self, service: Service, now: float) -> RetryBudget:
-        """Return the service's budget, and forget those of services that are gone when it is a new one."""
+        """Return the service's budget. When it is new, those of removed services are dropped."""
         budget = self._budgets.get(service)
         if budget is None:
             for gone in set(self._budgets).difference(self._fleet.services.values()):

@@ -26,18 +26,18 @@ from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
 
 
 class AttemptListener:
-    """What an attempt reports to. A base class and no `Protocol`: compiled calls to it are direct."""
+    """Receives what an attempt reports. A base class, not a `Protocol`, so that compiled calls to it are direct."""
 
     def on_stream_accepted(self) -> None:
         """The replica has responded with the head of a stream."""
         raise NotImplementedError
 
     def on_attempt_data(self, attempt: Attempt, data: bytes) -> None:
-        """The client's answer begins or goes on with `data`."""
+        """The response continues with `data`, which the client gets next."""
         raise NotImplementedError
 
     def on_attempt_ended(self, attempt: Attempt, rest: bytes) -> None:
-        """The replica's response is complete; the client lacks `rest` of it."""
+        """The replica's response is complete; `rest` of it has not been forwarded."""
         raise NotImplementedError
 
     def on_attempt_failed(self, attempt: Attempt, error: UpstreamError) -> None:
@@ -82,7 +82,7 @@ class Attempt:
         self.transcript = transcript
         self._is_resuming = transcript is not None
         self.fingerprint = choice.replica.fingerprint if call.shape is not None else ""
-        """Of the replica's model, if its stream can be continued by another replica; else empty."""
+        """Fingerprint of the replica's model, if another replica can continue the stream; else empty."""
         self.relay: UnaryRelay | StreamRelay = UnaryRelay()
         resumed_tokens = 0
         if transcript is not None:
@@ -95,14 +95,14 @@ class Attempt:
         self.headers = b""
         """Header lines of the response as the client gets them."""
         self.is_answering = False
-        """Whether the client has got something of its response."""
+        """Whether a part of its response was forwarded to the client."""
         self.is_over = False
         self._is_paused = False
         self._connection: ClientConnection | None = None
         self._overdue: Deadline | None = None
         self._prefill_end: Deadline | None = None
 
-    # what the exchange calls
+    # called by the exchange
 
     def start(self, *, fresh: bool = False) -> None:
         """Send the request as soon as there is a connection (a new one if `fresh`)."""
@@ -115,11 +115,11 @@ class Attempt:
         self.replica.pool.acquire(self, fresh=fresh)
 
     def end_when_answering(self, overdue: Deadline | None) -> None:
-        """End this deadline when the response begins or the attempt is over."""
+        """Have the deadline ended when the response begins or the attempt is over."""
         self._overdue = overdue
 
     def begin_answer(self) -> None:
-        """Note that the client is about to get the first bytes of the response."""
+        """Note that the first bytes of the response are about to be forwarded."""
         self.is_answering = True
         self._charge.first_token()
         if self._connection is not None:
@@ -158,7 +158,7 @@ class Attempt:
             self._connection.pause_reading()
 
     def resume(self) -> None:
-        """Read on: the client can keep up again."""
+        """Continue to read: the client can keep up again."""
         self._is_paused = False
         if self._connection is not None:
             self._connection.resume_reading()
@@ -166,7 +166,7 @@ class Attempt:
     # the replica
 
     def core_stalled(self, age_s: float, bound_s: float) -> None:
-        if self._now() - self.started > bound_s:  # else it was sent after the core's last sign of life
+        if self._now() - self.started > bound_s:  # else it was sent after the core's last step
             error = CoreStalled(f"its core has been silent for {age_s:.1f} s")
             self._listener.on_attempt_stalled(self, error)
 

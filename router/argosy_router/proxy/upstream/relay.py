@@ -1,4 +1,4 @@
-"""Relays: which bytes of a replica's response are forwarded, and which are held back.
+"""Relays: forward the bytes of a replica's response, or hold them back.
 
 Owns: the bytes of one attempt's response. Must not know: who forwards them, what follows a failure.
 Invariant: a unary response is forwarded whole or not at all, up to a bound; of a stream only whole events are.
@@ -29,7 +29,7 @@ _UNAVAILABLE: Final = b'"type":"service_unavailable"'
 
 
 class UnaryRelay:
-    """Holds a unary response back until it is complete, so that another replica can take over until then."""
+    """Holds a unary response back until it is complete; until then another replica can take over."""
 
     failure: UpstreamError | None = None
     """Always None: only the connection can fail."""
@@ -68,9 +68,9 @@ class UnaryRelay:
 class StreamRelay:
     """Forwards the events of a stream unchanged, and adds them to a transcript if there is one.
 
-    Comments before the first event are dropped: an engine sends them while it has nothing to send, and another one may
-    still answer instead. An engine that shuts down says so in an event. If the stream can be continued, that event and
-    those behind it are not forwarded: they end the attempt. Nor is the usage, if the client did not ask for it.
+    Comments before the first event are dropped, because another engine may still answer instead of the one that sent
+    them. An engine that shuts down announces it by an event: if the stream can be continued, that event and later ones
+    end the attempt and are not forwarded. Usage is not forwarded to a client that did not ask for it.
     """
 
     def __init__(self, transcript: Transcript | None, *, hides_usage: bool = False) -> None:
@@ -89,7 +89,7 @@ class StreamRelay:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens that the client was sent: by the ids in the events, else one for each event."""
+        """Generated tokens that the client was sent: counted by the ids in the events, else one for each event."""
         if self._transcript is None:
             return self._events
         self._transcript.read()

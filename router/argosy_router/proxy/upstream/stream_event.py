@@ -1,4 +1,4 @@
-"""The parts of a stream's event that the router needs to have another replica continue the stream."""
+"""The fields of a stream's event that the router needs so that another replica can continue the stream."""
 
 # Not compiled: msgspec reads its annotations, which extension modules do not keep.
 
@@ -18,7 +18,7 @@ class ChoiceDelta(Struct):
 
 
 class Usage(Struct):
-    """Marks a chunk that reports the usage; `usage` reads the counts."""
+    """Marks a chunk that reports the usage; `usage_scan` reads the counts."""
 
 
 class Chunk(Struct):

@@ -28,7 +28,7 @@ _DATA = b"data: "
 
 
 class Transcript:
-    """The part of one stream that the client has."""
+    """The part of one stream that the client was sent."""
 
     __slots__ = (
         "_created",
@@ -104,7 +104,7 @@ class Transcript:
             self._finished[choice.index] |= choice.finish_reason is not None
             self.num_tokens += len(choice.token_ids)
 
-    # What follows is valid after `read` has returned True.
+    # The rest is valid only after `read` has returned True.
 
     @property
     def missing_end(self) -> bytes | None:
@@ -115,7 +115,7 @@ class Transcript:
         return DONE if is_complete else None
 
     def continuing(self, body: bytes) -> bytes:
-        """Return the JSON object `body` as a request to be answered with what the client still lacks."""
+        """Return the JSON object `body` with the field that has an engine continue the stream."""
         resume = Resume(
             created=self._created,
             choices=[

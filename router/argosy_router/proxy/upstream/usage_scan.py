@@ -1,4 +1,4 @@
-"""Token usage of an answer, found without parsing it.
+"""Scan for the token usage of an answer, without parsing it.
 
 Owns: finding the usage, and hiding it from clients that did not ask for it.
 Must not know: anything else about answers.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 TAIL_BYTES: Final = 2048
-"""Longest usage that is found; with details it takes a few hundred bytes."""
+"""Length of the longest usage that is found; with details a usage takes a few hundred bytes."""
 
 _KEY: Final = b'"usage"'
 _BETWEEN: Final = b" \t\r\n:"
@@ -31,10 +31,10 @@ class TokenUsage:
 
     def __init__(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
-        """Cached ones included."""
+        """Prompt tokens, including cached ones."""
         self.cached_tokens = cached_tokens
         self.completion_tokens = completion_tokens
-        """Zero where nothing is generated (embeddings)."""
+        """Generated tokens; zero for embeddings."""
 
 
 def find_usage(answer: bytes) -> TokenUsage | None:
@@ -77,7 +77,7 @@ class UsageFinder:
 
     def __init__(self) -> None:
         self.usage: TokenUsage | None = None
-        """The last one so far."""
+        """The last usage found so far."""
         self._edge = b""
         """The end of the earlier pieces, in which a usage may have begun."""
 
