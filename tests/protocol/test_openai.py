@@ -1,0 +1,61 @@
+"""Decoding of OpenAI requests: errors name the field, and unsupported fields are refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from argosy_protocol.errors import BadRequest
+from argosy_protocol.openai import decode_request, unsupported
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ("{", None, "not valid JSON"),
+        ("[" * 100_000, None, "nested too deeply"),
+        ("[1]", None, "Expected `object`"),
+        ('{"messages":[{"role":"user"}],"documents":[{"a":' + "[" * 100_000, "documents", "nested too deeply"),
+        ('{"messages":[]}', "messages", "length >= 1"),
+        ('{"messages":[{"role":1}]}', "messages[0].role", "Expected `str`"),
+        ('{"messages":[{"role":"user"}],"n":1.5}', "n", "Expected `int"),
+        ('{"messages":[{"role":"user"}],"n":"1"}', "n", "Expected `int"),
+        ('{"messages":[{"role":"user"}],"n":1000000}', "n", "<= 128"),
+        ('{"messages":[{"role":"user"}],"temperature":NaN}', None, "not valid JSON"),
+        ('{"messages":[{"role":"user"}],"temperature":-1}', "temperature", ">= 0"),
+        ('{"messages":[{"role":"user"}],"max_tokens":0}', "max_tokens", ">= 1"),
+        ('{"messages":[{"role":"user"}],"seed":100000000000000000000}', "seed", "out of range|<=|Expected"),
+        ('{"messages":[{"role":"user"}],"stop":["a"' + ',"b"' * 16 + "]}", "stop", "<= 16"),
+    ],
+)  # fmt: skip
+def test_bad_bodies_name_the_field(body: str, param: str | None, message: str) -> None:
+    with pytest.raises(BadRequest, match=message) as caught:
+        decode_request("chat/completions", body.encode())
+    assert caught.value.param == param
+    assert set(json.loads(caught.value.body())["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"presence_penalty": 0.5}, None),
+        ({"use_beam_search": False}, None),
+        ({"use_beam_search": True, "length_penalty": 0.5}, None),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"response_format": {"type": "json_object"}}, None),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ({"prompt_embeds": "AA=="}, "prompt_embeds"),
+        ({"thinking_token_budget": 64}, "thinking_token_budget"),
+        ({"thinking_token_budget": None, "include_reasoning": True}, None),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"modalities": ["text"], "function_call": "auto"}, None),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
+    ],
+)
+def test_what_would_change_an_answer_is_not_ignored(fields: dict[str, object], expected: str | None) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "unknown_field": 1, **fields})
+    assert unsupported(decode_request("chat/completions", body.encode())) == expected

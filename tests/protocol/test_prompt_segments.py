@@ -1,0 +1,53 @@
+"""The segments of a request: values in prompt order."""
+
+from __future__ import annotations
+
+import json
+
+from argosy_protocol.openai import decode_request
+from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segments
+
+
+def view(**fields: object) -> list[Segment]:
+    (segments,) = prompt_segments(decode_request("chat/completions", json.dumps(fields).encode()))
+    return segments
+
+
+def test_the_view_depends_on_values_not_on_their_serialisation() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": 2}}}
+    swapped = {"function": {"parameters": {"b": 2, "a": 1}, "name": "f"}, "type": "function"}
+    messages = [{"role": "user", "content": "h\u00e9llo"}]
+    plain = json.dumps({"messages": messages, "tools": [tool]}, ensure_ascii=False).encode()
+    escaped = json.dumps({"tools": [swapped], "messages": messages}, indent=3).encode()
+    assert prompt_segments(decode_request("chat/completions", plain)) == prompt_segments(
+        decode_request("chat/completions", escaped)
+    )
+
+
+def test_the_view_is_in_prompt_order() -> None:
+    segments = view(
+        messages=[
+            {"role": "system", "content": "S"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "U"}, {"type": "image_url", "image_url": {"url": "x"}}],
+            },
+        ],
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    kinds = [segment[0] for segment in segments]
+    assert kinds == [
+        SegmentKind.TOOLS,
+        SegmentKind.TEMPLATE,
+        SegmentKind.ROLE,
+        SegmentKind.TEXT,
+        SegmentKind.ROLE,
+        SegmentKind.TEXT,
+        SegmentKind.DIGEST,
+    ]
+
+
+def test_a_batch_has_one_chain_per_prompt() -> None:
+    request = decode_request("completions", b'{"prompt": ["a", "b"]}')
+    assert [segments[0][1] for segments in prompt_segments(request)] == [b"a", b"b"]
