@@ -20,7 +20,7 @@ from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
 from .harness import DEADLINE_S, Rig, chat, raw, rig, service, until
-from .storyteller import Storyteller, events, fold
+from .resumable_stream import ResumableStream, events, fold
 from .test_charges import is_settled
 from .test_life import request_bytes
 
@@ -214,11 +214,11 @@ async def test_answers_tell_what_was_known_of_the_replica(engine: FakeEngine, mo
 
 async def test_a_stream_moves_on_while_the_router_drains() -> None:
     die = asyncio.Event()
-    teller = Storyteller()
+    resumable = ResumableStream()
 
     async def script(connection: Connection, request: Received) -> None:
         if "resume" in request.json or die.is_set():
-            await teller(connection, request)
+            await resumable(connection, request)
             return
         connection.begin_stream()
         connection.chunk(events(request)[0])
@@ -241,7 +241,7 @@ async def test_a_stream_moves_on_while_the_router_drains() -> None:
 @pytest.mark.parametrize("how", ["announced", "removed"])
 async def test_a_stream_of_a_leaving_replica_moves_on_when_it_dies(how: str) -> None:
     die = asyncio.Event()
-    teller = Storyteller()
+    script = ResumableStream()
 
     async def begin(connection: Connection, request: Received) -> None:
         connection.begin_stream()
@@ -249,7 +249,7 @@ async def test_a_stream_of_a_leaving_replica_moves_on_when_it_dies(how: str) -> 
         await die.wait()
         connection.die()
 
-    engines = [FakeEngine(script=begin), FakeEngine(script=teller)]
+    engines = [FakeEngine(script=begin), FakeEngine(script=script)]
     async with rig(engines, policy="round-robin") as r:
         asking = asyncio.create_task(ask(r, STREAM))
         await r.until(lambda: r.router.requests.inflight == 1 and bool(engines[0].requests))
@@ -299,7 +299,7 @@ async def test_a_replica_that_is_removed_tells_those_who_are_connecting_to_it(tu
 async def test_nobody_goes_on_for_a_client_that_left_while_the_next_replica_is_reached(
     black_hole: int,
 ) -> None:
-    teller = Storyteller()
+    script = ResumableStream()
 
     async def begin(connection: Connection, request: Received) -> None:
         connection.begin_stream()
@@ -307,7 +307,7 @@ async def test_nobody_goes_on_for_a_client_that_left_while_the_next_replica_is_r
         await connection.writer.drain()
         connection.die()
 
-    engines = [FakeEngine(script=begin), FakeEngine(script=teller)]
+    engines = [FakeEngine(script=begin), FakeEngine(script=script)]
     limits = ClientLimits(connect_timeout_s=30.0)
     async with rig(engines, policy="round-robin", client=limits) as r:
         second = r.replica(1)

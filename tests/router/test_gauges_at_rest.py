@@ -20,7 +20,7 @@ from argosy_router.fleet.replica import Member
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally, event
 from .harness import Rig, raw, rig, service
-from .storyteller import Storyteller
+from .resumable_stream import ResumableStream
 from .test_charges import (
     die_in_the_body,
     die_in_the_stream,
@@ -172,8 +172,8 @@ async def test_after_hedges(tmp_path: Path) -> None:
 
 
 async def test_after_migrations(tmp_path: Path) -> None:
-    story = Storyteller(deaths=[400, 500])
-    async with limited(tmp_path, story, story) as r:
+    script = ResumableStream(deaths=[400, 500])
+    async with limited(tmp_path, script, script) as r:
         await asyncio.gather(*(ask(r, "a stream") for _ in range(3)))
         assert r.metric('migrations_total{model="tiny",outcome="resumed"}') > 0
 

@@ -29,7 +29,7 @@ from .hedging_rig import (
     refuse,
     sent,
 )
-from .storyteller import Storyteller, events, fold
+from .resumable_stream import ResumableStream, events, fold
 from .test_charges import is_settled
 from .test_life import request_bytes
 
@@ -135,8 +135,8 @@ async def test_an_error_is_an_answer_too() -> None:
 
 
 async def test_only_the_winner_is_billed() -> None:
-    teller = Storyteller()
-    slow, other = Slow(teller), Slow(teller)
+    script = ResumableStream()
+    slow, other = Slow(script), Slow(script)
     async with hedged(slow, other) as r:
         task = asyncio.create_task(r.http.post("/v1/chat/completions", json=STREAM))
         await r.until(lambda: sent(r) == 2)
@@ -244,11 +244,11 @@ async def test_a_kept_connection_that_dies_is_replaced_during_a_race() -> None:
 
 
 async def test_a_stream_that_was_hedged_can_still_move_on() -> None:
-    teller = Storyteller()
+    script = ResumableStream()
 
     async def resume_only(connection: Connection, request: Received) -> None:
         if "resume" in request.json:
-            await teller(connection, request)
+            await script(connection, request)
         else:
             await connection.gone()
 

@@ -25,7 +25,7 @@ from argosy_router.proxy.resilience import hedging
 
 from .fake_engine import MODEL, Connection, Received, completion
 from .harness import DEADLINE_S, Rig, service
-from .storyteller import events, fold, length, token
+from .resumable_stream import events, fold, length, token
 from .test_gauges_at_rest import SEATS, limited
 
 ENGINES = 3

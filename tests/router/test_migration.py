@@ -21,7 +21,7 @@ from argosy_router.proxy.upstream.stream_transcript import Transcript
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received
 from .harness import Rig, chat, rig
-from .storyteller import Storyteller, events, fold
+from .resumable_stream import ResumableStream, events, fold
 
 USAGE = {"stream_options": {"include_usage": True}}
 
@@ -57,14 +57,14 @@ CALLS = [
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_a_death_at_any_event_leaves_no_trace(path: str, body: dict[str, Any]) -> None:
     stream = events(received(path, body))
-    teller = Storyteller()
-    async with rig([FakeEngine(script=teller), FakeEngine(script=teller)]) as r:
+    script = ResumableStream()
+    async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
         whole = fold(await ask(r, path, body))
         assert whole == fold(b"".join(stream))
         for count in range(1, len(stream)):
             boundary = sum(map(len, stream[:count]))
             for life in (boundary, boundary + 1, boundary + len(stream[count]) - 1):
-                teller.deaths = [life]
+                script.deaths = [life]
                 assert fold(await ask(r, path, body)) == whole, life
         await r.until(lambda: is_settled(r))
         assert r.metric("interrupted_streams_total") == 0
@@ -188,10 +188,10 @@ async def test_only_our_streams_are_asked_for_ids() -> None:
 async def test_a_stream_moves_on_as_often_as_it_makes_progress() -> None:
     path, body = CALLS[1]
     size = sum(map(len, events(received(path, body))))
-    teller = Storyteller()
-    async with rig([FakeEngine(script=teller), FakeEngine(script=teller)], admin_port=0) as r:
+    script = ResumableStream()
+    async with rig([FakeEngine(script=script), FakeEngine(script=script)], admin_port=0) as r:
         whole = fold(await ask(r, path, body))
-        teller.deaths = [size // 3, size // 3, size // 4]
+        script.deaths = [size // 3, size // 3, size // 4]
         assert fold(await ask(r, path, body)) == whole
         assert r.metric('migrations_total{model="tiny",outcome="resumed"}') == 3
         records = (await r.http.get(r.router.admin_url + "/decisions", params={"limit": 4})).json()
@@ -205,8 +205,8 @@ async def test_a_stream_moves_on_as_often_as_it_makes_progress() -> None:
 async def test_a_request_that_kills_engines_is_given_up() -> None:
     path, body = CALLS[0]
     size = len(events(received(path, body))[0])
-    teller = Storyteller(deaths=[size] + [0] * 20)
-    async with rig([FakeEngine(script=teller) for _ in range(8)]) as r:
+    script = ResumableStream(deaths=[size] + [0] * 20)
+    async with rig([FakeEngine(script=script) for _ in range(8)]) as r:
         content = await ask(r, path, body)
         assert content.endswith(b"\n\n")
         assert b'"upstream_error"' in content.split(b"\n\n")[-2]
@@ -219,7 +219,10 @@ async def test_a_request_that_kills_engines_is_given_up() -> None:
 async def test_only_the_same_model_goes_on(second: dict[str, Any]) -> None:
     path, body = CALLS[0]
     first = len(events(received(path, body))[0])
-    engines = [FakeEngine(script=Storyteller(deaths=[first] * 9)), FakeEngine(script=Storyteller(), **second)]
+    engines = [
+        FakeEngine(script=ResumableStream(deaths=[first] * 9)),
+        FakeEngine(script=ResumableStream(), **second),
+    ]
     async with rig(engines, policy="round-robin") as r:
         contents = [await ask(r, path, body) for _ in range(2)]
         assert sum(b"upstream_error" in content for content in contents) == 1
@@ -229,18 +232,18 @@ async def test_only_the_same_model_goes_on(second: dict[str, Any]) -> None:
 async def test_a_replica_that_refuses_to_go_on_is_passed_over() -> None:
     path, body = CALLS[0]
     first = len(events(received(path, body))[0])
-    teller = Storyteller()
+    script = ResumableStream()
 
     async def busy(connection: Connection, request: Received) -> None:
         if "resume" in request.json:
             connection.answer(503, b'{"error":{"message":"busy"}}')
         else:
-            await teller(connection, request)
+            await script(connection, request)
 
     engines = [
-        FakeEngine(script=Storyteller(deaths=[first])),
+        FakeEngine(script=ResumableStream(deaths=[first])),
         FakeEngine(script=busy),
-        FakeEngine(script=teller),
+        FakeEngine(script=script),
     ]
     async with rig(engines, policy="round-robin") as r:
         whole = fold(await ask(r, path, chat(stream=True)))
@@ -252,11 +255,11 @@ async def test_the_limit_of_requests_does_not_stop_a_stream_that_was_admitted() 
     path, body = CALLS[0]
     first = len(events(received(path, body))[0])
     release = asyncio.Event()
-    teller = Storyteller(deaths=[first])
+    resumable = ResumableStream(deaths=[first])
 
     async def script(connection: Connection, request: Received) -> None:
         if request.json.get("stream"):
-            await teller(connection, request)
+            await resumable(connection, request)
         else:
             await release.wait()
             connection.answer(200, b"{}")
@@ -280,10 +283,10 @@ async def test_an_engine_that_goes_down_hands_its_streams_over(error: Any, is_re
     path, body = CALLS[1]
     first = len(events(received(path, body))[0])
     last_words = b"data: " + error.body() + b"\n\n" + DONE
-    teller = Storyteller()
-    async with rig([FakeEngine(script=teller), FakeEngine(script=teller)]) as r:
+    script = ResumableStream()
+    async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
         whole = fold(await ask(r, path, body))
-        teller.deaths, teller.last_words = [first], last_words
+        script.deaths, script.last_words = [first], last_words
         content = await ask(r, path, body)
         if is_resumed:
             assert fold(content) == whole
@@ -295,10 +298,10 @@ async def test_an_engine_that_goes_down_hands_its_streams_over(error: Any, is_re
 async def test_a_stream_that_ends_too_early_goes_on() -> None:
     path, body = CALLS[1]
     first = len(events(received(path, body))[0])
-    teller = Storyteller()
-    async with rig([FakeEngine(script=teller), FakeEngine(script=teller)]) as r:
+    script = ResumableStream()
+    async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
         whole = fold(await ask(r, path, body))
-        teller.deaths, teller.last_words = [first], b": bye\n\n"
+        script.deaths, script.last_words = [first], b": bye\n\n"
         content = await ask(r, path, body)
         assert fold(content.replace(b": bye\n\n", b"")) == whole
 
@@ -312,7 +315,7 @@ async def test_a_stream_that_stalls_goes_on() -> None:
         connection.chunk(b"".join(stream[:2]) + stream[2][:9])
         await connection.gone()
 
-    engines = [FakeEngine(script=stall), FakeEngine(script=Storyteller())]
+    engines = [FakeEngine(script=stall), FakeEngine(script=ResumableStream())]
     async with rig(engines, policy="round-robin", client=ClientLimits(idle_timeout_s=0.05)) as r:
         contents = [fold(await ask(r, path, body)) for _ in range(2)]
         assert contents[0] == contents[1]
@@ -323,11 +326,11 @@ async def test_a_client_that_leaves_aborts_the_replica_that_goes_on() -> None:
     path, body = CALLS[0]
     first = len(events(received(path, body))[0])
     gone, asked = asyncio.Event(), asyncio.Event()
-    teller = Storyteller(deaths=[first])
+    resumable = ResumableStream(deaths=[first])
 
     async def script(connection: Connection, request: Received) -> None:
         if "resume" not in request.json:
-            await teller(connection, request)
+            await resumable(connection, request)
             return
         asked.set()
         await connection.gone()

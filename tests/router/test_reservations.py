@@ -22,7 +22,7 @@ from argosy_router.ratelimit.token_bucket import PERIOD_S
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received
 from .harness import Rig, raw, rig
-from .storyteller import Storyteller
+from .resumable_stream import ResumableStream
 from .test_charges import SCRIPTS, never_answer
 
 LIMIT = 100_000
@@ -262,8 +262,8 @@ async def test_no_end_leaves_a_request_under_way(tmp_path: Path, script: Any, st
 
 
 async def test_a_stream_that_moves_on_is_settled_once(tmp_path: Path) -> None:
-    story = Storyteller(deaths=[400])
-    async with metered(tmp_path, FakeEngine(script=story), FakeEngine(script=story)) as (r, _):
+    script = ResumableStream(deaths=[400])
+    async with metered(tmp_path, FakeEngine(script=script), FakeEngine(script=script)) as (r, _):
         answer = await r.chat(stream=True, max_tokens=4000)
         assert answer.content.endswith(b"data: [DONE]\n\n")
         assert r.metric('migrations_total{model="tiny",outcome="resumed"}') == 1

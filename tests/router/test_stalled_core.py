@@ -16,13 +16,13 @@ from argosy_router.fleet.health.core_stall import MIN_STALL_S, STALL_STEPS, SUSP
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
 from .harness import Rig, chat, rig
-from .storyteller import Storyteller, events, fold
+from .resumable_stream import ResumableStream, events, fold
 
 STEP_S = 0.05
 
 
 class Core:
-    """A script that says so many bytes of the story, and then stops until it is woken up."""
+    """A script that says so many bytes of the stream, and then stops until it is woken up."""
 
     def __init__(self, said_bytes: int = 0) -> None:
         self.said_bytes = said_bytes
@@ -86,7 +86,7 @@ async def tell(r: Rig, number: int = 0, **fields: Any) -> None:
 
 
 def healthy() -> FakeEngine:
-    return FakeEngine(script=Storyteller())
+    return FakeEngine(script=ResumableStream())
 
 
 @pytest.mark.parametrize("said_bytes", [0, 400, 900])
@@ -160,7 +160,7 @@ async def test_where_nobody_else_is_well_a_stream_waits(said_bytes: int) -> None
 
 async def test_a_stream_that_cannot_be_resumed_waits() -> None:
     core = Core(400)
-    async with stopping(core, FakeEngine(script=Storyteller(), hello={"model_fingerprint": "g"})) as (
+    async with stopping(core, FakeEngine(script=ResumableStream(), hello={"model_fingerprint": "g"})) as (
         r,
         asked,
         passed,
@@ -232,7 +232,7 @@ async def test_a_probe_is_judged_by_its_first_event() -> None:
 
 
 async def test_a_probe_that_dies_after_its_first_event_renews_the_ejection() -> None:
-    engines = [FakeEngine(script=Storyteller(deaths=[400])), healthy()]
+    engines = [FakeEngine(script=ResumableStream(deaths=[400])), healthy()]
     async with rig(engines, policy="round-robin") as r:
         health = r.replica(0).health
         assert health.failed(r.router.requests.now() - 100.0, may_eject=True, refused=True)

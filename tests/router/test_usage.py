@@ -23,7 +23,7 @@ from argosy_router.proxy.upstream.usage_scan import (
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import Rig, chat, rig
-from .storyteller import PROMPT_TOKENS, Storyteller, length
+from .resumable_stream import PROMPT_TOKENS, ResumableStream, length
 
 NINE = 1_795_251_600.0
 """2026-11-21T09:00:00Z."""
@@ -344,12 +344,12 @@ async def test_every_stream_is_metered_and_clients_see_what_they_asked_for(
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
 async def test_a_migrated_stream_is_entered_once(options: dict[str, Any]) -> None:
-    teller = Storyteller()
-    async with rig([FakeEngine(script=teller), FakeEngine(script=teller)]) as r:
+    script = ResumableStream()
+    async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
         size = len((await r.chat(stream=True, **options)).content)
         asked = 1
         for life in range(1, size, size // 6):
-            teller.deaths = [life]
+            script.deaths = [life]
             asked += (await r.chat(stream=True, **options)).status_code == 200
         assert r.metric('migrations_total{model="tiny",outcome="resumed"}') > 0
         told = await metered(r)

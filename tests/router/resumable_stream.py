@@ -1,6 +1,6 @@
-"""A fake engine's generation: every token is a function of (choice, position), so any run can be continued anywhere.
+"""A fake engine's stream that can be resumed anywhere: every token is a function of (choice, position).
 
-It writes streams as our engines do (`api/openai/chat_format.py`) and continues them by `resume`.
+The script writes streams as our engines do (`api/openai/chat_format.py`) and continues them by `resume`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def events(request: Received) -> list[bytes]:
 
 
 @dataclass
-class Storyteller:
+class ResumableStream:
     """A script for `FakeEngine`s. Successive streams die after so many bytes of events; later ones live."""
 
     deaths: list[int] = field(default_factory=list)
