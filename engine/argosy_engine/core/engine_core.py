@@ -48,6 +48,8 @@ logger = logging.getLogger("argosy.core")
 
 
 class _LaunchedStep(NamedTuple):
+    """Step that the workers compute, whose output is not processed yet."""
+
     step: SchedulerOutput
     pending: PendingOutput
     at: float

@@ -19,7 +19,8 @@ _NO_TOKEN = -1
 
 
 class RepetitionDetector:
-    """
+    """Detector for one growing sequence.
+
     Args:
         params: bounds of the pattern; `max_pattern_size` is at least 1.
         token_ids: the sequence so far.

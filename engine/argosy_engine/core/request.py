@@ -14,6 +14,8 @@ from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 
 class RequestStatus(IntEnum):
+    """What a request waits for, or that it runs or has finished."""
+
     WAITING = 0
     WAITING_FOR_GRAMMAR = 1
     """Blocked: its grammar is being compiled. `Scheduler.unblock` or `Scheduler.fail` ends this status."""

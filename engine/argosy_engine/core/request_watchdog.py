@@ -30,7 +30,8 @@ class Progress:
 
 
 class Watchdog:
-    """
+    """Measures for how long each request has made no progress.
+
     Args:
         timeout_s: how long a request may make no progress; 0 means no limit.
         clock: returns monotonic seconds.

@@ -16,6 +16,8 @@ LEVELS = (1, 2)
 
 
 class SleepState:
+    """Whether the workers hold weights and KV cache, and the transitions between the levels."""
+
     def __init__(self, scheduler: Scheduler, kv: KVCacheManager, executor: Executor) -> None:
         self._scheduler = scheduler
         self._kv = kv

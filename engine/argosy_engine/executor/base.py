@@ -27,6 +27,8 @@ class PendingOutput(Protocol):
 
 
 class Executor(Protocol):
+    """Interface of the workers, however they run."""
+
     def start(self) -> WorkerInfo:
         """Load the model, then size and allocate the KV cache.
 

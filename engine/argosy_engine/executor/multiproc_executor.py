@@ -45,7 +45,8 @@ class PendingAnswer:
 
 
 class MultiprocExecutor:
-    """
+    """Executor with one process per worker.
+
     Args:
         args: arguments of the engine.
         world_size: number of workers.

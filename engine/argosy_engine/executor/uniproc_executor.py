@@ -14,6 +14,8 @@ from argosy_engine.messages.worker_info import WorkerInfo
 
 
 class UniprocExecutor:
+    """Executor of one worker in the core's own process."""
+
     def __init__(self, args: EngineArgs) -> None:
         self._worker = worker_class(args.worker_cls)(args)
 

@@ -54,6 +54,8 @@ def _exit_with_core(fd: int) -> None:
 
 
 class WorkerProcess:
+    """Serves the core's calls in a worker's process."""
+
     def __init__(self, rank: int, world_size: int, reader: BroadcastReader) -> None:
         self._rank = rank
         self._world_size = world_size

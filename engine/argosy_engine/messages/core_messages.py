@@ -19,6 +19,8 @@ from argosy_engine.structured.manager import GrammarRequest
 
 
 class RequestType:
+    """First frame of a client's message."""
+
     ADD = b"\x00"
     ABORT = b"\x01"
     UTILITY = b"\x03"
@@ -26,6 +28,8 @@ class RequestType:
 
 
 class FinishReason(IntEnum):
+    """Why a request has ended."""
+
     STOP = 0
     LENGTH = 1
     ABORT = 2
@@ -57,6 +61,8 @@ class ChunkEnd(Struct, array_like=True, gc=False, frozen=True):
 
 
 class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
+    """Request of a client: one sequence to generate, or one prompt to pool."""
+
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
@@ -86,12 +92,16 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class UtilityCall(Struct, array_like=True, gc=False):
+    """Call of a utility of the core by name."""
+
     call_id: int
     method: str
     args: list[Any]
 
 
 class UtilityOutput(Struct, array_like=True, gc=False):
+    """Result of a `UtilityCall`, or why it failed."""
+
     call_id: int
     failure: str | None = None
     result: Any = None
@@ -106,6 +116,8 @@ class PrefillStats(Struct, array_like=True, gc=False):
 
 
 class EngineCoreOutput(Struct, array_like=True, omit_defaults=True, gc=False):
+    """New tokens of a request, and its end if `finish_reason` is set."""
+
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
@@ -123,6 +135,8 @@ class EngineCoreOutput(Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
+    """Load of the core, and counters since the last report."""
+
     num_running: int = 0
     num_waiting: int = 0
     queued_uncached_tokens: int = 0
@@ -148,6 +162,8 @@ class ResidencyDelta(Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class EngineCoreOutputs(Struct, array_like=True, omit_defaults=True, gc=False):
+    """Message from the core to its client: outputs of a step, or a heartbeat."""
+
     outputs: list[EngineCoreOutput] = []
     stats: SchedulerStats | None = None
     residency: ResidencyDelta | None = None

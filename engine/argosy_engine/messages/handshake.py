@@ -27,6 +27,8 @@ class Loading(Struct, tag="LOADING", tag_field="status"):
 
 
 class Ready(Struct, tag="READY", tag_field="status"):
+    """The core is ready to serve with this configuration."""
+
     config: ResolvedConfig
 
 

@@ -8,6 +8,8 @@ from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 
 class ModelRunnerOutput(Struct, array_like=True, gc=False):
+    """Tokens that a step has sampled, and what else its requests asked for."""
+
     request_ids: list[str]
     sampled_token_ids: list[list[int]]
     """New tokens of each request: none during its prefill, several if drafts were accepted."""

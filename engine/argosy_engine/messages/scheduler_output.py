@@ -53,6 +53,8 @@ class GrammarBitmask(Struct, array_like=True, gc=False):
 
 
 class SchedulerOutput(Struct, array_like=True, gc=False):
+    """Step for the workers to compute."""
+
     new_requests: list[NewRequest]
     new_block_ids: dict[str, BlockIds]
     """Request id -> block ids to append, for requests that the worker already knows."""

@@ -14,7 +14,8 @@ from argosy_engine.sample.sampler import Sampler, SamplerOptions
 
 
 class InputBatch:
-    """
+    """Token ids, block tables and counts of the running requests, one row per slot.
+
     Args:
         max_num_seqs: number of slots.
         max_model_len: most tokens of a request.

@@ -26,6 +26,8 @@ from argosy_engine.worker.pooler import Pooler
 
 
 class ModelRunner:
+    """Executes scheduled steps on one device."""
+
     def __init__(
         self,
         model: CausalLM,

@@ -47,7 +47,8 @@ class PendingSteps:
 
 
 class PendingStep:
-    """
+    """Launched step whose tokens arrive later.
+
     Args:
         output: what is known so far; `get` completes it.
         logits: [R + number of drafts, vocab_size] of the R requests that sample a token: for each, one row after its

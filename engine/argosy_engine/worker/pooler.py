@@ -16,6 +16,8 @@ from argosy_engine.params.pooling_params import PoolingParams
 
 
 class Pooler:
+    """Pools the hidden states of prompts, which may arrive in chunks."""
+
     def __init__(self, model: CausalLM) -> None:
         self._model = model
         self._params: dict[str, PoolingParams] = {}

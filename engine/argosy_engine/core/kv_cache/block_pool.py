@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 class Block:
+    """One block of the pool: its references, the prefix that it caches, and its place in the free queue."""
+
     __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
 
     def __init__(self, block_id: int) -> None:

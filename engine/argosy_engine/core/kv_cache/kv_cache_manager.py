@@ -23,7 +23,8 @@ from argosy_engine.messages.scheduler_output import BlockIds
 
 
 class KVCacheManager:
-    """
+    """Block tables of all requests, over one block pool.
+
     Args:
         num_blocks: blocks of the pool, including the null block.
         block_size: tokens per block.

@@ -18,6 +18,8 @@ memory that a client can take with many ways."""
 
 
 class PrefixAnnouncer:
+    """Changes of the prefix cache since the last announcement, by chunk hash."""
+
     def __init__(self) -> None:
         self._by_block: dict[int, list[int]] = {}
         self._num_blocks: dict[int, int] = {}

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class WaitingTokens:
-    """
+    """Count of the uncached tokens of all waiting requests.
+
     Args:
         block_size: tokens per block.
         is_cached: tells whether the prefix cache holds a block with this hash.

@@ -29,7 +29,8 @@ START_TIMEOUT_S = 1800.0
 
 
 class CoreHandle:
-    """
+    """A client's handle of the core's process.
+
     Args:
         args: arguments of the engine, sent in the handshake (`greeting`).
 

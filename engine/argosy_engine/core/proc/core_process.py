@@ -71,7 +71,8 @@ _Input = _Addition | list[str] | UtilityCall | None
 
 
 class CoreProcess:
-    """
+    """Process that runs an engine core for one client.
+
     Args:
         directory: directory in which the client has bound its sockets.
         parent: see `child_process.parent_argument`.

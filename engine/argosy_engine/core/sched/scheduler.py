@@ -41,7 +41,8 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 class Scheduler:
-    """
+    """Plans steps over running and waiting requests, and processes their outputs.
+
     Args:
         max_num_batched_tokens: token budget of a step.
         max_num_seqs: maximum number of running requests.

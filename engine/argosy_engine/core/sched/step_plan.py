@@ -6,7 +6,8 @@ from argosy_engine.messages.scheduler_output import BlockIds, NewRequest, Schedu
 
 
 class StepPlan:
-    """
+    """Step under construction.
+
     Args:
         budget: tokens that the step may compute.
         prefill_room: prefill tokens that the step may compute, within the budget.

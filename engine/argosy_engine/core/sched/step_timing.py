@@ -23,6 +23,8 @@ _LONGEST_MEMORY_S = 120.0
 
 
 class StepTiming:
+    """Smoothed durations of the recent steps."""
+
     def __init__(self) -> None:
         self.longest_step_s = 0.0
         """Second longest of the recent steps; zero until measured. The longest one is left out because it may be a

@@ -13,6 +13,8 @@ from argosy_engine.messages.scheduler_output import SchedulerOutput
 
 
 class StepsInFlight:
+    """Queue of the steps whose output is not processed yet, with the requests for which they are stale."""
+
     def __init__(self) -> None:
         self._steps: deque[tuple[SchedulerOutput, set[str]]] = deque()
 
