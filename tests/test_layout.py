@@ -133,25 +133,6 @@ def test_the_cycle_check_sees_imports_of_types_and_in_functions(tmp_path: Path) 
     graphlib.TopologicalSorter(import_graph(package)).prepare()
 
 
-def places(package: Path) -> Iterator[tuple[str, str]]:
-    """Each file and each public class of a package, and the file that it is in."""
-    for path in sorted(package.rglob("*.py")):
-        at = str(path.relative_to(package))
-        if not path.name.startswith("__"):
-            yield path.name, at
-        for node in ast.parse(path.read_text("utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                yield node.name, at
-
-
-@pytest.mark.parametrize(("package", "folder"), PACKAGES.items())
-def test_files_and_public_classes_of_a_package_have_different_names(package: str, folder: str) -> None:
-    found: dict[str, list[str]] = {}
-    for name, at in places(ROOT / folder / package):
-        found.setdefault(name, []).append(at)
-    assert {name: files for name, files in found.items() if len(files) > 1} == {}
-
-
 NO_PUBLIC_NAME = {
     "_replace": "part of the public interface of named tuples",
     "_exit": "`os` has no other name for it",
