@@ -1,4 +1,4 @@
-"""Life and death of the engine's processes: what is killed, stopped or told to stop, and what must be left: nothing."""
+"""How the engine's processes end: killed, stopped or drained, without leaving processes or files behind."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ import httpx
 import pytest
 
 from argosy_engine.api.app import Engine
-from argosy_engine.api.observability.stats_log import INTERVAL_S, StatsLog
 from argosy_engine.api.serve import drain
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 from processes import answers, children, cpu_share, free_port, is_alive, running, wait_until
-
-SERVE = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--device", "cpu"]
-SECRET = "xylophone quartz"
-FOREVER = {"prompt": f"Tell me of the {SECRET}", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-
+from served_engine import FOREVER, SECRET, SERVE_TINY
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,7 +29,7 @@ def fails(url: str) -> bool:
 @pytest.mark.parametrize("backend", ["uni", "mp"])
 def test_an_idle_engine_does_not_spin(tmp_path: Path, backend: str) -> None:
     port = free_port()
-    arguments = [*SERVE, "--port", str(port), "--distributed-executor-backend", backend]
+    arguments = [*SERVE_TINY, "--port", str(port), "--distributed-executor-backend", backend]
     with running(arguments, tmp_path / "log", port=port) as server:
         processes = [server.process.pid, *(cores := children(server.process.pid))]
         processes += [worker for core in cores for worker in children(core)]
@@ -50,7 +44,7 @@ def test_an_idle_engine_does_not_spin(tmp_path: Path, backend: str) -> None:
 
 def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
-    arguments = [*SERVE, "--port", str(port), "--distributed-executor-backend", "mp"]
+    arguments = [*SERVE_TINY, "--port", str(port), "--distributed-executor-backend", "mp"]
     arguments += ["--engine-iteration-timeout", "1.5"]
     temporary, shared = tmp_path / "tmp", set(Path("/dev/shm").iterdir())
     temporary.mkdir()
@@ -90,7 +84,7 @@ def test_nothing_outlives_a_killed_server_not_even_a_stopped_core(tmp_path: Path
     port, log = free_port(), tmp_path / "log"
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    arguments = [*SERVE, "--port", str(port), "--distributed-executor-backend", "mp"]
+    arguments = [*SERVE_TINY, "--port", str(port), "--distributed-executor-backend", "mp"]
     with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
         (core,) = children(server.process.pid)
         (worker,) = children(core)
@@ -102,7 +96,7 @@ def test_nothing_outlives_a_killed_server_not_even_a_stopped_core(tmp_path: Path
 
 @pytest.mark.parametrize("victim", ["server", "core"])
 def test_a_kill_while_starting_leaves_no_files(tmp_path: Path, victim: str) -> None:
-    command = [sys.executable, "-m", *SERVE, "--port", str(free_port())]
+    command = [sys.executable, "-m", *SERVE_TINY, "--port", str(free_port())]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log, env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
@@ -159,75 +153,3 @@ async def test_a_drain_ends_with_the_last_request_the_timeout_or_a_second_signal
         hurry.set()
     await asyncio.wait_for(draining, 30)
     assert [record.getMessage() for record in caplog.records] == ([message] if message else [])
-
-
-def test_the_stats_line_appears_with_traffic_only(caplog: pytest.LogCaptureFixture) -> None:
-    now = 100.0
-    log = StatsLog(clock=lambda: now)
-    caplog.set_level("INFO", "argosy.stats")
-
-    def tick(seconds: float, tokens: int = 0, **stats: float) -> None:
-        nonlocal now
-        now += seconds
-        outputs = [EngineCoreOutput("r", [1] * tokens)] if tokens else []
-        log.on_core_outputs(EngineCoreOutputs(outputs, SchedulerStats(**stats)))  # type: ignore[arg-type]
-
-    for _ in range(100):
-        tick(0.5)
-    assert caplog.records == []
-    tick(0.5, num_running=1, prefix_cache_queries=100, prefix_cache_hits=50)
-    tick(INTERVAL_S, tokens=40, num_running=1, num_waiting=2, kv_cache_usage=0.25)
-    (record,) = caplog.records
-    line = record.getMessage()
-    assert f"prompt throughput: {50 / INTERVAL_S:.1f} tokens/s" in line
-    assert f"generation throughput: {40 / INTERVAL_S:.1f} tokens/s" in line
-    assert "Running: 1 reqs, Waiting: 2 reqs, GPU KV cache usage: 25.0%, Prefix cache hit rate: 50.0%" in line
-    for _ in range(100):
-        tick(0.5)
-    assert len(caplog.records) == 1
-
-
-def test_an_engine_sleeps_and_wakes_up_the_same(tmp_path: Path) -> None:
-    port, log = free_port(), tmp_path / "log"
-    keys = {"ARGOSY_ADMIN_API_KEY": "admin"}
-    with running([*SERVE, "--port", str(port)], log, port=port, env=keys) as server:
-        admin = httpx.Client(base_url=server.url, headers={"authorization": "Bearer admin"}, timeout=60)
-        plain = httpx.Client(base_url=server.url, timeout=60)
-
-        def ask() -> httpx.Response:
-            body = {"prompt": "Tell me of the sea and of ships. " * 20, "max_tokens": 20, "temperature": 0}
-            return plain.post("/v1/completions", json=body)
-
-        with admin, plain:
-            before = ask().json()["choices"][0]["text"]
-            assert plain.post("/sleep").status_code == 401
-            for wrong in ("level=0", "level=3", "level=x", "mode=now"):
-                assert admin.post(f"/sleep?{wrong}").status_code == 400
-            assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
-
-            with plain.stream("POST", "/v1/completions", json=FOREVER) as response:
-                lines = response.iter_lines()
-                next(lines)
-                assert admin.post("/sleep?level=1").status_code == 200
-                events = [line for line in lines if line.startswith("data: ")]
-            assert "put to sleep" in json.loads(events[-2][6:])["error"]["message"]
-
-            assert admin.get("/is_sleeping").json() == {"is_sleeping": True}
-            ready = plain.get("/ready")
-            assert (ready.status_code, ready.json()) == (503, {"status": "sleeping"})
-            assert answers(server.url + "/health")
-            assert 'sleep_state="weights_offloaded"} 1.0' in plain.get("/metrics").text
-            refused = ask()
-            assert refused.status_code == 503
-            assert "asleep" in refused.json()["error"]["message"]
-            assert "retry-after" in refused.headers
-
-            assert admin.post("/sleep?level=2&mode=wait").status_code == 200
-            assert admin.post("/wake_up").status_code == 200
-            assert answers(server.url + "/ready")
-            after = ask().json()
-            assert after["choices"][0]["text"] == before
-            assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            assert ask().json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-            assert admin.post("/reset_prefix_cache").status_code == 200
-            assert ask().json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
