@@ -1,4 +1,4 @@
-"""The prompts of one call take turns with other calls' requests; chunks leave room for whoever waits."""
+"""The prompts of one call take turns with other calls' requests; chunks leave budget for requests that wait."""
 
 from __future__ import annotations
 

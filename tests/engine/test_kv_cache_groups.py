@@ -34,7 +34,7 @@ def admit(kv: KVCacheManager, name: str, prompt: list[int]) -> Request:
     live = request(name, prompt)
     cached = kv.find_cached_prefix(live)
     live.num_computed_tokens = len(cached[0]) * BLOCK
-    assert kv.admit(live, cached, live.num_tokens - live.num_computed_tokens, leave_room=False)
+    assert kv.admit(live, cached, live.num_tokens - live.num_computed_tokens, apply_watermark=False)
     return live
 
 
@@ -130,7 +130,7 @@ def test_no_request_holds_more_than_its_peak(length: int, window: int, chunk: in
     kv = KVCacheManager(200, BLOCK, False, specs=[spec], max_num_batched_tokens=chunk)
     live = request("a", [1] * length)
     first = min(chunk, length)
-    assert kv.admit(live, [[]], first, leave_room=False)
+    assert kv.admit(live, [[]], first, apply_watermark=False)
     live.num_computed_tokens, most = first, 0
     while live.num_computed_tokens < length:
         count = min(chunk, length - live.num_computed_tokens)

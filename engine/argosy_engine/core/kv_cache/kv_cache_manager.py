@@ -109,27 +109,27 @@ class KVCacheManager:
         self.waiting.remove(request.request_id)
 
     def admit(
-        self, request: Request, cached_block_ids: BlockIds, num_new_tokens: int, *, leave_room: bool
+        self, request: Request, cached_block_ids: BlockIds, num_new_tokens: int, *, apply_watermark: bool
     ) -> bool:
         """Share a waiting request's cached blocks and allocate blocks for `num_new_tokens` more tokens.
 
         The request is admitted only if all its known tokens fit now, beside the blocks reserved for running requests:
         otherwise a prompt that is computed in chunks might run out of blocks half-way and be preempted. Returns False,
-        and changes nothing, if there is no room.
+        and changes nothing, if there are too few free blocks.
 
         Args:
             cached_block_ids: result of `find_cached_prefix`.
-            leave_room: whether the watermark applies.
+            apply_watermark: whether to leave the watermark's blocks free.
         """
-        room = self.pool.num_free_blocks - self.num_reserved_blocks
-        if leave_room:
-            room -= self.num_watermark_blocks
+        num_available = self.pool.num_free_blocks - self.num_reserved_blocks
+        if apply_watermark:
+            num_available -= self.num_watermark_blocks
         num_wanted = 0
         for group, cached in zip(self.groups, cached_block_ids, strict=True):
             held = [block_id for block_id in cached if block_id != NULL_BLOCK]
-            room -= self.pool.num_free_among(held)
+            num_available -= self.pool.num_free_among(held)
             num_wanted += max(group.peak_blocks(request.num_tokens) - len(held), 0)
-        if num_wanted > room:
+        if num_wanted > num_available:
             return False
         num_cached = len(cached_block_ids[0])
         num_tokens = num_cached * self.block_size + num_new_tokens
@@ -154,7 +154,8 @@ class KVCacheManager:
     def grow(self, request: Request, num_new_tokens: int) -> BlockIds | None:
         """Allocate blocks for `num_new_tokens` beyond the computed ones.
 
-        Returns the new block ids per group, an empty list if the blocks held suffice, or None if there is no room.
+        Returns the new block ids per group, an empty list if the blocks held suffice, or None if there are too few free
+        blocks.
         """
         num_tokens = request.num_computed_tokens + num_new_tokens
         if num_tokens <= request.num_allocated_tokens:

@@ -185,17 +185,17 @@ class Scheduler:
         """
         favoured = self._preempt_for_fair_share() if len(self.running) >= self.max_num_seqs else None
         is_mixed = self.enable_chunked_prefill and any(request.has_first_token for request in self.running)
-        prefill_room = self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens
+        prefill_budget = self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens
         plan = StepPlan(
             self.max_num_batched_tokens,
-            prefill_room,
+            prefill_budget,
             self.long_prefill_token_threshold if len(self.requests) > 1 else 0,
         )
         num_preemptions = self.num_preemptions
         self._schedule_running(plan)
         if num_preemptions == self.num_preemptions:
             self._schedule_waiting(plan, favoured)
-        assert plan.budget >= 0
+        assert plan.token_budget >= 0
         released, self._released = self._released, []
         step = plan.step(released)
         if step.num_scheduled_tokens:
@@ -219,7 +219,7 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         scheduled = plan.num_scheduled_tokens
         for request in self.running:
-            if plan.budget <= 0:
+            if plan.token_budget <= 0:
                 break
             num_computed = request.num_computed_tokens + 1
             if (
@@ -231,7 +231,7 @@ class Scheduler:
                 request.num_computed_tokens = num_computed
                 request.num_output_placeholders += 1
                 scheduled[request.request_id] = 1
-                plan.budget -= 1
+                plan.token_budget -= 1
             elif request.status is RequestStatus.RUNNING:  # not if this loop has preempted it
                 self._extend(request, plan)
         if num_preemptions != self.num_preemptions:
@@ -246,7 +246,7 @@ class Scheduler:
             self._cap(request, num_wanted, plan), len(request.spec_token_ids), is_batch=request.is_batch
         )
         if num_new == 0:
-            return  # waits for its steps in flight, or for room in the step's prefill budget
+            return  # waits for its steps in flight, or for prefill budget
         while (block_ids := self.kv.grow(request, num_new)) is None:
             victim = max(
                 (r for r in self.running if r.status is RequestStatus.RUNNING), key=lambda r: r.queue_key
@@ -266,7 +266,7 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan, favoured: Request | None) -> None:
         """Admit waiting requests in order until one does not fit; the favoured request goes first."""
-        while plan.budget > 0 and len(self.running) < self.max_num_seqs:
+        while plan.token_budget > 0 and len(self.running) < self.max_num_seqs:
             request, favoured = favoured or self.waiting.peek(), None
             if request is None or request.request_id in self.in_flight:
                 break
@@ -311,7 +311,7 @@ class Scheduler:
         num_new = plan.limit(self._cap(request, num_wanted, plan), is_batch=request.is_batch)
         if num_new == 0 or (num_new < num_wanted and not self.enable_chunked_prefill and self.running):
             return None
-        if not self.kv.admit(request, cached_block_ids, num_new, leave_room=bool(self.running)):
+        if not self.kv.admit(request, cached_block_ids, num_new, apply_watermark=bool(self.running)):
             return None
         request.num_computed_tokens = num_cached
         if request.num_cached_tokens < 0:
@@ -322,7 +322,7 @@ class Scheduler:
         return num_new
 
     def _cap(self, request: Request, num_wanted: int, plan: StepPlan) -> int:
-        """Limit the tokens that a request asks for, and with them the room for batches in this step.
+        """Limit the tokens that a request asks for, and with them the prefill budget of batches in this step.
 
         A prompt with log probabilities is computed in chunks that do not delay a decode for long, because one may
         begin in the next step. While a call of one prompt waits for its first token, batches get at most half of the
@@ -330,8 +330,8 @@ class Scheduler:
         """
         if num_wanted == 1 or not self.enable_chunked_prefill:
             return num_wanted
-        if request.is_batch and plan.batch_room is None and self._is_awaited_by_others():
-            plan.batch_room = plan.prefill_room // 2
+        if request.is_batch and plan.batch_prefill_budget is None and self._is_awaited_by_others():
+            plan.batch_prefill_budget = plan.prefill_budget // 2
         if request.scores_prompt:
             return min(num_wanted, self.max_num_mixed_prefill_tokens)
         return num_wanted
