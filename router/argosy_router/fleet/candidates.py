@@ -56,7 +56,7 @@ class CandidatePool:
         self._kept: dict[str, Candidates] = {}
         """Adapter or partial alias -> cached candidates; the empty name stands for the model itself."""
         self._kept_until = 0.0
-        """Time at which the clock alone may change who is a candidate."""
+        """Time at which the candidates may change by the clock alone."""
 
     def invalidate(self) -> None:
         """Drop the cache: a replica came, went, or changed its state."""

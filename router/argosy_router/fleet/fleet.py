@@ -187,7 +187,7 @@ class Fleet:
                     await asyncio.sleep(0)
 
     def _share_index_memory(self) -> list[Service]:
-        """Give each index its share of memory. Returns the services whose index exceeds it and must be trimmed."""
+        """Give each index its share of memory. Return the services whose index exceeds it and must be trimmed."""
         services = list(self.services.values())
         indexes = [service.index for service in services]
         for index, share in zip(indexes, shares(self._index_memory, indexes), strict=True):
@@ -279,7 +279,7 @@ def _fail_requests_of(service: Service, replica: Replica, *, is_certain: bool) -
     """Fail the requests at a silent replica, so that they move to a healthy one; without a healthy one they wait.
 
     Args:
-        is_certain: fail requests whose response has begun, too, not only those without a response.
+        is_certain: also fail requests whose response has begun, not only those without a response.
     """
     others = (other for other in service.replicas.values() if other is not replica)
     if any(other.is_routable and other.health.is_healthy for other in others):

@@ -146,10 +146,10 @@ class LoadAccount(Candidate):
     def _measure(self, rates: Rates) -> None:
         before, self._measured = self._measured, rates
         self._apply_rates()
-        is_news = (rates.prefill_tokens_per_s and not before.prefill_tokens_per_s) or (
+        is_first = (rates.prefill_tokens_per_s and not before.prefill_tokens_per_s) or (
             rates.decode_step_s and not before.decode_step_s
         )
-        if is_news and self._on_measured is not None:
+        if is_first and self._on_measured is not None:
             self._on_measured()
 
     def _apply_rates(self) -> None:

@@ -123,7 +123,7 @@ class Replica:
         return self.hello.model_fingerprint if self.hello is not None and self.link != "foreign" else ""
 
     @property
-    def is_ours(self) -> bool:
+    def is_argosy_engine(self) -> bool:
         """Whether the process at this address has identified itself as an Argosy engine."""
         return self.hello is not None and self.link != "foreign"
 

@@ -158,7 +158,7 @@ class Service:
     def announced_name(self) -> str:
         """The model name known to one of our replicas that does not accept the client's; empty for none."""
         for replica in self.replicas.values():
-            if replica.is_ours and not replica.takes_model_names:
+            if replica.is_argosy_engine and not replica.takes_model_names:
                 return replica.announced_name
         return ""
 

@@ -124,10 +124,8 @@ class Exchange(AttemptListener):
             attempt.end_when_answering(dispatcher.watch_first_token(call, choice, self.on_overdue))
 
     def refuse(self, error: ApiError) -> None:
-        """Answer with an error a request that was not sent."""
+        """Answer a request that was not sent with an error."""
         self._end_with_error(error)
-
-    # attempts that fail
 
     def _send_to(self, choice: Choice, transcript: Transcript | None = None) -> Attempt:
         call, outcome = self._call, self.outcome
@@ -150,6 +148,8 @@ class Exchange(AttemptListener):
             attempt.pause()
         attempt.start()
         return attempt
+
+    # attempts that fail or stall
 
     def on_attempt_failed(self, attempt: Attempt, error: UpstreamError) -> None:
         """Do what the retry state decides: send the request again, leave it to the other attempt, or end it."""
@@ -264,6 +264,7 @@ class Exchange(AttemptListener):
         self._end()
 
     def _give_up(self, error: UpstreamError) -> None:
+        """Answer with the error that the last attempt ended with."""
         model = self._call.service.spec.model
         if isinstance(error, EngineError):
             self._end_with(error.status, error.head, error.body)
@@ -302,7 +303,7 @@ class Exchange(AttemptListener):
             self._accounting.count_hedge(self._call, hedge.record, "lost")
 
     def _abandon(self, attempt: Attempt) -> None:
-        """End an attempt that nobody needs any more, which tells nothing about its replica."""
+        """End an attempt that is not needed any more; this says nothing about its replica."""
         attempt.end()
         self._outliers.abandoned(self._call.service, attempt.replica)
 
@@ -374,7 +375,7 @@ class Exchange(AttemptListener):
             self._outliers.found_at_fault(self._call.service, replica, status, self._now())
 
     def _complete_outcome(self) -> None:
-        """Note the last attempt in the outcome, and what its answer, or the part that the client has, used."""
+        """Note the last attempt in the outcome, and the usage of its answer or of the part that was sent."""
         attempt, outcome = self._attempt, self.outcome
         if attempt is None:
             return
@@ -388,7 +389,7 @@ class Exchange(AttemptListener):
                 outcome.sent_tokens = relay.num_tokens
 
     def _interrupt(self, attempt: Attempt, outcome: str) -> None:
-        """End an answer that nobody continues; a stream's client gets an error event, since the status is sent."""
+        """End an answer that no replica continues; a stream's client gets an error event, since the status is sent."""
         self._accounting.count_interruption(self._call, attempt.replica)
         if isinstance(attempt.relay, UnaryRelay):
             self._answer.abort()
@@ -449,4 +450,4 @@ class Exchange(AttemptListener):
             self._outliers.abandoned(self._call.service, replica)
         self._complete_outcome()
         self._on_end(self.outcome)
-        self._attempt = None  # it refers to us: without the cycle both, and the body, are freed at once
+        self._attempt = None  # breaks a reference cycle, so that both and the body are freed at once

@@ -9,7 +9,7 @@ silent core makes it suspect, and any sign of life ends that.
 healthy --failures--> ejected --back-off over--> half-open (one probe request) --first event--> healthy
                          ^------------------------------- failure ---------------------'
 
-Each event returns whether it changed who may get requests, so that its caller can drop cached candidates.
+Each event returns whether it changed which replicas may get requests, so that its caller can drop cached candidates.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class ReplicaHealth:
     # cooldown
 
     def cool_down(self, now: float, seconds: float, *, until_capacity: bool) -> bool:
-        """Put the replica in cooldown for so many seconds, because it said that it is full.
+        """Put the replica in cooldown for `seconds`, because it said that it is full.
 
         Args:
             until_capacity: end the cooldown as soon as its telemetry reports capacity, which it does not yet.
@@ -173,7 +173,7 @@ class ReplicaHealth:
     # how attempts ended
 
     def admits(self, now: float) -> bool:
-        """Return whether a request may be sent: not ejected, or half-open without a probe that was sent."""
+        """Return whether a request may be sent: the replica is not ejected, or half-open and no probe is in flight."""
         return self._ejected_until is None or (now >= self._ejected_until and not self._is_probing)
 
     def next_change(self, now: float) -> float:
@@ -191,7 +191,7 @@ class ReplicaHealth:
         return is_probe
 
     def abandoned(self) -> bool:
-        """Note a request that ended without telling anything about the replica, for example because its client left.
+        """Note a request whose end says nothing about the replica, for example because its client left.
 
         Returns:
             Whether this released a probe, so that a request may be sent now that was not admitted before.
@@ -247,7 +247,7 @@ class ReplicaHealth:
         if not due or not (may_eject or self.is_ejected):
             return False
         if self._ejected_until is not None and now < self._ejected_until:
-            return False  # sent before the ejection, or in panic: it tells nothing new
+            return False  # sent before the ejection, or in panic: no news about the replica
         self._ejected_until = now + min(MAX_EJECTION_S, BASE_EJECTION_S * 2**self._ejections)
         self._ejections = min(self._ejections + 1, 10)
         return True

@@ -7,7 +7,7 @@ from argosy_router.http.messages import render_headers
 
 
 def error_headers(error: ApiError) -> bytes:
-    """Render the headers of an error of our own; `x-should-retry` is what OpenAI's SDKs obey first."""
+    """Render the headers of an error; OpenAI's SDKs obey `x-should-retry` before the status."""
     lines = b"content-type: application/json\r\n"
     extra = error.headers()
     if extra:

@@ -4,7 +4,7 @@ Must not know: attempts, retries, how a replica is chosen.
 
 call_decoding   HTTP request -> call; refuses requests for their content
 call            a decoded request
-model_names     which service a name means, who may use it, and what engines call it
+model_names     which service a name means, which keys may use it, and what engines call it
 token_estimate  tokens that a request is charged to its key's limits
 stream_shape    which streams can be continued, and when they are complete
 body_rewrite    changes to single fields of a JSON body

@@ -5,7 +5,7 @@ replicas.
 Invariant: the body that is forwarded is the client's own bytes, except for the value of `model` where the engine
 would not know the name the client used, of `priority` where the client's key or the engine has a say in it, of
 `cache_salt` where the key's cache is private, and of `stream_options` where a stream would not report its usage.
-Engines that are not ours do not get the fields that `foreign_body` does not list.
+Engines of other makes get only the fields that `foreign_body` lists.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Call:
         "headers",
         "hides_usage",
         "internal_headers",
-        "is_for_any_engine",
+        "is_body_reduced",
         "is_stream",
         "path",
         "priority",
@@ -74,12 +74,12 @@ class Call:
         """Header lines that every replica gets, without ids and the length."""
         tenant = xxh3_64_hexdigest(account.name.encode()).encode() if account.name else b""
         self.internal_headers = b"%b: %b\r\n" % (_RESPONSE_ID, request_id)
-        """Header lines that only our own engines get."""
+        """Header lines that only Argosy engines get."""
         if tenant:
             self.internal_headers += b"%b: %b\r\n" % (_TENANT, tenant)
         self.body = body
-        self.is_for_any_engine = False
-        """Whether `body` has been reduced to what engines of another make get."""
+        self.is_body_reduced = False
+        """Whether `body` has been reduced to the fields that engines of other makes get."""
         self.path = path
         self.asked_model = ""
         """What the client, and so the body, calls the model, if a header tells all engines that name; else empty."""
@@ -100,9 +100,9 @@ class Call:
         """Set if requests are traced."""
 
     def reduce_body(self) -> None:
-        """Reduce the body to what engines of another make get. Ours would ignore the rest."""
-        if not self.is_for_any_engine:
-            self.is_for_any_engine = True
+        """Reduce the body to the fields that engines of other makes get; an Argosy engine would ignore the others."""
+        if not self.is_body_reduced:
+            self.is_body_reduced = True
             self.body = foreign_body(self.body)
 
     def rename_body(self, replica: Replica) -> None:

@@ -1,4 +1,4 @@
-"""Model names: which service a request names, who may use it, and what its engine calls the model.
+"""Model names: which service a request names, which keys may use it, and what its engines call the model.
 
 Owns: the rules of names in requests. Must not know: bodies, connections, how a replica is chosen.
 """

@@ -66,7 +66,7 @@ class RetryState:
         """Decide what follows a failed attempt.
 
         Args:
-            is_racing: another attempt at the request goes on, as one of the two was a hedge.
+            is_racing: another attempt at the request is in flight, because one of the two is a hedge.
         """
         if is_racing:
             return "leave_to_other"

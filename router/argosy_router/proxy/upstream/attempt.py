@@ -179,7 +179,7 @@ class Attempt:
         self._connection = connection
         call, transcript = self._call, self.transcript
         self.record.upstream_id = upstream_id = self._upstream_ids.next()
-        if not self.replica.is_ours:
+        if not self.replica.is_argosy_engine:
             call.reduce_body()
         if not self.replica.takes_model_names:
             call.rename_body(self.replica)

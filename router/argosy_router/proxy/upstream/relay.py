@@ -1,6 +1,6 @@
 """Relays: forward the bytes of a replica's response, or hold them back.
 
-Owns: the bytes of one attempt's response. Must not know: who forwards them, what follows a failure.
+Owns: the bytes of one attempt's response. Must not know: connections, the client, what follows a failure.
 Invariant: a unary response is forwarded whole or not at all, up to a bound; of a stream only whole events are.
 """
 

@@ -26,7 +26,7 @@ def request_head(
     bearer_key = call.service.bearer_key
     key = f"authorization: Bearer {bearer_key}\r\n".encode("latin-1") if bearer_key else b""
     resume = _RESUME if is_resumable else b""
-    internal = call.internal_headers if replica.is_ours else b""
+    internal = call.internal_headers if replica.is_argosy_engine else b""
     return b"POST %b HTTP/1.1\r\nhost: %b\r\n%b%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
         call.path,
         replica.pool.authority_bytes,
