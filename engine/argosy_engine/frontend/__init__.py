@@ -1,1 +1,1 @@
-"""Text in, text out: templates, tokens, detokenising, and the request's life around the core. It never computes."""
+"""Front end: renders and tokenises prompts, follows requests through the core, and turns tokens into text."""

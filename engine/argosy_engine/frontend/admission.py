@@ -1,8 +1,8 @@
-"""AdmissionControl: refuse requests when too many are in flight or queued.
+"""AdmissionControl: rejects requests while too many are in flight or queued.
 
-Two caps, as in vLLM: requests in flight (`--max-num-queued-reqs`, waiting and running) and prompt tokens of requests
-that have no first token yet (`--max-num-queued-tokens`: about the target TTFT times the prefill rate). A refusal says
-when to come back, from measured rates.
+There are two limits, as in vLLM: requests in flight (`--max-num-queued-reqs`, waiting and running) and prompt tokens of
+requests that have no first token yet (`--max-num-queued-tokens`: about the target TTFT times the prefill rate). A
+rejection has a retry time, computed from measured rates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from argosy_engine.errors import EngineBusy, InvalidRequest
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 _FINISHES = 64
-"""Requests over whose ends the rate of finishing is taken."""
+"""Number of finished requests from which the completion rate is measured."""
 
 
 class AdmissionControl:
@@ -25,7 +25,7 @@ class AdmissionControl:
     Invariant: `num_queued_tokens` is the sum over requests that entered, did not leave and have no first token.
 
     Args:
-        max_num_queued_tokens: None is no cap. A request alone in the queue is never refused for its length.
+        max_num_queued_tokens: None: no limit. A request that is alone in the queue is never rejected for its length.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class AdmissionControl:
         self.max_num_queued_tokens = max_num_queued_tokens
         self.num_queued_tokens = 0
         self.prefill_tokens_per_s = 0.0
-        """As the core measured it; 0 before."""
+        """Prefill rate in tokens per second, as the core measured it; 0 while unknown."""
         self._clock = clock
         self._num_tokens: dict[str, int] = {}
-        """Of each request in flight, until its first token."""
+        """Queued prompt tokens of each request in flight; 0 from its first token on."""
         self._finishes: deque[float] = deque(maxlen=_FINISHES)
 
     @property
@@ -49,11 +49,11 @@ class AdmissionControl:
         return len(self._num_tokens)
 
     def check(self, num_reqs: int, num_tokens: int = 0) -> None:
-        """Whether that many more requests, with that many prompt tokens in all, may enter.
+        """Check that a number of requests, with a number of prompt tokens in total, may enter.
 
         Raises:
-            EngineBusy: they may not; `retry_after_s` says when to try again.
-            InvalidRequest: not even an idle engine takes so many.
+            EngineBusy: too many requests or tokens are queued; `retry_after_s` says when to try again.
+            InvalidRequest: there are more than an idle engine accepts.
         """
         if num_reqs > self.max_num_queued_reqs:
             raise InvalidRequest(
@@ -77,22 +77,22 @@ class AdmissionControl:
                 )
 
     def enter(self, request_id: str, num_tokens: int) -> None:
-        """Counts a request that passed the check."""
+        """Count a request that passed the check."""
         self._num_tokens[request_id] = num_tokens
         self.num_queued_tokens += num_tokens
 
     def start(self, request_id: str) -> None:
-        """The request has its first token."""
+        """Record that the request has its first token."""
         self.num_queued_tokens -= self._num_tokens.get(request_id, 0)
         self._num_tokens[request_id] = 0
 
     def leave(self, request_id: str) -> None:
-        """The request ended, for whatever reason."""
+        """Record that the request ended, for whatever reason."""
         self.num_queued_tokens -= self._num_tokens.pop(request_id)
         self._finishes.append(self._clock())
 
     def _finish_rate(self) -> float:
-        """Requests per second that ended lately; 0 when that is not known."""
+        """Recent completion rate in requests per second; 0 if unknown."""
         if len(self._finishes) < 2:
             return 0.0
         elapsed = self._clock() - self._finishes[0]
@@ -100,6 +100,6 @@ class AdmissionControl:
 
 
 def _retry_after(amount: float, rate: float) -> float:
-    """Seconds until that much is done at that rate, within bounds."""
+    """Return the seconds until an amount of work is done at a rate, within bounds."""
     seconds = amount / rate if rate > 0 else MIN_RETRY_S
     return min(max(math.ceil(seconds), MIN_RETRY_S), MAX_RETRY_S)

@@ -1,6 +1,6 @@
-"""AsyncLLM: requests over a core in another process, as async iterators.
+"""AsyncLLM: runs requests on a core in another process, as async iterators.
 
-One task reads the core's messages and has the output processor hand text to each call's collector. Leaving an iterator
+One task reads the core's messages; the output processor puts text into each call's collector. Leaving an iterator
 early, by `aclose`, an exception or cancellation, aborts the request in the core.
 """
 
@@ -28,9 +28,9 @@ from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreReq
 logger = logging.getLogger("argosy.frontend")
 
 LOST_CHECK_S = 30.0
-"""How often, and after how long a silence, the core is asked whether it still has a request."""
+"""Interval, and minimum time without output, of asking the core whether it still has a request."""
 _CHUNK = 128
-"""Outputs processed before other tasks of the loop get their turn."""
+"""Number of outputs that are processed before other tasks of the event loop run."""
 
 
 class AsyncLLM:
@@ -75,12 +75,12 @@ class AsyncLLM:
 
     @property
     def num_live(self) -> int:
-        """Choices that have not ended."""
+        """Number of choices that have not ended."""
         return len(self.output_processor.request_states)
 
     @property
     def observers(self) -> list[Observer]:
-        """They are told about outputs as they pass."""
+        """Observers of all outputs."""
         return self.output_processor.observers
 
     async def generate(
@@ -130,7 +130,7 @@ class AsyncLLM:
                 await self.client.abort_requests(leftover)
 
     async def collect(self, requests: Sequence[EngineCoreRequest], n: int = 1) -> list[GenerationOutput]:
-        """Run the requests of one call to their end: whole outputs, by index; see `generate`."""
+        """Run the requests of one call and return their complete outputs, by index (`generate`)."""
         merged = [GenerationOutput(index) for index in range(len(requests))]
         async with aclosing(self.generate(requests, n)) as stream:
             async for outputs in stream:
@@ -139,7 +139,7 @@ class AsyncLLM:
         return merged
 
     def _leaders(self, requests: Sequence[EngineCoreRequest], n: int) -> Iterator[EngineCoreRequest]:
-        """The requests to submit now. Each of the others waits for one of these to compute their prompt."""
+        """Return the requests to submit now. Each of the others waits until one of these has computed their prompt."""
         for start in range(0, len(requests), n):
             leader, *siblings = requests[start : start + n]
             yield leader
@@ -147,15 +147,15 @@ class AsyncLLM:
             wants_prompt = leader.sampling_params.prompt_logprobs is not None
             is_short = len(leader.prompt_token_ids) < self.config.block_size and not wants_prompt
             state = self.output_processor.request_states.get(leader.request_id)
-            if is_short or state is None:  # it is over already
+            if is_short or state is None:  # it has already ended
                 yield from siblings
             else:
                 state.siblings = siblings
                 for sibling in siblings:
-                    sibling.batch_offset = 0  # their turn is when their prompt is computed
+                    sibling.batch_offset = 0  # they are submitted when their prompt is computed
 
     async def _submit(self, request: EngineCoreRequest) -> None:
-        """Send a request to the core, unless it continues a run of which nothing is left to compute."""
+        """Send a request to the core, unless it continues a run that has nothing left to compute."""
         state = self.output_processor.request_states.get(request.request_id)
         if state is None:
             return  # the client left
@@ -172,7 +172,7 @@ class AsyncLLM:
 
     @property
     def sleep_level(self) -> int:
-        """0: awake."""
+        """Current sleep level; 0 is awake."""
         return self._sleep_level
 
     @property
@@ -180,10 +180,10 @@ class AsyncLLM:
         return self._sleep_level > 0
 
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait"] = "abort") -> None:
-        """Free weights and KV cache; requests are refused until `wake_up`.
+        """Free weights and KV cache; requests are rejected until `wake_up`.
 
         Args:
-            level: 1 leaves the checkpoint in the page cache for a quick return, 2 drops that too.
+            level: 1 leaves the checkpoint in the page cache for a fast wake-up, 2 drops it, too.
             mode: what happens to running requests.
 
         Raises:
@@ -212,7 +212,7 @@ class AsyncLLM:
             self._sleep_level = 0
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False, and no effect, while requests hold blocks."""
+        """Drop all cached prefixes. Returns False and has no effect while requests hold blocks."""
         return bool(await self.client.call_utility("reset_prefix_cache"))
 
     async def collective_rpc(
@@ -222,16 +222,16 @@ class AsyncLLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a public method of every worker; the results by rank (`Executor.collective_rpc`).
+        """Call a public method of every worker, and return the results by rank (`Executor.collective_rpc`).
 
         Raises:
-            UtilityFailed: there is no such method, it failed, or its time is up.
+            UtilityFailed: there is no such method, it failed, or it timed out.
         """
         call = CollectiveRpc(method, timeout, list(args), dict(kwargs or {}))
         return list(await self.client.call_utility("collective_rpc", call))
 
     async def close(self) -> None:
-        """End the core; requests that are still running fail, so that no reader waits for ever."""
+        """End the core. Running requests fail, so that no reader waits for ever."""
         tasks = self._reader, self._watchdog
         for task in tasks:
             task.cancel()
@@ -248,11 +248,12 @@ class AsyncLLM:
                 logger.warning("the core does not tell which requests it has: %s", error)
 
     async def fail_lost(self, silent_s: float = LOST_CHECK_S) -> int:
-        """Fail the requests that the core did not know in this call and the one before; how many. One look is not
-        enough: the message that ends a request may be on its way.
+        """Fail the requests that the core did not know in this call and the previous one; return how many.
+
+        One call is not enough, because the message that ends a request may still be in transit.
 
         Args:
-            silent_s: asks only for requests that have had no output for so long.
+            silent_s: ask only for requests without output for this long.
 
         Raises:
             EngineDead, UtilityFailed: the core does not answer.
@@ -274,7 +275,7 @@ class AsyncLLM:
         return len(lost)
 
     def describe(self) -> str:
-        """Ages of requests and readers, for the log; no text, bounded."""
+        """Describe the ages of requests and readers for the log, without any text, in bounded size."""
         lines = [
             f"state of the API: live={self.num_live} sleep_level={self._sleep_level} dead={self.is_dead} "
             f"core last heard {self.heartbeat_age_s:.3f} s ago"
@@ -297,7 +298,7 @@ class AsyncLLM:
             self._die(EngineDead(f"{type(error).__name__}: {error}"))
 
     async def _process_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
-        """Hand outputs to their readers, then tell the core which requests to abort and which to add."""
+        """Deliver outputs to their readers, then tell the core which requests to abort and which to add."""
         aborts: list[str] = []
         adds: list[EngineCoreRequest] = []
         for start in range(0, len(outputs), _CHUNK):
@@ -323,7 +324,7 @@ class AsyncLLM:
 
 
 def _group_into_call(requests: Sequence[EngineCoreRequest], n: int) -> None:
-    """Have a call of several sequences, `n` choices of each prompt, share its slots and its turns with other calls."""
+    """Group the sequences of a call, so that it shares slots and turns fairly with other calls."""
     if len(requests) > 1:
         for request in requests:
             request.call_id = requests[0].request_id

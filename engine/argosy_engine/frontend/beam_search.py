@@ -1,9 +1,9 @@
-"""Beam search over log probabilities, outside the core: each round asks for one more token of every beam.
+"""Beam search over log probabilities, outside the core: each round requests one more token of every beam.
 
 vLLM's algorithm (`entrypoints/llm.py: beam_search`): every beam proposes its 2 * beam_width most probable tokens; a
-proposal that ends the sequence is complete, the best beam_width others go on. Beams of a prompt share its blocks by the
-prefix cache, which makes a round cheap. Nothing here knows an engine: whoever has one, sync or async, asks it for the
-next tokens of `BeamSearchBatch.beams`, and passes them to `advance`, until there are no more beams.
+proposal that ends the sequence is complete, and the best beam_width of the others continue. Beams of a prompt share its
+blocks through the prefix cache, which makes a round cheap. The module knows no engine: the caller, sync or async,
+generates the next tokens of `BeamSearchBatch.beams` and passes them to `advance`, until there are no more beams.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ MAX_BEAM_WIDTH = MAX_N
 class BeamSearchParams(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=ValidatedStructMeta
 ):
-    """Field names and defaults are vLLM's.
+    """Parameters of a beam search. Field names and defaults are vLLM's.
 
     Raises (from the constructor):
         InvalidRequest: unknown name, wrong type or value out of bounds.
     """
 
     beam_width: int
-    """A round asks for twice as many log probabilities, so the engine's `--max-logprobs` is a bound as well."""
+    """A round requests twice as many log probabilities, so the engine's `--max-logprobs` limits it as well."""
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Of the tokens drawn on the way, which the search does not look at; it follows the log probabilities."""
+    """Temperature of the sampled tokens, which the search ignores; it follows the log probabilities."""
     length_penalty: float = 1.0
-    """Scores are divided by the sequence's length, prompt included, to this power."""
+    """Exponent of the sequence's length, prompt included, by which scores are divided."""
     include_stop_str_in_output: bool = False
-    """Whether the text shows the token that ended the sequence."""
+    """Whether the text includes the token that ended the sequence."""
 
     def verify(self) -> None:
-        """Raises InvalidRequest when a value is out of bounds."""
+        """Check the bounds. Raises InvalidRequest if a value is out of bounds."""
         checks = (
             ("beam_width", 1 <= self.beam_width <= MAX_BEAM_WIDTH, f"must be between 1 and {MAX_BEAM_WIDTH}"),
             ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
@@ -60,14 +60,14 @@ class BeamSearchParams(
                 raise InvalidRequest(f"{name} {message}", param=name)
 
     def round_params(self, config: ResolvedConfig, num_logprobs: int = 0) -> SamplingParams:
-        """What one round asks of each beam.
+        """Return the sampling parameters of a beam's request in one round.
 
         Args:
-            config: of the engine that is asked.
-            num_logprobs: alternatives that the reader wants to see.
+            config: the engine's.
+            num_logprobs: alternatives per token to return to the client.
 
         Raises:
-            InvalidRequest: the engine does not give these log probabilities.
+            InvalidRequest: the engine does not return so many log probabilities.
         """
         if config.logprobs_mode.endswith("logits"):
             raise InvalidRequest(
@@ -92,13 +92,13 @@ class BeamSearchParams(
 @dataclass(slots=True)
 class BeamSearchSequence:
     tokens: list[int]
-    """Prompt and output."""
+    """Token ids of prompt and output."""
     cum_logprob: float
     finish_reason: str | None = None
     text: str | None = None
-    """Of the output."""
+    """Text of the output."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the output's tokens, with the alternatives that were asked for."""
+    """Log probabilities of the output's tokens, with the requested alternatives."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class BeamSearchOutput:
 
 
 class BeamSearch:
-    """The search of one prompt: `advance` while there are `beams`, then `best`.
+    """Beam search of one prompt: call `advance` while there are `beams`, then `best`.
 
     Args:
         num_logprobs: alternatives to keep per token.
@@ -131,11 +131,11 @@ class BeamSearch:
 
     @property
     def beams(self) -> list[list[int]]:
-        """The sequences whose next tokens `advance` wants to know; none when the search is over."""
+        """Sequences whose next tokens `advance` needs; empty when the search has ended."""
         return [beam.tokens for beam in self._beams] if self._num_rounds < self.params.max_tokens else []
 
     def advance(self, proposals: Iterator[TokenLogprobs]) -> None:
-        """One round; none when the search is over.
+        """Process one round. Has no effect when the search has ended.
 
         Args:
             proposals: begins with the most probable next tokens of each of the beams, which are taken from it.
@@ -144,7 +144,7 @@ class BeamSearch:
             return
         self._num_rounds += 1
         width = self.params.beam_width
-        # The first of an entry is the token that was drawn; the others are the best.
+        # An entry begins with the sampled token; the others are the most probable ones.
         candidates = [
             (beam.cum_logprob + logprob, beam, entry, rank)
             for beam, entry in zip(self._beams, proposals, strict=False)
@@ -169,7 +169,7 @@ class BeamSearch:
     def text(
         self, sequence: BeamSearchSequence, tokenizer: Tokenizer, *, skip_special_tokens: bool = True
     ) -> str:
-        """Of the output. The token that ended it counts as special."""
+        """Return the output's text. The token that ended it counts as special."""
         prompt, output = sequence.tokens[: self._num_prompt], sequence.tokens[self._num_prompt :]
         end = output.pop() if sequence.finish_reason == "stop" else None
         detokenizer = IncrementalDetokenizer(
@@ -190,13 +190,13 @@ class BeamSearch:
         return BeamSearchSequence([*beam.tokens, token_id], cum_logprob, logprobs=[*beam.logprobs, logprobs])
 
     def _score(self, sequence: BeamSearchSequence) -> float:
-        """An end token counts in the probability, not in the length."""
+        """Compute the score. An end token counts in the probability, but not in the length."""
         length = len(sequence.tokens) - (sequence.finish_reason == "stop")
         return sequence.cum_logprob / length**self.params.length_penalty
 
 
 class BeamSearchBatch:
-    """The searches of one call's prompts, which advance together."""
+    """Beam searches of one call's prompts, which advance together."""
 
     def __init__(self, prompts: Sequence[Prompt], searches: Sequence[BeamSearch]) -> None:
         self._prompts = prompts
@@ -204,7 +204,7 @@ class BeamSearchBatch:
 
     @property
     def beams(self) -> list[Prompt]:
-        """The sequences whose next tokens `advance` wants to know; none when all searches are over."""
+        """Sequences whose next tokens `advance` needs; empty when all searches have ended."""
         return [
             Prompt(tokens, prompt.chunk_ends)
             for prompt, search in zip(self._prompts, self._searches, strict=True)
@@ -212,7 +212,7 @@ class BeamSearchBatch:
         ]
 
     def advance(self, proposals: Iterable[TokenLogprobs]) -> None:
-        """One round.
+        """Process one round.
 
         Args:
             proposals: the most probable next tokens of each of the beams, in their order.
@@ -224,7 +224,7 @@ class BeamSearchBatch:
     def best(
         self, tokenizer: Tokenizer, count: int | None = None, *, skip_special_tokens: bool = True
     ) -> list[list[BeamSearchSequence]]:
-        """For each prompt its `count` best sequences, best first, with their texts; all beams without `count`."""
+        """Return the `count` best sequences of each prompt, best first, with their texts; all beams without `count`."""
         found = []
         for search in self._searches:
             sequences = search.best()[:count]
@@ -235,10 +235,10 @@ class BeamSearchBatch:
 
 
 def max_output_tokens(input_processor: InputProcessor, prompt: Prompt, max_tokens: int | None) -> int:
-    """How many tokens a search may append to a prompt: `max_tokens`, or what the model's context leaves.
+    """Return how many tokens a search may append to a prompt: `max_tokens`, or what the model's context leaves.
 
     Raises:
-        PromptTooLong: the context does not take so many.
+        PromptTooLong: they exceed the model's context.
         InvalidRequest: the prompt is empty.
     """
     (longest,) = input_processor.process_inputs(prompt, SamplingParams(max_tokens=max_tokens))

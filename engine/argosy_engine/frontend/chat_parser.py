@@ -1,10 +1,10 @@
-"""ChatParser: generated text to assistant message parts: reasoning, content and tool calls, as it streams.
+"""ChatParser: splits generated text into reasoning, content and tool calls, as it streams.
 
-Understands `<think>...</think>` at the start (Qwen3, DeepSeek-R1) and Hermes tool calls,
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A hand-written scanner: linear time, no regular
+It parses `<think>...</think>` at the start (Qwen3, DeepSeek-R1) and Hermes tool calls,
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. The scanner is written by hand: linear time, no regular
 expressions (CVE-2025-48887), JSON only (CVE-2025-9141).
 
-Invariant: the concatenated deltas do not depend on how the text was cut, so streamed and unary answers agree.
+Invariant: the concatenated deltas do not depend on how the text was split, so streamed and unary responses agree.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import NamedTuple
 THINK, END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _MAX_TRIMMED = 16
-"""White space around a marker belongs to it, up to this much: a model that writes nothing but newlines is heard."""
+"""Maximum white space around a marker that belongs to it, so that the output of a model that writes only newlines is
+not held back for ever."""
 
 
 class ParsedCall(NamedTuple):
     name: str
     arguments: str
-    """JSON text of an object"""
+    """Arguments as the JSON text of an object."""
 
 
 class Parsed(NamedTuple):
-    """What one piece of text added."""
+    """What a piece of text added to the message."""
 
     reasoning: str = ""
     content: str = ""
@@ -36,10 +37,10 @@ class ChatParser:
     """
     Args:
         parse_reasoning: split a leading think block off the content.
-        is_reasoning: the prompt has opened that block, and the text begins within it.
-        parse_calls: turn tool-call blocks into calls; off when the request offers no tools.
-        calls_end_reasoning: a whole call within a thought is meant: it counts, and ends the thought. Off where the call
-            is held by a grammar, which begins behind the thought.
+        is_reasoning: whether the prompt has opened that block, so that the text begins inside it.
+        parse_calls: turn tool-call blocks into calls; off if the request has no tools.
+        calls_end_reasoning: whether a complete call inside the reasoning counts and ends it. Off if a grammar
+            constrains the call, because the grammar begins after the reasoning.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class ChatParser:
         self._state = "reasoning" if is_reasoning else "start" if parse_reasoning else "content"
         self._buffer = ""
         self._newlines_to_skip = _MAX_TRIMMED if is_reasoning else 0
-        """Right behind a marker: so many more newlines belong to it."""
+        """Number of newlines after a marker that still belong to it."""
         self.num_calls = 0
 
     def feed(self, text: str, is_last: bool = False) -> Parsed:
-        """Parse more text; with `is_last` nothing is held back."""
+        """Parse more text. With `is_last` nothing is held back."""
         self._buffer += text
         reasoning: list[str] = []
         content: list[str] = []
@@ -67,7 +68,7 @@ class ChatParser:
         while self._advance(reasoning, content, calls, is_last):
             pass
         if is_last and self._state == "call":
-            content.append(_CALL + self._buffer)  # an unclosed call is not a call: it is what the model wrote
+            content.append(_CALL + self._buffer)  # an unclosed call is not a call but content
             self._buffer = ""
         self.num_calls += len(calls)
         return Parsed("".join(reasoning), "".join(content), tuple(calls))
@@ -75,7 +76,7 @@ class ChatParser:
     def _advance(
         self, reasoning: list[str], content: list[str], calls: list[ParsedCall], is_last: bool
     ) -> bool:
-        """Consume what the buffer makes certain; True when the state changed and more may follow."""
+        """Consume the unambiguous part of the buffer; return True if the state changed and more may follow."""
         match self._state:
             case "start":
                 return self._leave_start(is_last)
@@ -103,10 +104,10 @@ class ChatParser:
         return True
 
     def _take_until(self, markers: dict[str, str], into: list[str], is_last: bool) -> bool:
-        """Move the text before the first marker to `into`, without the newlines around markers; each marker has the
-        state behind it.
+        """Move the text before the first marker to `into`, without the newlines around markers.
 
-        Without a marker in sight, holds back what may be the beginning of one and the newlines before that.
+        `markers` maps each marker to the state after it.
+        Without a marker, holds back what may be the beginning of one and the newlines before it.
         """
         while self._newlines_to_skip and self._buffer.startswith("\n"):
             self._buffer = self._buffer[1:]
@@ -128,7 +129,7 @@ class ChatParser:
         return False
 
     def _take_call_in_thought(self, reasoning: list[str], calls: list[ParsedCall], is_last: bool) -> bool:
-        """A call that is whole before the thought ends counts; anything else is a thought about calls."""
+        """Consume a possible call inside the reasoning: it counts only if it is complete before the reasoning ends."""
         end, end_of_thought = self._buffer.find(_END_CALL), self._buffer.find(END_THINK)
         if end >= 0 and not 0 <= end_of_thought < end:
             call = _parse_call(self._buffer[:end])
@@ -173,7 +174,7 @@ def _parse_call(body: str) -> ParsedCall | None:
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # NaN and infinities, which Python reads and JSON does not have
+    except ValueError:  # NaN and infinities, which Python's parser accepts but JSON does not have
         return None
     # Half of a surrogate pair can only be written as an escape.
     return ParsedCall(value["name"], text if _is_text(text) else json.dumps(arguments))
@@ -195,7 +196,7 @@ def _without_last_newlines(text: str) -> str:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that begins `marker`."""
+    """Return the length of the longest end of `text` with which `marker` begins."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if marker.startswith(text[-size:]):
             return size

@@ -1,4 +1,4 @@
-"""ChatTemplate: messages to prompt text, by the model's own Jinja template in a sandbox.
+"""ChatTemplate: renders messages to prompt text with the model's own Jinja template, in a sandbox.
 
 The template comes from the model directory only, never from a request (CVE-2025-61620): a request may set variables
 that the template declares, nothing else.
@@ -35,7 +35,7 @@ _RESERVED = {
 
 
 class _TemplateRaised(Exception):
-    """`raise_exception` in the template: the messages do not suit it."""
+    """Raised by `raise_exception` in a template that rejects the messages."""
 
 
 class ChatTemplate:
@@ -62,7 +62,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, path: Path) -> ChatTemplate | None:
-        """The model's template, from chat_template.jinja or tokenizer_config.json; None when it has none."""
+        """Read the model's template from chat_template.jinja or tokenizer_config.json; None if it has none."""
         config_file = path / "tokenizer_config.json"
         config = read_json(config_file) if config_file.is_file() else {}
         template_file = path / "chat_template.jinja"
@@ -78,13 +78,13 @@ class ChatTemplate:
         return cls(source, special)
 
     def render(self, request: ChatCompletionRequest, through: Callable[[Any], Any] | None = None) -> str:
-        """The prompt's text.
+        """Render the prompt's text.
 
         Args:
-            through: what every value passes on its way to the template.
+            through: applied to each value before the template gets it.
 
         Raises:
-            InvalidRequest: messages, tools or template arguments that the template cannot take.
+            InvalidRequest: the template rejects the messages, tools or template arguments.
         """
         arguments = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None and "reasoning_effort" in self.variables:
@@ -111,7 +111,7 @@ class ChatTemplate:
             )
         except _TemplateRaised as error:
             raise InvalidRequest(str(error), param="messages") from None
-        except Exception as error:  # a template may fail in any way at values that it did not expect
+        except Exception as error:  # a template may fail in any way on unexpected values
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from None
@@ -122,7 +122,7 @@ def _plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """The dict that templates expect: text content as a string, tool-call arguments as values."""
+    """Make the dict that templates expect: text content as a string, tool-call arguments as values."""
     plain: dict[str, Any] = {"role": message.role, "content": _text_content(message, where)}
     if message.name is not None:
         plain["name"] = message.name
@@ -169,7 +169,7 @@ def _plain_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    """Hugging Face's variant: no HTML escaping, so that the model sees plain JSON."""
+    """Format a value as JSON as Hugging Face does: without HTML escaping."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

@@ -1,9 +1,9 @@
-"""Chunk ends of a prompt as token counts: where the router's chunks fall in what the engine computes.
+"""Chunk map: where the router's chunks end in the engine's tokens, as token counts.
 
 The router splits a request's values (`argosy_protocol.prompt_segments`) into chunks; the engine tokenises the rendered
 text. The values are found in order in the text; a chunk's end becomes a character offset, and that the number of tokens
-which end at or before it. What a template dropped or moved maps to the last place found: too low a count is a missed
-hint, too high a one a wrong hint, so everything here rounds down.
+which end at or before it. What a template dropped or moved maps to the last place found. A count that is too low
+misses a hint, one that is too high is a wrong hint, so all counts are rounded down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from argosy_protocol.prompt_segments import Segment, SegmentKind
 
 _SHORT_CHARS = 32
 _SHORT_WINDOW_CHARS = 256
-"""A short value (a role, "yes") occurs by chance in other text: it counts as found only this close ahead."""
+"""Maximum distance at which a short value (a role, "yes") counts as found, because it may occur by chance in other
+text."""
 
 _LITERAL = {
     SegmentKind.TEXT,
@@ -26,13 +27,13 @@ _LITERAL = {
     SegmentKind.REASONING,
     SegmentKind.TOOL_CALL_ID,
 }
-"""Kinds whose bytes are text that templates copy as it is."""
+"""Kinds of segments whose bytes are text that templates copy unchanged."""
 
 
 def map_chunks(
     segments: Sequence[Segment], seed: int, text: str, token_ends: Sequence[int]
 ) -> list[ChunkEnd]:
-    """Chunk ends of a prompt that was rendered to `text` and tokenised with these token ends (characters)."""
+    """Compute the chunk ends of a prompt that was rendered to `text`, from its tokens' ends in characters."""
     hashes = chunk_hashes(segments, seed)
     spans = _locate(segments, text)
     ends = []
@@ -44,7 +45,7 @@ def map_chunks(
 
 
 def map_token_chunks(segments: Sequence[Segment], seed: int) -> list[ChunkEnd]:
-    """Chunk ends of a prompt given as token ids: four bytes a token."""
+    """Compute the chunk ends of a prompt given as token ids, of four bytes each."""
     hashes = chunk_hashes(segments, seed)
     return [
         ChunkEnd(chunk_hash, byte_end // 4)
@@ -53,7 +54,7 @@ def map_token_chunks(segments: Sequence[Segment], seed: int) -> list[ChunkEnd]:
 
 
 def _locate(segments: Sequence[Segment], text: str) -> list[tuple[int, bytes, bool]]:
-    """For each segment: offset of its text (or the last place found), its bytes, whether it was found."""
+    """Return for each segment the offset of its text (or the last place found), its bytes, and whether it was found."""
     position = 0
     spans = []
     for kind, data in segments:
@@ -81,6 +82,6 @@ def _find(text: str, value: str, position: int) -> int:
 
 
 def _char_count(value: bytes, byte_end: int) -> int:
-    """Whole characters in the first `byte_end` bytes."""
+    """Count the complete characters in the first `byte_end` bytes."""
     head = value[:byte_end]
     return len(head) if head.isascii() else len(head.decode("utf-8", "ignore"))

@@ -1,14 +1,19 @@
-"""ControlTokens: what a chat says stays text, also where it reads like a marker of the chat template (CVE-2026-44222).
+"""ControlTokens: keeps text of a chat from becoming control tokens of the chat template (CVE-2026-44222).
 
-A tokenizer makes a control token of `<|im_end|>` wherever it stands in the rendered prompt, so a user could end his own
-message and begin a system message. Where a value contains such a marker, or a part that could become one with what
-the template puts beside it, one character of it is exchanged for a private one before rendering; where that comes out
-inside a marker, the text is cut, and the tokenizer, which gets the parts one by one, never sees the marker. What holds
-nothing of the kind, nearly every chat, is rendered and tokenised as ever.
+A tokenizer turns `<|im_end|>` into a control token wherever it occurs in the rendered prompt, so a user could end a
+message and begin a system message. This is prevented in three steps:
 
-Control tokens are those the tokenizer calls special, and others of the form `<|...|>`. What models write as text, like
-`<think>` or `<tool_call>`, stays what it is. A value that is a plain name (letters, digits, `_`, `-`) is trusted to be
-what a template expects between `<|` and `|>`: a role.
+- Replace: before rendering, one character of each marker in a value, or of a part that could form one together with the
+  template's text, is replaced by a private character.
+- Render: the template copies the private characters.
+- Split and restore: the text is split inside each such marker and the characters are restored. The tokenizer gets the
+  parts one by one, so it never sees the marker.
+
+Chats without such text, which is nearly all of them, are rendered and tokenised directly.
+
+Control tokens are the tokens that the tokenizer calls special, and others of the form `<|...|>`. Markers that models
+write as text, like `<think>` or `<tool_call>`, are not changed. A value that is a plain name (letters, digits, `_`,
+`-`) is trusted, because templates expect roles between `<|` and `|>`.
 """
 
 from __future__ import annotations
@@ -22,16 +27,16 @@ from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_protocol.prompt_segments import Segment
 
 _PRIVATE = 0x10F000
-"""First of the private characters that stand for others while a template renders."""
+"""First of the private characters that replace others while a template renders."""
 _SLICE_CHARS = 1 << 16
-"""Searched in one go: a millisecond in which no other thread has the interpreter."""
+"""Characters searched at a time, for which the search holds the GIL about a millisecond."""
 _NAME = re.compile(r"[A-Za-z0-9_-]*")
 
 
 class ControlTokens:
     """
     Args:
-        markers: texts of the control tokens, of two characters at least.
+        markers: texts of the control tokens, each of at least two characters.
     """
 
     def __init__(self, markers: Iterable[str]) -> None:
@@ -51,12 +56,12 @@ class ControlTokens:
         self._telling = [text.encode() for text in (*telling, "\\")] if markers else []
 
     def concern(self, segments: Sequence[Segment]) -> bool:
-        """Whether anything in these values may be part of a marker; quick, and True too often."""
+        """Whether these values may contain a part of a marker. Fast, with false positives."""
         data = b"\0".join([data for _, data in segments])
         return any(text in data for text in self._telling)
 
     def hide(self, value: Any) -> Any:
-        """A copy of a JSON value in which no string contains or completes a marker."""
+        """Copy a JSON value such that no string contains or completes a marker."""
         if isinstance(value, str):
             return self._hide_in(value)
         if isinstance(value, dict):
@@ -66,7 +71,7 @@ class ControlTokens:
         return value
 
     def reveal(self, rendered: str) -> tuple[str, list[int]]:
-        """The rendered text with everything as it was said, and where it must be cut."""
+        """Restore the rendered text; return it with the offsets at which it must be split."""
         if self._any_private is None:
             return rendered, []
         hidden = [
@@ -83,7 +88,7 @@ class ControlTokens:
         return text, sorted(set(cuts))
 
     def _find(self, text: str) -> Iterator[tuple[int, int]]:
-        """Start and end of the longest marker at each place, overlapping ones too."""
+        """Yield start and end of the longest marker at each position, including overlapping ones."""
         if self._marker is None:
             return
         for begin in _slices(text):
@@ -109,8 +114,11 @@ class ControlTokens:
 
 
 def _overlapping(markers: Iterable[str]) -> str:
-    """A pattern that matches the first character of each marker, overlapping ones too; its one group ends where the
-    longest marker from there does. A trie: what no marker begins with fails at once, however many markers there are."""
+    """Make a pattern that matches the first character of each marker, including overlapping ones.
+
+    Its group ends at the end of the longest marker from there. The pattern is a trie, so text with which no marker
+    begins fails at once, however many markers there are.
+    """
     by_first: dict[str, list[str]] = {}
     for marker in sorted(markers):
         by_first.setdefault(marker[0], []).append(marker[1:])
@@ -118,7 +126,7 @@ def _overlapping(markers: Iterable[str]) -> str:
 
 
 def _longest_of(texts: Sequence[str]) -> str:
-    """A pattern for the longest of these texts that matches."""
+    """Make a pattern for the longest of these texts that matches."""
     by_first: dict[str, list[str]] = {}
     for text in texts:
         if text:
@@ -133,14 +141,14 @@ def _longest_of(texts: Sequence[str]) -> str:
 
 
 def _slices(text: str) -> Iterator[int]:
-    """Where the slices of a text begin that are searched in one go."""
+    """Yield the starts of the slices of a text that are searched at a time."""
     for begin in range(0, len(text), _SLICE_CHARS):
         stop_if_abandoned()
         yield begin
 
 
 def _shared_prefix(one: str, other: str) -> int:
-    """Its length."""
+    """Return the length of the prefix that two strings share."""
     for size, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return size
@@ -148,7 +156,7 @@ def _shared_prefix(one: str, other: str) -> int:
 
 
 def _with(text: str, positions: Sequence[int], others: Mapping[str, str]) -> str:
-    """The text with the characters at ascending positions exchanged for others."""
+    """Replace the characters at ascending positions."""
     if not positions:
         return text
     pieces: list[str] = []

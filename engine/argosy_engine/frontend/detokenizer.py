@@ -1,7 +1,7 @@
-"""IncrementalDetokenizer: token ids to text as they arrive, and stop strings across token boundaries.
+"""IncrementalDetokenizer: decodes token ids as they arrive, and finds stop strings across token boundaries.
 
-Invariant: the concatenation of what `update` and the final flush return does not depend on how the tokens were
-grouped into calls.
+Invariant: the concatenated results of `update` and of the final flush do not depend on how the tokens were grouped into
+calls.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.params.sampling_params import SamplingParams
 
 _PRIMING_TOKENS = 6
-"""Prompt tokens the decoder sees first, so that the output's first token is decoded in its context."""
+"""Number of prompt tokens that are decoded first, so that the output's first token is decoded in its context."""
 _MAX_PRIMING_TOKENS = 24
-"""So many if fewer begin inside a character: with byte fallback that spoils all bytes up to the next whole token."""
+"""Maximum number, used if fewer begin inside a character: with byte fallback that spoils all bytes up to the next
+complete token."""
 
 
 class IncrementalDetokenizer:
-    """Text of one request's output.
+    """Decoder of one request's output.
 
-    `stop_reason` is set to the stop string that ended the text; what follows it is dropped, and it is itself unless
-    `include_stop_str_in_output`.
+    `stop_reason` is set to the stop string that ended the text. Text after it is dropped, and so is the stop string,
+    unless `include_stop_str_in_output` is set.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
@@ -39,11 +40,11 @@ class IncrementalDetokenizer:
         self._pending = ""
         self._tail = ""
         self._num_exempt = params.min_tokens
-        """So many tokens are still to come whose text completes no stop string."""
+        """Number of further tokens whose text is not searched for stop strings (`min_tokens`)."""
         self.stop_reason: str | None = None
 
     def update(self, token_ids: Sequence[int], is_last: bool, *, ends_at_stop_token: bool = False) -> str:
-        """Decode tokens, and return the text that they make certain; with `is_last` nothing is held back.
+        """Decode tokens, and return the text that is certain by now. With `is_last` nothing is held back.
 
         Args:
             ends_at_stop_token: the last token is the one that ended the output. As in vLLM, its text is shown only
@@ -99,7 +100,7 @@ class IncrementalDetokenizer:
 
 
 def _context(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
-    """The shortest end of the prompt, of at least `_PRIMING_TOKENS`, that is whole characters."""
+    """Return the shortest end of the prompt with `_PRIMING_TOKENS` tokens or more and complete characters."""
     for size in range(_PRIMING_TOKENS, min(len(token_ids), _MAX_PRIMING_TOKENS) + 1):
         if "\ufffd" not in tokenizer.decode(token_ids[-size:], skip_special_tokens=False):
             return token_ids[-size:]

@@ -1,6 +1,6 @@
-"""InputProcessor: a prompt and sampling parameters become the core's requests (vLLM's `v1/engine/input_processor.py`).
+"""InputProcessor: makes the core's requests from a prompt and parameters (vLLM: `v1/engine/input_processor.py`).
 
-All that a core would have to refuse is refused here, in the API process.
+Requests that the core could not run are rejected here, in the API process.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class InputProcessor:
         self.default_sampling_params = default_sampling_params(Path(config.model_path))
         self._logits_processors = load_logits_processors(config.logits_processors)
         self._num_unseeded = 0
-        """Choices that got a seed of the engine's sequence."""
+        """Number of choices that got a seed from the engine's own sequence."""
 
     def sampling_params(self, request: GenerationRequest) -> SamplingParams:
-        """The request's parameters over the model's generation config; see `to_sampling_params`."""
+        """Return the request's parameters over the model's generation config (`to_sampling_params`)."""
         return to_sampling_params(request, self.default_sampling_params, self.config)
 
     def process_inputs(
@@ -60,11 +60,11 @@ class InputProcessor:
         resume: Sequence[Sequence[int]] = (),
         tenant: str = "",
     ) -> list[EngineCoreRequest]:
-        """The messages for the core, one per choice, with internal ids, a bounded `max_tokens` and a seed each.
+        """Make the core's requests, one per choice, each with an internal id, a bounded `max_tokens` and a seed.
 
         Args:
-            resume: per choice the output of an earlier run that it continues.
-            tenant: whose request it is (`headers.TENANT`).
+            resume: for each choice, the output of an earlier run that it continues.
+            tenant: the request's tenant (`headers.TENANT`).
 
         Raises:
             PromptTooLong: prompt plus output would exceed the model's context.
@@ -106,14 +106,14 @@ class InputProcessor:
         return requests
 
     def _next_seed(self) -> int:
-        """Seed of a choice that has none: the next of the engine's own sequence, if `--seed` began one."""
+        """Return the seed of a choice without one: the next of the engine's own sequence, if `--seed` is set."""
         if self.config.seed is None:
             return secrets.randbits(63)
         self._num_unseeded += 1
         return xxh3_64_intdigest(self._num_unseeded.to_bytes(8, "little"), self.config.seed) & _SEED_MASK
 
     def _resolve(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
-        """Parameters with every token id checked, bad words as tokens and `max_tokens` within the context."""
+        """Return the parameters with checked token ids, bad words as tokens and `max_tokens` within the context."""
         count, limit = len(prompt.token_ids), self.config.max_model_len
         if not count:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -137,7 +137,7 @@ class InputProcessor:
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as the tokens it has at the start of a text, and as those after a space where these differ."""
+        """Tokenise each word as at the start of a text, and as after a space if the tokens differ."""
         encode = self.renderer.tokenizer.encode
         found: dict[tuple[int, ...], None] = {}
         for word in words:
@@ -156,10 +156,10 @@ class InputProcessor:
 
 
 def check_extra_args(params: SamplingParams, logits_processors: Sequence[type[LogitsProcessor]]) -> None:
-    """Have the logits processors that a request uses validate it.
+    """Let the logits processors that a request uses validate it.
 
     Raises:
-        InvalidRequest: one of them refuses it, or it has arguments that none of them uses.
+        InvalidRequest: one of them rejects it, or it has arguments that none of them uses.
         RequestFailed: one of them failed.
     """
     is_used = False

@@ -115,7 +115,7 @@ class LLM:
 
         Raises:
             InvalidRequest: a prompt is empty or too long for `max_tokens`, or parameters are out of bounds.
-            EngineError: the core could not go on with one of the beams.
+            EngineError: the core could not continue one of the beams.
         """
         sampling_params = params.round_params(self.config)
         made = [self.renderer.render_prompt(prompt) for prompt in as_list(prompts)]
@@ -157,7 +157,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """`encode` by the name vLLM has for vectors of whole prompts: `.outputs.embedding` of each result."""
+        """Call `encode`, by vLLM's name for vectors of whole prompts (`.outputs.embedding` of each result)."""
         return self.encode(prompts, pooling_params, use_tqdm=use_tqdm)
 
     def collective_rpc(
@@ -167,10 +167,10 @@ class LLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a public method of every worker; the results by rank (`Executor.collective_rpc`).
+        """Call a public method of every worker, and return the results by rank (`Executor.collective_rpc`).
 
         Raises:
-            UtilityFailed: there is no such method, it failed, or its time is up.
+            UtilityFailed: there is no such method, it failed, or it timed out.
         """
         return self.engine.collective_rpc(method, timeout, args, kwargs)
 
@@ -211,7 +211,7 @@ class LLM:
                         known[result.request_id] = now = _count(result)
                         bar.advance(now[0] - tokens, now[1] - finished)
         finally:
-            # After an error or Ctrl-C nothing of this call may linger in the core.
+            # After an error or Ctrl-C no request of this call may remain in the core.
             self.engine.abort_request(request_ids)
         ordered = [results[request_id] for request_id in request_ids]
         log_failures([result.error for result in ordered])
@@ -219,13 +219,13 @@ class LLM:
 
 
 def _count(result: RequestOutput) -> tuple[int, int]:
-    """Tokens so far, and choices that are finished."""
+    """Count the tokens so far and the finished choices."""
     tokens = sum(len(output.token_ids) for output in result.outputs)
     return tokens, sum(bool(output.finish_reason) for output in result.outputs)
 
 
 class _Bar:
-    """Progress over requests, with the rate in tokens per second."""
+    """Make a progress bar over requests, with the rate in tokens per second."""
 
     def __init__(self, total: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -1,4 +1,4 @@
-"""LLMEngine: requests in, outputs out, one step at a time, for callers with a loop of their own. `LLM` is built on it.
+"""LLMEngine: runs requests step by step, for callers with a loop of their own. `LLM` is built on it.
 
     engine = LLMEngine.from_engine_args(EngineArgs.of(model="builtin://tiny"))
     engine.add_request("1", "Once upon a time", SamplingParams(max_tokens=8))
@@ -6,7 +6,7 @@
         for output in engine.step():
             print(output.request_id, output.text, output.finished)
 
-Knows the client's interface, not where the core runs. Request ids are the caller's; the core sees its own.
+It knows the client's interface, but not where the core runs. Request ids are the caller's; the core has ids of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("argosy.frontend")
 class LLMEngine:
     """
     Args:
-        client: owned by this engine from here on: `close` ends it.
+        client: owned by this engine from now on; `close` closes it.
     """
 
     def __init__(self, client: SyncClient) -> None:
@@ -47,7 +47,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, multiprocess: bool = False) -> LLMEngine:
-        """Load the model; the log (`argosy.frontend`, INFO) has what the memory is used for.
+        """Load the model, and log its memory budget (`argosy.frontend`, INFO).
 
         Args:
             multiprocess: the core runs in a process of its own, so that tokenising and stepping overlap.
@@ -69,8 +69,8 @@ class LLMEngine:
         """Send a request to the core.
 
         Args:
-            request_id: free again once the request is finished or aborted.
-            prompt: text, token ids, vLLM's dict with either, or what the renderer has made of a chat.
+            request_id: may be used again once the request is finished or aborted.
+            prompt: text, token ids, vLLM's dict with either, or a chat's prompt from the renderer.
 
         Raises:
             InvalidRequest: the id is taken, the prompt is empty or too long, or parameters are out of bounds.
@@ -108,7 +108,7 @@ class LLMEngine:
         return self.output_processor.has_unfinished_requests()
 
     def step(self) -> list[RequestOutput]:
-        """Run a step: each request that got tokens or ended in it, with everything it has so far.
+        """Run a step, and return the requests that got tokens or ended in it, with all their output so far.
 
         Raises:
             EngineDead: the core died.
@@ -133,20 +133,20 @@ class LLMEngine:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a public method of every worker; the results by rank (`Executor.collective_rpc`).
+        """Call a public method of every worker, and return the results by rank (`Executor.collective_rpc`).
 
         Raises:
-            UtilityFailed: there is no such method, it failed, or its time is up.
+            UtilityFailed: there is no such method, it failed, or it timed out.
         """
         call = CollectiveRpc(method, timeout, list(args), dict(kwargs or {}))
         return list(self.client.call_utility("collective_rpc", call))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False, and no effect, while requests hold blocks."""
+        """Drop all cached prefixes. Returns False and has no effect while requests hold blocks."""
         return bool(self.client.call_utility("reset_prefix_cache"))
 
     def sleep(self, level: int = 1) -> None:
-        """Gives weights and KV cache back until `wake_up`; requests must be finished.
+        """Free weights and KV cache until `wake_up`. All requests must be finished.
 
         Raises:
             UtilityFailed: requests are running, or there is no such level.

@@ -1,5 +1,4 @@
-"""The memory budget as a table: `argosy doctor` prints it before a model is loaded, `argosy serve` when it is, and
-`LLMEngine` logs it."""
+"""Memory report: formats the memory budget as a table, for `argosy doctor`, `argosy serve` and `LLMEngine`'s log."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def size(num_bytes: int) -> str:
-    """Three digits and a binary unit."""
+    """Format a number of bytes with a binary unit."""
     for unit, name in _UNITS:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.2f} {name}"
@@ -17,7 +16,7 @@ def size(num_bytes: int) -> str:
 
 
 def budget_table(budget: MemoryBudget) -> str:
-    """Five lines, numbers right-aligned."""
+    """Format the budget in five lines, numbers right-aligned."""
     if budget.device == "cuda":
         share = f"{budget.utilization:g} of {size(budget.total_bytes)}, {size(budget.available_bytes)} free at start"
     else:

@@ -1,4 +1,4 @@
-"""OutputCollector: the buffer between the core's pace and that of one call's reader."""
+"""OutputCollector: buffers outputs between the core and the reader of one call."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from argosy_engine.frontend.outputs import GenerationOutput
 
 
 class OutputCollector:
-    """One slot per choice: while the reader lags, outputs of a choice merge instead of queueing up. A choice thus never
-    holds more than its whole output, however slow its reader."""
+    """Buffer with one slot per choice. While the reader lags behind, outputs of a choice are merged, so a choice never
+    holds more than its complete output, however slow the reader is."""
 
     def __init__(self) -> None:
         self._pending: dict[int, GenerationOutput] = {}
         self._error: Exception | None = None
         self._ready = asyncio.Event()
         self.taken_at = time.monotonic()
-        """When the reader last took something, in monotonic seconds."""
+        """When the reader last took outputs, in monotonic seconds."""
 
     @property
     def num_pending(self) -> int:

@@ -1,10 +1,9 @@
-"""OutputProcessor: the core's tokens become text, log probabilities and finish reasons, for AsyncLLM and LLMEngine.
+"""OutputProcessor: turns the core's outputs into text and finish reasons, for AsyncLLM and LLMEngine.
 
-vLLM's module of the same name (`v1/engine/output_processor.py`). It owns the state of every request in the core, and
-knows neither the client that talks to the core nor who reads the outputs: what the core should be told comes back
-from `process_outputs`.
+Like vLLM's (`v1/engine/output_processor.py`), it owns the state of every request in the core, and knows neither the
+core's client nor the readers: `process_outputs` returns what the core must be told.
 
-Invariant: observers hear of the end of each request that was added exactly once.
+Invariant: observers are told the end of each added request exactly once.
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreReq
 logger = logging.getLogger("argosy.frontend")
 
 MAX_DESCRIBED = 64
-"""Requests listed in a description; the rest is counted."""
+"""Maximum number of requests listed in a description; the rest is counted."""
 
 
 @dataclass(slots=True)
 class OutputProcessorOutput:
-    """What one message of the core led to."""
+    """Results of processing one message of the core."""
 
     request_outputs: dict[str, RequestOutput] = field(default_factory=dict)
-    """By id, those without a queue that got tokens or ended."""
+    """Requests without a queue that got tokens or ended, by id."""
     reqs_to_abort: list[str] = field(default_factory=list)
-    """Ids of requests that ended at a stop string, or whose output could not be processed; the core runs them still."""
+    """Ids of requests that the core still runs, although they ended at a stop string or their output could not be
+    processed."""
     reqs_to_add: list[EngineCoreRequest] = field(default_factory=list)
     """Choices whose prompt is now computed."""
 
@@ -46,13 +46,13 @@ class OutputProcessorOutput:
 class OutputProcessor:
     """
     Args:
-        admission: counts the requests in flight; None where there is no bound.
+        admission: counts the requests in flight; None: no limit.
     """
 
     def __init__(self, tokenizer: Tokenizer, admission: AdmissionControl | None = None) -> None:
         self.observers: list[Observer] = []
         self.request_states: dict[str, RequestState] = {}
-        """By the core's id of the request."""
+        """States by the core's id of the request."""
         self.requests_drained = asyncio.Event()
         """Set while there is no unfinished request."""
         self.requests_drained.set()
@@ -87,7 +87,7 @@ class OutputProcessor:
         return state
 
     def process_outputs(self, outputs: Sequence[EngineCoreOutput]) -> OutputProcessorOutput:
-        """Deliver outputs to their queues and results. One that cannot be processed fails its own request alone."""
+        """Deliver outputs to their queues and results. An output that cannot be processed fails its request only."""
         processed, now = OutputProcessorOutput(), time.monotonic()
         for output in outputs:
             try:
@@ -108,7 +108,7 @@ class OutputProcessor:
             return
         timings, num_tokens = state.timings, len(output.new_token_ids)
         if output.prefill_stats is not None:
-            # Of a resumed request, output may have been cached too.
+            # A resumed request's output may have been cached, too.
             timings.num_cached = min(output.prefill_stats.num_cached_tokens, state.num_prompt)
             timings.queued_s = output.prefill_stats.queued_s
             timings.prefill_s = output.prefill_stats.prefill_s
@@ -145,7 +145,7 @@ class OutputProcessor:
             processed.request_outputs[result.request_id] = result
 
     def finish(self, request_id: str, reason: str) -> RequestState | None:
-        """Forget a request and tell the observers why it ended; None if it had ended before."""
+        """Remove a request and tell the observers why it ended; returns None if it had ended before."""
         state = self.request_states.pop(request_id, None)
         if not self.request_states:
             self.requests_drained.set()
@@ -157,9 +157,9 @@ class OutputProcessor:
         return state
 
     def fail(self, request_id: str, error: EngineError, reason: str = "error") -> RequestState | None:
-        """End a request with an error for its reader; None if it had ended before.
+        """End a request with an error for its reader; returns None if it had ended before.
 
-        Without a queue the choices that wait for this one fail with it; with one, the reader ends them.
+        Without a queue, the choices that wait for this one fail, too; with a queue, the reader ends them.
         """
         state = self.finish(request_id, reason)
         if state is None:
@@ -174,7 +174,7 @@ class OutputProcessor:
         return state
 
     def fail_all(self, error: EngineError, reason: str = "error") -> list[str]:
-        """End every request with an error; their ids."""
+        """End all requests with an error, and return their ids."""
         request_ids = list(self.request_states)
         for request_id in request_ids:
             self.fail(request_id, error, reason)
@@ -186,7 +186,7 @@ class OutputProcessor:
             processed.request_outputs[result.request_id] = result
 
     def silent_requests(self, silent_s: float) -> list[str]:
-        """Ids of the requests in the core that have had no output for so long."""
+        """Return the ids of the requests in the core without output for a number of seconds."""
         now = time.monotonic()
         return [
             request_id
@@ -195,7 +195,7 @@ class OutputProcessor:
         ]
 
     def describe(self) -> list[str]:
-        """Ages of requests and their readers, one line each, for the log; no text, bounded."""
+        """Describe the ages of requests and their readers for the log, one line each, without any text."""
         now = time.monotonic()
         lines = []
         for request_id, state in list(self.request_states.items())[:MAX_DESCRIBED]:
@@ -214,7 +214,7 @@ class OutputProcessor:
 
 
 def request_error(output: EngineCoreOutput) -> EngineError:
-    """The exception for a request that the core could not run."""
+    """Make the exception for a request that the core could not run."""
     message = output.error or "the engine could not run this request"
     match output.error_kind:
         case ErrorKind.INVALID:

@@ -1,4 +1,4 @@
-"""What a generation yields: deltas for a stream (`GenerationOutput`), or whole results (`RequestOutput`)."""
+"""Outputs of a generation: deltas of one choice (`GenerationOutput`), or a prompt's results (`RequestOutput`)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class GenerationOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One per token of `token_ids`, if the request asked for them."""
     resumed_text: str = ""
-    """With a choice's first output: text of the run that this one continues. Its reader has it already."""
+    """Text of the run that this one continues, with a choice's first output. The reader has it already."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of all prompt tokens but the first, with a choice's first output, if the request asked for them."""
+    """Log probabilities of all prompt tokens but the first, with a choice's first output, if requested."""
     embedding: list[float] | None = None
-    """The prompt's vector, if that was asked for; there are no tokens then, and this is the only output."""
+    """The prompt's vector, if requested. There are no tokens then, and this is the only output."""
 
     def merge(self, later: GenerationOutput) -> None:
         """Append a later output of the same choice."""
@@ -55,10 +55,10 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
-    """Empty while the choice runs; `error` if the engine could not go on with it."""
+    """Empty while the choice runs; `error` if the engine could not continue it."""
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One per token, if asked for."""
+    """One per token, if requested."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -74,7 +74,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One per prompt token, None for the first, if asked for."""
+    """One per prompt token, None for the first, if requested."""
     num_cached_tokens: int = 0
     error: str | None = None
     """Why a choice ended with `error`."""

@@ -1,4 +1,4 @@
-"""Embeddings offline: prompts in, one vector each out. `LLM.encode` and `LLM.embed` are built on it."""
+"""Offline embeddings: computes one vector per prompt. `LLM.encode` and `LLM.embed` are built on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from argosy_engine.params.sampling_params import SamplingParams
 @dataclass(slots=True)
 class PoolingOutput:
     data: list[float] = field(default_factory=list)
-    """The vector; float32."""
+    """The vector, in float32."""
 
     @property
     def embedding(self) -> list[float]:
@@ -26,7 +26,7 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """One finished prompt. vLLM's names."""
+    """Result of one prompt. The names are vLLM's."""
 
     prompt_token_ids: list[int]
     outputs: PoolingOutput
@@ -38,9 +38,9 @@ class PoolingRequestOutput:
 def pooling_request(
     input_processor: InputProcessor, prompt: Prompt, params: PoolingParams, *, cache_salt: str | None = None
 ) -> EngineCoreRequest:
-    """The message for the core.
+    """Make the core's request.
 
-    To the scheduler it is a prompt with one token of output, which nobody reads.
+    The scheduler treats it as a prompt with one output token, which is discarded.
 
     Raises:
         InvalidRequest: the prompt is empty or too long, or the model has no vectors of so many dimensions.
@@ -63,10 +63,10 @@ def encode(
     """Compute vectors of the prompts, batched, in the order given.
 
     Args:
-        on_done: called with a prompt's token count when its vector is there.
+        on_done: called with a prompt's token count when its vector is computed.
 
     Raises:
-        InvalidRequest: see `pooling_request`; nothing has run then.
+        InvalidRequest: as `pooling_request`; no prompt has run then.
         EngineError: the core could not run a prompt.
     """
     requests = [pooling_request(input_processor, prompt, params) for prompt in prompts]
@@ -79,7 +79,7 @@ def encode(
             for out in client.step().outputs:
                 result = live.pop(out.request_id, None)
                 if result is None:
-                    continue  # not of this call
+                    continue  # of another call
                 if out.finish_reason is FinishReason.ERROR or out.pooling_output is None:
                     result.error = out.error or "the engine could not run this prompt"
                 else:
@@ -88,7 +88,7 @@ def encode(
                     result.num_cached_tokens = out.prefill_stats.num_cached_tokens
                 on_done(len(result.prompt_token_ids))
     finally:
-        # After an error or Ctrl-C nothing of this call may linger in the core.
+        # After an error or Ctrl-C no request of this call may remain in the core.
         client.abort_requests(list(live))
     log_failures([result.error for result in results])
     return results

@@ -1,4 +1,4 @@
-"""The forms in which offline users write prompts; vLLM's."""
+"""Types of prompts for offline use, as in vLLM."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class TokensPrompt(TypedDict):
 
 
 PromptType: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
-"""Any sequence of whole numbers is token ids: a list, a tuple, a numpy array."""
+"""Token ids: any sequence of integers, such as a list, a tuple or a numpy array."""
 
 _FORMS = "a prompt is a text, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """One prompt or several of them as a list of prompts, their forms unchecked."""
+    """Return one prompt, or several, as a list, without checking the types."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     try:
@@ -36,10 +36,10 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def text_or_token_ids(prompt: PromptType) -> str | list[int]:
-    """What a prompt says, whichever form it has.
+    """Return a prompt's text or token ids, whichever type it has.
 
     Raises:
-        InvalidRequest: it has none of these forms.
+        InvalidRequest: it has none of these types.
     """
     given: Any = prompt
     if isinstance(prompt, Mapping):

@@ -1,7 +1,7 @@
-"""RenderPool: threads that render and tokenise prompts, apart by size, so that a long prompt delays only long ones.
+"""RenderPool: renders and tokenises prompts in threads by size, so that a long prompt delays only long ones.
 
-What takes a few milliseconds is done on the event loop. Anything longer waits in the queue of its size class, which is
-bounded, and is dropped when its client leaves: at once while it waits, at the next `stop_if_abandoned` while it runs.
+Prompts that take a few milliseconds are rendered on the event loop. Longer ones wait in the bounded queue of their size
+class. When its client leaves, a prompt is dropped: at once if it waits, at the next `stop_if_abandoned` if it runs.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
 
 MAX_MEDIUM_BYTES = 256 * 1024
-"""Some 60,000 tokens, tokenised in a tenth of a second."""
+"""About 60,000 tokens, which are tokenised in a tenth of a second."""
 MEDIUM_THREADS = 2
 LONG_THREADS = 1
-"""Tokenising runs beside the interpreter, what surrounds it does not: more threads would only slow the others."""
+"""Only tokenising runs without the GIL; more threads would slow down the others."""
 MAX_MEDIUM_JOBS = 512
-"""Waiting or running; about ten seconds of work."""
+"""Maximum number of waiting and running medium prompts, about ten seconds of work."""
 MAX_LONG_JOBS = 32
-"""Waiting or running; a gigabyte of bodies at most."""
+"""Maximum number of waiting and running long prompts, a gigabyte of bodies at most."""
 
 _is_abandoned: ContextVar[threading.Event | None] = ContextVar("is_abandoned", default=None)
 
 
 class Abandoned(Exception):
-    """The client of this prompt has left. Raised by `stop_if_abandoned`; no handler sees it, as none waits any more."""
+    """Raised by `stop_if_abandoned` if the client of this prompt has left. Nobody waits for the result then."""
 
 
 def stop_if_abandoned() -> None:
-    """End a long computation whose client has left; call it between two parts.
+    """End a long computation whose client has left. Call it between two parts of the computation.
 
     Raises:
         Abandoned: the client has left.
@@ -48,7 +48,7 @@ def stop_if_abandoned() -> None:
 
 
 class RenderPool:
-    """The event loop for short prompts, threads for medium ones, and another thread for long ones."""
+    """Runs short prompts on the event loop, medium ones in threads, and long ones in another thread."""
 
     def __init__(self) -> None:
         self._medium = _SizeClass("medium prompts", MEDIUM_THREADS, MAX_MEDIUM_JOBS)
@@ -61,7 +61,7 @@ class RenderPool:
             size: of the request's body in bytes, which bounds that of its prompts.
 
         Raises:
-            EngineBusy: too many prompts of about this size are waiting.
+            EngineBusy: too many prompts of this size class are waiting.
         """
         if size <= INLINE_CHARS:
             return function(request)
@@ -69,7 +69,7 @@ class RenderPool:
         return await size_class.run(function, request)
 
     def close(self) -> None:
-        """Drop what waits; do not wait for what runs."""
+        """Drop waiting prompts; do not wait for running ones."""
         self._medium.close()
         self._long.close()
 
@@ -77,7 +77,7 @@ class RenderPool:
 class _SizeClass:
     """Threads and a bounded queue for prompts of about one size.
 
-    Invariant: `_num_jobs` is the number of jobs that wait or run, those of clients who left included.
+    Invariant: `_num_jobs` is the number of jobs that wait or run, including those of clients that left.
     """
 
     def __init__(self, name: str, num_threads: int, max_jobs: int) -> None:
@@ -104,7 +104,7 @@ class _SizeClass:
         future = self._executor.submit(job)
         future.add_done_callback(self._count_end)
         try:
-            return await asyncio.wrap_future(future)  # cancelling it takes a job that waits out of the queue
+            return await asyncio.wrap_future(future)  # cancelling removes a waiting job from the queue
         finally:
             abandoned.set()
 

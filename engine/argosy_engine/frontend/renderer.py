@@ -1,7 +1,7 @@
-"""Renderer: messages, texts and token ids of a request as the tokens of its prompts.
+"""Renderer: turns messages, texts or token ids of a request into the tokens of its prompts.
 
 It needs no core and changes no state, so it may run in any thread. A prompt that cannot fit into the model's context is
-refused before it is tokenised.
+rejected before it is tokenised.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segment
 
 
 class Prompt(NamedTuple):
-    """A prompt as the core gets it."""
+    """A tokenised prompt."""
 
     token_ids: list[int]
     chunk_ends: list[ChunkEnd]
-    """For each chunk that the router hashes, the prompt's tokens up to its end."""
+    """For each chunk that the router hashes, the number of the prompt's tokens up to its end."""
     reasoning: Reasoning | None = None
-    """The markers around the model's reasoning, where it may reason before it answers."""
+    """Markers around the model's reasoning, if it may reason before it answers."""
 
 
 class Renderer:
@@ -59,25 +59,25 @@ class Renderer:
 
     @property
     def has_thinking(self) -> bool:
-        """The chat template knows of reasoning."""
+        """Whether the chat template supports reasoning."""
         return self.template is not None and self.template.has_thinking
 
     def render_chat(self, request: ChatCompletionRequest) -> Prompt:
-        """Apply the chat template, and tokenise what it makes.
+        """Apply the chat template, and tokenise the result.
 
         Raises:
-            InvalidRequest: the template cannot take the messages, or the model has no template.
+            InvalidRequest: the template rejects the messages, or the model has no template.
         """
         (segments,) = prompt_segments(request)
         text, cuts = self._chat_text(request, segments)
-        self.check_length(len(cuts) + 1)  # each piece is one token at least
+        self.check_length(len(cuts) + 1)  # each piece is at least one token
         prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
         if not self.has_thinking:
             return prompt
         return prompt._replace(reasoning=reasoning_after(text, THINK, END_THINK, *self._think_ids))
 
     def chat_tokens(self, request: ChatCompletionRequest) -> list[int]:
-        """The tokens of a chat's prompt, even if it is too long for the model.
+        """Tokenise a chat's prompt, even if it is too long for the model.
 
         Raises:
             InvalidRequest: as `render_chat`.
@@ -109,7 +109,7 @@ class Renderer:
         return self._text_prompt(text, [segment], GenerationRequest(), add_special_tokens=add_special_tokens)
 
     def render_prompt(self, prompt: PromptType | Prompt) -> Prompt:
-        """Tokens of a text, or token ids checked against the vocabulary, for offline use.
+        """Tokenise a text, or check token ids against the vocabulary, for offline use.
 
         Raises:
             InvalidRequest: not a prompt, a token id is beyond the vocabulary, or the text is not valid Unicode.
@@ -161,12 +161,12 @@ class Renderer:
             )
 
     def _chat_text(self, request: ChatCompletionRequest, segments: list[Segment]) -> tuple[str, list[int]]:
-        """The rendered chat, and the offsets at which its tokens are cut. Lengths are checked before the text."""
+        """Render a chat; return the text and the offsets at which it is split. Checks lengths before rendering."""
         if self.template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         if request.continue_final_message:
             raise InvalidRequest("continue_final_message is not supported", param="continue_final_message")
-        # Templates may drop what an assistant said or thought, but not what it was told.
+        # Templates may drop an assistant's answers and reasoning, but not the other messages.
         self._check_characters(
             sum(len(text) for m in request.messages if m.role != "assistant" for text in _texts(m))
         )
@@ -210,12 +210,12 @@ class Renderer:
             )
 
     def _seed(self, request: GenerationRequest) -> int:
-        """Seed of the chain of chunk hashes."""
+        """Return the seed of the chain of chunk hashes."""
         return chain_seed(self.config.model_name, cache_salt=request.cache_salt or "")
 
 
 def _texts(message: ChatMessage) -> list[str]:
-    """A message's content."""
+    """Return a message's content."""
     if isinstance(message.content, str):
         return [message.content]
     texts = (part.get("text") for part in message.content or ())

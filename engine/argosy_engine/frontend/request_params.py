@@ -1,4 +1,4 @@
-"""Sampling parameters of an API request: its fields over the defaults of the model's generation config."""
+"""Sampling parameters of an API request: merges its fields with the defaults of the model's generation config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPLETION_TOKENS = 16
 
 
 def default_sampling_params(model_path: Path) -> dict[str, Any]:
-    """Sampling parameters of generation_config.json; greedy where it says not to sample."""
+    """Read the sampling parameters of generation_config.json; greedy if it disables sampling."""
     file = model_path / "generation_config.json"
     config = read_json(file) if file.is_file() else {}
     if config.get("do_sample") is False:
@@ -30,13 +30,13 @@ def default_sampling_params(model_path: Path) -> dict[str, Any]:
 def to_sampling_params(
     request: GenerationRequest, defaults: Mapping[str, Any], config: ResolvedConfig
 ) -> SamplingParams:
-    """The request's parameters.
+    """Make the request's sampling parameters.
 
     Args:
         defaults: see `default_sampling_params`.
 
     Raises:
-        InvalidRequest: out of bounds, or asks for something this engine does not do.
+        InvalidRequest: a value is out of bounds, or a feature is not supported.
     """
     field = unsupported(request)
     if field is not None:
@@ -75,10 +75,10 @@ def to_sampling_params(
 
 
 def num_logprobs(name: str, count: int | None, config: ResolvedConfig) -> int | None:
-    """Alternatives per token, of which -1 asks for the whole vocabulary.
+    """Return the number of alternatives per token; -1 requests the whole vocabulary.
 
     Args:
-        name: of the parameter, for the error.
+        name: the parameter's name, for the error.
 
     Raises:
         InvalidRequest: more than the engine's `--max-logprobs`.
@@ -96,7 +96,7 @@ def num_logprobs(name: str, count: int | None, config: ResolvedConfig) -> int | 
 
 
 def _logprobs(request: GenerationRequest, config: ResolvedConfig) -> dict[str, Any]:
-    """`logprobs` and `prompt_logprobs` of SamplingParams."""
+    """Return `logprobs` and `prompt_logprobs` of SamplingParams."""
     if isinstance(request, ChatCompletionRequest):
         if request.top_logprobs and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -116,7 +116,7 @@ def _max_tokens(request: GenerationRequest) -> int | None:
     assert isinstance(request, CompletionRequest)
     if request.max_tokens is None:
         return _COMPLETION_TOKENS
-    # Scoring a prompt: the token is made and not shown.
+    # Scoring a prompt: the generated token is not shown.
     return 1 if request.is_scoring else request.max_tokens
 
 

@@ -1,4 +1,4 @@
-"""RequestState: one choice that the core computes, as the front end sees it."""
+"""RequestState: state of one choice that the core computes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RequestState:
     """Detokenizer, counts and timings of one choice, and where its output goes.
 
     Args:
-        index: of the choice: within the call where there is a `queue`, else within `request_output`.
-        queue: takes the output as deltas.
-        request_output: accumulates the output where there is no `queue`.
+        index: index of the choice: in the call if there is a `queue`, else in `request_output`.
+        queue: gets the output as deltas.
+        request_output: accumulates the output if there is no `queue`.
     """
 
     __slots__ = (
@@ -46,23 +46,23 @@ class RequestState:
         self.index = index
         self.detokenizer = detokenizer
         self.num_prompt = num_prompt
-        """tokens"""
+        """Number of prompt tokens."""
         self.queue = queue
         self.request_output = request_output
         self.num_output = 0
-        """tokens, those of a run that this one continues included"""
+        """Number of output tokens, including those of a run that this one continues."""
         self.has_output = False
         self.is_finished = False
-        """The request resumes a run that had ended, so there is nothing to compute."""
+        """Whether the request resumes a run that had ended, so that there is nothing to compute."""
         self.is_submitted = False
-        """The request was sent to the core."""
+        """Whether the request was sent to the core."""
         self.resumed_text = ""
         self.siblings: Sequence[EngineCoreRequest] = ()
         """Other choices of the same prompt, which are sent to the core once this one has computed it."""
         self.timings = RequestTimings()
 
     def resume(self, token_ids: Sequence[int]) -> bool:
-        """Take up the output of the run that this one continues; whether the core has anything left to compute."""
+        """Decode the output of the run that this one continues; return whether the core has more to compute."""
         self.num_output = len(token_ids)
         self.resumed_text = self.detokenizer.update(token_ids, is_last=False)
         return self.detokenizer.stop_reason is None and not self.is_finished
@@ -75,7 +75,7 @@ class RequestState:
         stop_reason: int | str | None,
         is_first: bool,
     ) -> GenerationOutput:
-        """What the queue gets for one output of the core."""
+        """Make the delta for one output of the core."""
         return GenerationOutput(
             index=self.index,
             text=text,

@@ -1,6 +1,6 @@
-"""What an API request asks of the shape of its output: response_format, structured_outputs and tool_choice.
+"""Structured output of an API request: translates response_format, structured_outputs and tool_choice.
 
-All three become one `StructuredOutputsParams`; two that contradict each other are refused.
+Each becomes a `StructuredOutputsParams`; a request with more than one of them is rejected.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""vLLM's former names. It ignores them now; an answer of any shape helps nobody who asked for one."""
+"""vLLM's former names. vLLM ignores them now; they are rejected here, because the output would be unconstrained."""
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """The shape that the request asks for, or None.
+    """Return the structured output that the request asks for, or None.
 
     Raises:
-        InvalidRequest: malformed, several shapes at once, or a tool choice without such a tool.
+        InvalidRequest: malformed, more than one structured output, or a tool choice without such a tool.
     """
     for name, kind in _GUIDED.items():
         if getattr(request, name) is not None:
@@ -46,7 +46,7 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
         try:
             params.spec()
         except InvalidRequest as error:
-            # A client knows the field that it sent, not what became of it.
+            # Name the field that the client sent.
             raise InvalidRequest(str(error), error.param if name == "structured_outputs" else name) from None
         return params
     return None
@@ -89,7 +89,7 @@ def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputsParams
 
 
 def _of_tool_choice(request: ChatCompletionRequest) -> StructuredOutputsParams | None:
-    """The grammar of the calls that a tool choice demands; `auto` and `none` demand none."""
+    """Return the grammar of the calls that a tool choice requires; `auto` and `none` require none."""
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         if choice != "none":

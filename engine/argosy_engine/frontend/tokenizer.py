@@ -1,6 +1,6 @@
-"""Tokenizer: tokenizer.json through the `tokenizers` library.
+"""Tokenizer: loads tokenizer.json with the `tokenizers` library.
 
-transformers is not needed for this, and importing it would cost more than the engine's whole start.
+transformers is not used, because importing it takes longer than the rest of the engine's start.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tokenizers import Tokenizer as _Tokenizer
 from argosy_engine.errors import ConfigError
 
 _CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
-"""DeepSeek's role markers, for one, are not called special."""
+"""Form of control tokens. DeepSeek's role markers, for example, are not marked as special."""
 INLINE_CHARS = 16384
-"""Texts up to this size are tokenised in some milliseconds at most."""
+"""Texts up to this size are tokenised in a few milliseconds."""
 
 
 class Encoded:
-    """Tokens of a text that was encoded in pieces. Made into lists only when asked for: a long text has many."""
+    """Tokens of a text that was encoded in pieces. Lists are made on demand, because a long text has many tokens."""
 
     def __init__(self, pieces: Sequence[tuple[int, Encoding]]) -> None:
         self._pieces = pieces
-        """Offset in characters, and the tokens from there on."""
+        """Pairs of an offset in characters and the tokens from there on."""
 
     def __len__(self) -> int:
         return sum(len(encoding) for _, encoding in self._pieces)
@@ -40,7 +40,7 @@ class Encoded:
 
     @property
     def ends(self) -> list[int]:
-        """For each token the offset in characters of its end in the text."""
+        """Return the end of each token in the text, in characters."""
         if len(self._pieces) == 1:
             return [end for _, end in self._pieces[0][1].offsets]
         return [start + end for start, encoding in self._pieces for _, end in encoding.offsets]
@@ -49,7 +49,7 @@ class Encoded:
 class Tokenizer:
     """
     Raises (from the constructor):
-        ConfigError: no readable tokenizer.json in the model directory.
+        ConfigError: the model directory has no readable tokenizer.json.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,26 +69,26 @@ class Tokenizer:
             for id_, content in self._added.items()
             if (id_ in self.special_ids or _CONTROL.fullmatch(content)) and len(content) > 1
         }
-        """Text -> id of the tokens that steer a model; a chat template writes them, a user must not."""
+        """Text -> id of control tokens, which chat templates write and users must not."""
         decoder = self.backend.decoder
         self._decoder_steps = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
 
     @cached_property
     def max_token_chars(self) -> int:
-        """What one token stands for at most."""
+        """Maximum number of characters of a token."""
         return max(len(token) for token in self.backend.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool, cuts: Sequence[int] = ()) -> Encoded:
-        """Tokens of a text. Thread-safe; other threads run while it works on a long one.
+        """Tokenise a text. Thread-safe; releases the GIL for long texts.
 
         Args:
-            cuts: ascending offsets in characters over which no token may reach; with `add_special_tokens` none.
+            cuts: ascending offsets in characters that no token may cross; empty with `add_special_tokens`.
         """
         if not cuts and len(text) <= INLINE_CHARS:
             return Encoded([(0, self.backend.encode(text, add_special_tokens=add_special_tokens))])
         starts = [0, *cuts]
         parts = [text[start:end] for start, end in zip(starts, [*cuts, len(text)], strict=True)]
-        # `encode` keeps the GIL.
+        # `encode` holds the GIL.
         encodings = self.backend.encode_batch(parts, add_special_tokens=add_special_tokens)
         return Encoded(list(zip(starts, encodings, strict=True)))
 
@@ -96,11 +96,11 @@ class Tokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_strs(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary spells them; an id without a token is empty."""
+        """Return the tokens as spelled in the vocabulary; empty for an id without a token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, which alone need not be UTF-8; empty for an id without a token."""
+        """Return a token's bytes, which need not be valid UTF-8 alone; empty for an id without a token."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self.backend.id_to_token(token_id)
@@ -114,20 +114,20 @@ class Tokenizer:
         return token.replace("\u2581", " ").encode()  # SentencePiece's visible space
 
     def token_text(self, token_id: int) -> str:
-        """The token as text; bytes that alone are no character become U+FFFD."""
+        """Return the token as text; bytes that are not a character alone become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte, inverted."""
+    """Return the inverse of GPT-2's mapping of bytes to printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _types(decoder: object) -> set[str]:
-    """Names of a decoder's steps, from its JSON."""
+    """Return the names of a decoder's steps, from its JSON."""
     if isinstance(decoder, dict):
         return {str(decoder.get("type"))}.union(*(_types(part) for part in decoder.get("decoders", ())))
     return set()
