@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_router.auth.accounts import RateLimited, Reservation
+from argosy_router.ratelimit.key_limits import RateLimited, Reservation
 from argosy_router.ratelimit.token_bucket import PERIOD_S, TokenBucket, duration
 
 from .accounts import account

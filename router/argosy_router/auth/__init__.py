@@ -1,10 +1,10 @@
 """Authentication: which account a client's key belongs to, and what that account may ask for.
 
-Owns: API keys and their terms, accounts, what an account has reserved of its rate limits.
+Owns: API keys and their terms, accounts.
 Must not know: sockets, HTTP, replicas, queues; time is passed in.
 
     keys      API key -> account
     key_file  the file that the keys are read from
     terms     the terms of a key in that file
-    accounts  an account's models, priority and reservations
+    accounts  an account's models, priority, cache and limits
 """

@@ -1,19 +1,14 @@
-"""Accounts: what the holder of a key may ask for, and what it has reserved of its rate limits.
+"""Accounts: what the holder of a key may ask for.
 
 Owns: a key's terms applied to requests. Must not know: keys themselves, queues, HTTP.
-Each of several routers has its share of the limits; together they keep the limits, except for one request each if a
-limit is smaller than the number of routers.
-Invariant: a reservation is closed once; tokens that a request reserved and did not use are returned, and those that it
-used beyond its reservation are owed.
 """
 
 from __future__ import annotations
 
 import hashlib
 
-from argosy_protocol.errors import TooManyRequests
 from argosy_router.auth.terms import KeyTerms
-from argosy_router.ratelimit.token_bucket import RateLimits
+from argosy_router.ratelimit.key_limits import KeyLimits, Reservation
 
 MAX_PRIORITY = (1 << 31) - 1
 """Bound of the request field `priority`."""
@@ -26,29 +21,12 @@ _LEARNING_RATE = 0.1
 """A change in the length of responses is learnt from some twenty of them."""
 
 
-class RateLimited(TooManyRequests):
-    """An account is over one of its limits."""
-
-    default_code = "rate_limit_exceeded"
-
-    def __init__(self, message: str, *, retry_after_s: float, limits: bytes) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
-        self._limits = limits.decode()
-
-    def headers(self) -> dict[str, str]:
-        fields = (line.partition(": ") for line in self._limits.splitlines())
-        return super().headers() | {name: value for name, _, value in fields}
-
-
 class Account:
     """The holder of one key. Times are a monotonic clock's."""
 
     def __init__(self, terms: KeyTerms, now: float, secret: bytes = b"", routers: int = 1) -> None:
         """`routers` divide the limits."""
-        self._limits = RateLimits()
-        self._routers = routers
-        self._active = 0
-        """Requests with an open reservation."""
+        self._limits = KeyLimits(routers)
         self.usual_output_tokens = USUAL_OUTPUT_TOKENS
         """Mean output of requests without `max_tokens`; of this key alone, so that other keys cannot drive it up."""
         self.apply(terms, now, secret)
@@ -64,21 +42,18 @@ class Account:
         self.weight = terms.weight
         self._terms = terms
         self._secret = secret
-        self._divide(now)
-        self.is_limited = self._limits.is_limited or terms.max_parallel_requests > 0
+        self._limits.apply(
+            terms.name, terms.requests_per_minute, terms.tokens_per_minute, terms.max_parallel_requests, now
+        )
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the account has any limit, so that its requests need reservations."""
+        return self._limits.is_limited
 
     def divide(self, routers: int, now: float) -> None:
         """Divide the limits by the number of routers, this one included, that serve the account from now on."""
-        if routers != self._routers:
-            self._routers = routers
-            self._divide(now)
-
-    def _divide(self, now: float) -> None:
-        """Set this router's share of the limits: of rates exactly, of parallel requests at least one."""
-        terms, routers = self._terms, self._routers
-        self._limits.apply(terms.requests_per_minute / routers, terms.tokens_per_minute / routers, now)
-        parallel = terms.max_parallel_requests
-        self._max_parallel_requests = max(1, parallel // routers) if parallel else 0
+        self._limits.divide(routers, now)
 
     def may_use(self, *names: str) -> bool:
         """Return whether the account may use the model that has these names."""
@@ -103,36 +78,11 @@ class Account:
         Raises:
             RateLimited: one of the limits is reached; nothing was reserved.
         """
-        terms = self._terms
-        wait_s = self._limits.wait_s(tokens, now)
-        if wait_s > 0.0:
-            raise RateLimited(
-                f"the rate limit of API key {self.name!r} is reached",
-                retry_after_s=wait_s,
-                limits=self._limits.header_lines(),
-            )
-        if self._max_parallel_requests and self._active >= self._max_parallel_requests:
-            raise RateLimited(
-                f"API key {self.name!r} has {terms.max_parallel_requests} requests in progress, its limit",
-                retry_after_s=1.0,
-                limits=self._limits.header_lines(),
-            )
-        if self._limits.tokens is not None:
-            tokens = min(
-                tokens, int(self._limits.tokens.capacity)
-            )  # more than a full bucket can never be reserved
-        self._active += 1
-        self._limits.take(1, tokens)
-        return Reservation(self, tokens, self._limits.header_lines())
+        return self._limits.reserve(tokens, now)
 
     def learn_output(self, tokens: float) -> None:
         """Learn from the response to a request without `max_tokens`, which had `tokens` for each sequence."""
         self.usual_output_tokens += _LEARNING_RATE * (tokens - self.usual_output_tokens)
-
-    def close(self, requests: int, tokens: int) -> None:
-        """Correct the limits by the difference from what was reserved; for `Reservation` only."""
-        self._active -= 1
-        self._limits.take(requests, tokens)
 
 
 class AnonymousAccount(Account):
@@ -148,30 +98,3 @@ class AnonymousAccount(Account):
 
 
 ANONYMOUS = AnonymousAccount()
-
-
-class Reservation:
-    """What one request has reserved of its account's limits."""
-
-    __slots__ = ("_account", "_is_open", "_tokens", "header_lines")
-
-    def __init__(self, account: Account, tokens: int, header_lines: bytes) -> None:
-        self._account = account
-        self._tokens = tokens
-        self._is_open = True
-        self.header_lines = header_lines
-        """Header lines of the response, which tell what is left of the limits."""
-
-    def settle(self, tokens: int) -> None:
-        """Close with the tokens that the request used. If it used more than it had reserved, the bucket goes into debt,
-        and no request passes until the debt is refilled."""
-        self._close(0, tokens - self._tokens)
-
-    def cancel(self) -> None:
-        """Close without charging anything: the request never reached a replica."""
-        self._close(-1, -self._tokens)
-
-    def _close(self, requests: int, tokens: int) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._account.close(requests, tokens)

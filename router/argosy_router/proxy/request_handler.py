@@ -12,7 +12,6 @@ import asyncio
 import time
 
 from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
-from argosy_router.auth.accounts import RateLimited
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.interfaces import Client
@@ -28,6 +27,7 @@ from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
 from argosy_router.proxy.resilience.retry_budget import RetryBudgets
 from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
+from argosy_router.ratelimit.key_limits import RateLimited
 
 
 class RequestHandler:

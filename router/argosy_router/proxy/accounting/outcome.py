@@ -6,11 +6,11 @@ Neither of them knows exchanges.
 
 from __future__ import annotations
 
-from argosy_router.auth.accounts import Reservation
 from argosy_router.fleet.service import Choice
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.upstream.attempt_log import AttemptRecord
 from argosy_router.proxy.upstream.usage_scan import TokenUsage
+from argosy_router.ratelimit.key_limits import Reservation
 
 CLIENT_GONE = 499
 """nginx's status for a client that left before its answer began."""

@@ -7,10 +7,10 @@ Invariant: a reservation is closed once, when its request ends.
 from __future__ import annotations
 
 from argosy_protocol.openai import MAX_TOKENS
-from argosy_router.auth.accounts import RateLimited
 from argosy_router.metrics.definitions import RATE_LIMITED
 from argosy_router.metrics.series import Series
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
+from argosy_router.ratelimit.key_limits import RateLimited
 
 
 class Reservations:
