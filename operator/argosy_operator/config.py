@@ -49,7 +49,7 @@ class OperatorConfig:
 
     @property
     def router_speaks_tls(self) -> bool:
-        """Whether the routers have a certificate; their admin port then speaks TLS, too."""
+        """Whether the routers have a certificate; their admin port then speaks TLS as well."""
         return self.router_url.startswith("https://")
 
     @classmethod

@@ -31,7 +31,7 @@ from argosy.terminal import PlainProgress, Progress, progress
 _MOST_FAILURES: Final = 3
 """Failed starts of one replica after which `up` gives up; the supervisor keeps trying."""
 _HOPELESS: Final = "exited with code 2"
-"""Wrong usage, with which every further start would fail, too."""
+"""The exit code of wrong usage, with which every further start would fail as well."""
 _TAIL_LINES: Final = 20
 
 
@@ -182,7 +182,7 @@ def _replicas(status: FleetStatus) -> list[ReplicaStatus]:
 
 
 def summary(status: FleetStatus) -> str:
-    """Summarize the ready models. A canary may have its service's model name, so its own name is shown, too."""
+    """Summarize the ready models. A canary may have its service's model name, so both names are shown."""
     models = []
     for service in status.services:
         _, _, name = service.key.partition("/")
