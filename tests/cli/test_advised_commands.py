@@ -1,4 +1,4 @@
-"""Whatever tells people to run a command names one that exists."""
+"""Commands that messages and documents advise exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat stream over real sockets: whole, broken off, refused."""
+"""The chat client over real sockets: whole, interrupted and refused streams."""
 
 from __future__ import annotations
 

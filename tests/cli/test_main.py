@@ -1,4 +1,4 @@
-"""The table of commands: help, errors, and what it does not import."""
+"""The table of commands: help, errors, and which modules it does not import."""
 
 from __future__ import annotations
 

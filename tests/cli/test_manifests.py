@@ -1,4 +1,4 @@
-"""What a valid manifest may ask that this machine cannot do."""
+"""Valid manifests that ask for what one machine cannot do."""
 
 from __future__ import annotations
 

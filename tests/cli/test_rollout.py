@@ -1,4 +1,4 @@
-"""The rollout's arithmetic: single steps by a table, whole rollouts by simulation."""
+"""The local rollout: single steps as a table, whole rollouts by simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals at the door: the caps, what counts against them, and when to come back."""
+"""Admission at the API server: limits on queued requests and tokens, what counts against them, and the retry hint."""
 
 from __future__ import annotations
 

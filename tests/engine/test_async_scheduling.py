@@ -1,4 +1,4 @@
-"""Async scheduling gives the tokens of the plain loop, whatever the requests ask for."""
+"""Async scheduling gives the same tokens as synchronous scheduling, with every sampling parameter."""
 
 from __future__ import annotations
 

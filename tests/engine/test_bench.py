@@ -1,4 +1,4 @@
-"""The benchmark's own rules: what it says where something is missing, and how it judges figures."""
+"""The engine benchmark's own rules: what it reports if something is missing, and how it judges figures."""
 
 from __future__ import annotations
 

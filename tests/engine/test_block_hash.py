@@ -1,4 +1,4 @@
-"""Two blocks have one hash only if nothing that their content depends on differs."""
+"""Block hashes are equal only if everything that the content depends on is equal."""
 
 from __future__ import annotations
 

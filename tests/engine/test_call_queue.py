@@ -1,4 +1,4 @@
-"""Calls of many sequences yield slots to others, so no call waits for the end of another's long outputs."""
+"""The call queue: calls of many sequences yield running slots to other calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parent waits for its children for a bounded time, whatever they do."""
+"""Waiting for child processes is bounded in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients who leave at any moment: their work ends, and the log says nothing of it."""
+"""Clients that disconnect at any moment: their work ends, and nothing is logged."""
 
 from __future__ import annotations
 

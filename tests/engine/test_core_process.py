@@ -1,4 +1,4 @@
-"""The core process's handling of messages, without a core: what is wrong with one costs one request at most."""
+"""Messages to the core process: a malformed one fails at most its own request."""
 
 from __future__ import annotations
 

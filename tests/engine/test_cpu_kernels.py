@@ -1,4 +1,4 @@
-"""Our CPU kernels against torch and against float64, and what happens where they cannot be had."""
+"""The CPU kernels against torch and against float64, and the fallback without them."""
 
 from __future__ import annotations
 

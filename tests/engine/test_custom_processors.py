@@ -1,4 +1,4 @@
-"""`--logits-processors`: loading, addressing by extra arguments, and what a faulty one costs."""
+"""Custom logits processors: loading, arguments, and isolation of faulty ones."""
 
 from __future__ import annotations
 

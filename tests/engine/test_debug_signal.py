@@ -1,4 +1,4 @@
-"""SIGUSR1 tells what a server is doing, and does it no harm."""
+"""SIGUSR1 makes a server describe its state without disturbing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deeply nested and odd JSON on every endpoint of a real engine: the client's fault, answered as such."""
+"""Deeply nested and odd JSON is refused as the client's fault on every endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dimensions` of embeddings: for models trained so (Matryoshka), and refused by all others."""
+"""`dimensions` of embeddings: accepted for Matryoshka models, refused for all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every series of an engine's /metrics moves when what it counts happens, on a real server."""
+"""Every series of /metrics changes when what it counts happens, on a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--seed: what engines draw for requests that bring no seed of their own."""
+"""--seed: repeatable sampling for requests without a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine, three clients, two executors: the same tokens, the same calls, the same deaths."""
+"""Clients and executors: the same tokens, utility calls and failures in every combination."""
 
 from __future__ import annotations
 

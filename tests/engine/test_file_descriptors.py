@@ -1,4 +1,4 @@
-"""File descriptors that run out, at the start, under a crowd of connections and later: no process ends for it."""
+"""Exhausted file descriptors, at the start and later, end no process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that compiles grammars: what it gives, and what becomes of it and its grammars when something ends."""
+"""The grammar process: its results, and what happens when it or its client ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fault in one request's grammar costs that request only."""
+"""A fault in one request's grammar fails that request only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds on regular expressions, EBNF grammars and structural tags: what repetitions amount to when written out."""
+"""Size bounds of regular expressions, EBNF grammars and structural tags, with repetitions expanded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's greedy output equals transformers' token for token in fp32, however the steps are cut."""
+"""Greedy output equals transformers' token for token in fp32, however the steps are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a client may take for a request: the engine's HTTP protocol on a clock that the test moves."""
+"""Deadlines of the engine's HTTP protocol, on a clock that the test moves."""
 
 from __future__ import annotations
 

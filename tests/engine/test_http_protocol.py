@@ -1,4 +1,4 @@
-"""What may precede a body and follow it, in bytes: the engine's HTTP protocol over real sockets."""
+"""Size limits of the engine's HTTP protocol, over real sockets."""
 
 from __future__ import annotations
 

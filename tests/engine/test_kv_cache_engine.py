@@ -1,4 +1,4 @@
-"""Models with sliding windows through the whole engine: chunked, preempted, on cached prefixes, blocks given back."""
+"""Models with sliding windows through the whole engine: chunked, preempted, and on cached prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that mix kinds of layers: how layers are grouped, what is given back, which prefixes are hits."""
+"""Models that mix kinds of attention layers: grouping, freed blocks and prefix hits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory budget: which KV cache a device gives, which length fits, and what `argosy doctor` says about it."""
+"""KV cache sizing: blocks that fit on a device, the maximum length, and what `argosy doctor` reports."""
 
 from __future__ import annotations
 

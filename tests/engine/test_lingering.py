@@ -1,4 +1,4 @@
-"""A client that is refused while it is still sending reads the answer: over real sockets, whose reset would take it."""
+"""A refused client that is still sending can read the refusal: over real sockets, where a reset would discard it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole sampling pipeline against plain references, and rows that come, go and mix."""
+"""The sampling pipeline against plain references, with rows that join, leave and mix."""
 
 from __future__ import annotations
 

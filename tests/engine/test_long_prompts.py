@@ -1,4 +1,4 @@
-"""Prompts of megabytes: they cost their sender, not everybody else."""
+"""Prompts of megabytes delay no other request."""
 
 from __future__ import annotations
 

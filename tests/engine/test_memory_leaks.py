@@ -1,4 +1,4 @@
-"""No table of the engine grows with the requests it has served, from the routes to the worker."""
+"""No table of the engine grows with the number of requests served."""
 
 from __future__ import annotations
 

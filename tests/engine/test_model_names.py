@@ -1,4 +1,4 @@
-"""Which model names an engine answers to, and by which it answers."""
+"""Model names that an engine answers to, and the name in its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading: what is refused and how it is said, checkpoints in other people's layouts, memory, progress."""
+"""Loading checkpoints: refusals and their messages, other layouts, memory and progress."""
 
 from __future__ import annotations
 

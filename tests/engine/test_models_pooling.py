@@ -1,4 +1,4 @@
-"""Embeddings: vectors of prompts equal those made of transformers' hidden states, however the steps are cut."""
+"""Embeddings equal those made of transformers' hidden states, however the steps are cut."""
 
 from __future__ import annotations
 

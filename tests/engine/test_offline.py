@@ -1,4 +1,4 @@
-"""`LLM`: prompts and parameters as lists."""
+"""`LLM` with lists of prompts and parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the core's tokens to what a reader gets: collectors, choices of one prompt, resumed runs, log probabilities."""
+"""The output processor: collectors, several choices, resumed requests and log probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine whose port is taken says so before it loads the model."""
+"""An engine whose port is in use reports it before it loads the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where prompts are made: apart by size, in bounded queues, and not for clients who left."""
+"""The render pool: separate bounded queues by prompt size, without work for clients that left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that nothing moves are failed; those that wait for a good reason are not. Time is the test's."""
+"""The watchdog fails requests without progress, unless they wait for a good reason. The clock is the test's."""
 
 from __future__ import annotations
 

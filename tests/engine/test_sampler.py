@@ -1,4 +1,4 @@
-"""The sampler: distributions, cuts, and rows that do not know their neighbours."""
+"""The sampler: distributions, top-k and top-p, and independence of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine falls asleep only when nobody waits, and what is left of those who left does not disturb it."""
+"""An engine sleeps only without unfinished requests, and aborted ones leave nothing behind."""
 
 from __future__ import annotations
 

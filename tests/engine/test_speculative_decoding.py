@@ -1,4 +1,4 @@
-"""Drafts change the number of steps and nothing else: verified by drawing, under every sampling parameter."""
+"""Speculative decoding: drafts change the number of steps and nothing else, under every sampling parameter."""
 
 from __future__ import annotations
 

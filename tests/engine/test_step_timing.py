@@ -1,4 +1,4 @@
-"""The rates that routers choose by are those at which the engine computes."""
+"""The rates that the engine reports to routers are those at which it computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a request in the core: minimum lengths, repetitions, and requests that continue an earlier run."""
+"""Stop conditions in the core: minimum lengths, repetitions, and requests that resume an earlier run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured outputs below the engine: what is accepted, how it is compiled, and how a grammar follows an output."""
+"""Structured outputs below the engine: validation, compilation, and following a grammar."""
 
 from __future__ import annotations
 

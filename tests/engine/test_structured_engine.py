@@ -1,4 +1,4 @@
-"""Structured outputs through the engine: whatever the tiny model has to say, it says it in the shape asked for."""
+"""Structured outputs through the engine: the tiny model's output always has the requested form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of grammars that do not come back: how many may be stuck at once, and what becomes of whom beyond that."""
+"""Grammar steps that do not return: how many may be stuck, and what happens to requests beyond that."""
 
 from __future__ import annotations
 

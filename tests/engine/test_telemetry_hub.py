@@ -1,4 +1,4 @@
-"""What the API process tells routers, without an engine behind it."""
+"""The telemetry that the API process sends to routers, without an engine behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants take turns: one that queues much delays itself."""
+"""The tenant queue: tenants take turns, so one that queues much delays only itself."""
 
 from __future__ import annotations
 

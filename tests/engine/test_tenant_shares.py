@@ -1,4 +1,4 @@
-"""Grammars are shared out by the tenant that a router names, not by anything that a client can choose."""
+"""Grammar compilation is shared by the tenant that a router names, which no client can choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: the tokens that a generation would be given."""
+"""/tokenize and /detokenize give the tokens that a generation would get."""
 
 from __future__ import annotations
 

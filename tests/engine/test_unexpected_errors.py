@@ -1,4 +1,4 @@
-"""What nobody expected: a plain 500 for the client, a traceback for the operator."""
+"""Unexpected exceptions: a plain 500 for the client, one traceback in the log, no prompt in either."""
 
 from __future__ import annotations
 

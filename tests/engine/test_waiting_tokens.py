@@ -1,4 +1,4 @@
-"""What a replica reports as queued work: tokens that will be computed, not those that its cache already holds."""
+"""Queued work that a replica reports: tokens to compute, without those that its cache holds."""
 
 from __future__ import annotations
 

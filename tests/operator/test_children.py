@@ -1,4 +1,4 @@
-"""Tables for the pure desired state: what each field of the spec does to the objects."""
+"""Desired children as tables: what each field of the spec changes in the objects."""
 
 from __future__ import annotations
 

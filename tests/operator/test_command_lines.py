@@ -1,4 +1,4 @@
-"""The command lines that operator and chart write are understood by the engine and the router of this tree."""
+"""Command lines written by operator and chart are accepted by the engine and the router of this tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one reconcile decides to do about one observation."""
+"""The actions that one reconcile derives from one observation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a live object differs from the wanted manifest."""
+"""Differences between a live object and the wanted manifest."""
 
 from __future__ import annotations
 

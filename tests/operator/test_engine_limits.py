@@ -1,4 +1,4 @@
-"""What the custom resource accepts, the engine accepts: the bounds are the engine's own."""
+"""The custom resource's bounds are the engine's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events: which changes are worth one, equal ones are counted, their rate is bounded, and none fails a reconcile."""
+"""Events: which changes are reported, counting of equal ones, and the bound of their rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admission of requests that only some replicas can answer: adapters, and aliases that not all replicas have."""
+"""Flow control of requests that only some replicas can answer, because of adapters or aliases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of foreign replicas: which replica gets a request, and what counts as its prefix."""
+"""LoRA adapters of other engines: which replica gets a request, and what counts as its prefix."""
 
 from __future__ import annotations
 

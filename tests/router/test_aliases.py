@@ -1,4 +1,4 @@
-"""Names of a model that only some of its replicas list: who is asked by them, and who never is."""
+"""Model names that only some replicas list: which replicas get requests for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attempts on rare paths: how long each may take, how many there are, and that nothing is lost or sent twice."""
+"""Attempts on rare paths: deadlines, their number, and that no request is lost or sent twice."""
 
 from __future__ import annotations
 

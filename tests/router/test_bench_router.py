@@ -1,4 +1,4 @@
-"""The router benchmarks' own rules: how contenders are warmed up, what they are asked, whom ours is compared with."""
+"""The router benchmarks' own rules: warm-up, load, and the compared routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A canary answers its share of another service's requests, and nothing when it cannot."""
+"""Canaries: their share of another service's requests, and none when they cannot answer."""
 
 from __future__ import annotations
 

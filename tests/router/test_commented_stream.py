@@ -1,4 +1,4 @@
-"""An answer that goes on inside a stream that has begun."""
+"""A response that continues in a stream whose head and comments were already sent."""
 
 from __future__ import annotations
 

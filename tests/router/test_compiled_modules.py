@@ -1,4 +1,4 @@
-"""Which of the router's modules are compiled, and what these must not contain."""
+"""Which modules of the router are compiled, and what they must not contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections on both hops: which one is used again, when one is closed, and that none holds small writes back."""
+"""Connections on both hops: reuse, idle timeouts, and no delay of small writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cooldown: a replica that says that it is full is used after the others until it has room, and is not blamed."""
+"""Cooldown: a replica that reports itself full is avoided until it has capacity, and not ejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGUSR1 tells what a router is doing, and does it no harm."""
+"""SIGUSR1 makes a router describe its state without disturbing it."""
 
 from __future__ import annotations
 

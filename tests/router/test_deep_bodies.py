@@ -1,4 +1,4 @@
-"""Deeply nested JSON in front of the router: refused there, no replica sees it."""
+"""Deeply nested JSON is refused by the router and reaches no replica."""
 
 from __future__ import annotations
 

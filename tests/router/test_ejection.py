@@ -1,4 +1,4 @@
-"""How many replicas may be put aside, by whom, and what holds when most of them are."""
+"""Ejection limits: how many replicas may be ejected, and panic when most of them are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`param` of what the router itself refuses names the field at fault."""
+"""`param` in the router's own refusals names the field at fault."""
 
 from __future__ import annotations
 

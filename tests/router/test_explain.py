@@ -1,4 +1,4 @@
-"""`/explain` and `/decisions`: every choice can be asked about (AIBrix#2334, llm-d#2274)."""
+"""`/explain` and `/decisions` explain every choice (AIBrix#2334, llm-d#2274)."""
 
 from __future__ import annotations
 

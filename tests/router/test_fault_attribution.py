@@ -1,4 +1,4 @@
-"""Whose fault an error is: the request's if two replicas fail it alike, the replica's if another one can answer it."""
+"""Fault attribution: the request is at fault if two replicas fail it alike, the replica if another one answers it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots replaced under traffic, and what operators are told."""
+"""Fleet snapshots replaced under traffic, and the report for operators."""
 
 from __future__ import annotations
 

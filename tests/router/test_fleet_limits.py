@@ -1,4 +1,4 @@
-"""Limits of keys over several routers: the live ones divide them."""
+"""Rate limits over several routers: the live ones divide them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that are not ours: stock vLLM and SGLang, as their `/metrics` and `/health` show them."""
+"""Replicas of other engines (vLLM, SGLang), seen through `/metrics` and `/health`."""
 
 from __future__ import annotations
 

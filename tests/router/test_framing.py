@@ -1,4 +1,4 @@
-"""What the wire layer accepts as HTTP, and what it refuses."""
+"""HTTP framing: what the router accepts as a request, and what it refuses."""
 
 from __future__ import annotations
 

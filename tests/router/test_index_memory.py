@@ -1,4 +1,4 @@
-"""The prefix indexes' memory: measured, capped, and given to whoever uses it."""
+"""Memory of the prefix indexes: measured, capped, and shared by use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comments that a stream's client hears while its first token is awaited, so that no load balancer cuts it."""
+"""Keep-alive comments while a stream's first token is awaited, so that no load balancer closes it."""
 
 from __future__ import annotations
 

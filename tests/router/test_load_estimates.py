@@ -1,4 +1,4 @@
-"""What estimates of load learn from, when prompts leave the account, and what polling and many replicas cost."""
+"""Load estimates: what they learn from, when prompts leave the account, and the cost of polling many replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scrape shows."""
+"""The router's metrics and access log."""
 
 from __future__ import annotations
 

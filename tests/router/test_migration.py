@@ -1,4 +1,4 @@
-"""Streams whose replica dies: the client gets the stream of an undisturbed run, or hears that it broke off."""
+"""Migration of streams whose replica dies: the client gets the undisturbed stream or an error."""
 
 from __future__ import annotations
 

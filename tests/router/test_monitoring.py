@@ -1,4 +1,4 @@
-"""The dashboard and the rules that the chart installs: up to date, and about metrics a router really shows."""
+"""The chart's dashboard and alert rules: up to date, and about metrics that a router exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written in C does what its Python does: hashing and the index's table, over random inputs."""
+"""The C modules equal their Python counterparts: hashing and the index's table, over random inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin page: its guards, its figures, and the page itself in a browser."""
+"""The admin page: access, figures, and the page in a browser."""
 
 from __future__ import annotations
 

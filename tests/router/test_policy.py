@@ -1,4 +1,4 @@
-"""The policies as tables."""
+"""Routing policies as tables."""
 
 from __future__ import annotations
 

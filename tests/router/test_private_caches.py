@@ -1,4 +1,4 @@
-"""Keys whose prompts nobody else finds cached."""
+"""Keys with a private cache, whose prompts count as cached for nobody else."""
 
 from __future__ import annotations
 

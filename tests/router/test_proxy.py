@@ -1,4 +1,4 @@
-"""A request's way through the router and back."""
+"""Requests through the router and back: bytes, headers, model names, routes."""
 
 from __future__ import annotations
 

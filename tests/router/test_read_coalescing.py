@@ -1,4 +1,4 @@
-"""Events of many fast streams are taken together; those of few or slow ones never wait."""
+"""Read coalescing: events of many fast streams are read together; few or slow streams never wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real engines behind the router: what they say of their caches and their speed brings prompts back to their prefix."""
+"""Real engines behind the router: their telemetry brings prompts back to their cached prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a client's request reaches an engine: ids, headers and fields, for our engines and for foreign ones."""
+"""What of a client's request reaches an engine: ids, headers and fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request takes of its key's limits: reserved before it is sent, settled once by what was computed."""
+"""Reservations of a key's limits: made before a request is sent, settled once by usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that are slow, many, or many and slow, and what the router's memory is after thousands of requests."""
+"""Slow clients, many clients, huge bodies, and memory after thousands of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router accepts as a replica's HTTP response, what it refuses, and that no byte of it reaches a stranger."""
+"""HTTP responses of replicas: what the router accepts and refuses, and that no byte reaches another client."""
 
 from __future__ import annotations
 

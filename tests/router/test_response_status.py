@@ -1,4 +1,4 @@
-"""What a replica's answers say about it: which go elsewhere, which count against it, what the client hears at last."""
+"""Response statuses of replicas: which are retried, which count as failures, and what the client gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a failed or a stalled attempt, as a table."""
+"""The decision after a failed or stalled attempt, as a table."""
 
 from __future__ import annotations
 

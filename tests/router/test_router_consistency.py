@@ -1,4 +1,4 @@
-"""Several routers over the same engines: they agree without talking, and one that restarts knows what the others do."""
+"""Several routers over the same engines choose alike, and a restarted one learns what the others know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may read which figures, and that reading them holds up nobody."""
+"""Scrapes of /metrics: who may read which series, and that rendering blocks no requests."""
 
 from __future__ import annotations
 

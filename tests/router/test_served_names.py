@@ -1,4 +1,4 @@
-"""Names of a model that only the fleet document holds: engines are told by a header what clients asked for."""
+"""Model names that only the fleet document has: engines learn from a header which name clients used."""
 
 from __future__ import annotations
 

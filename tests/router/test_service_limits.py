@@ -1,4 +1,4 @@
-"""A service's own times are what binds its requests, be they shorter or longer than the router's."""
+"""A service's own timeouts replace the router's, shorter or longer."""
 
 from __future__ import annotations
 

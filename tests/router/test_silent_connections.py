@@ -1,4 +1,4 @@
-"""Connections without a complete request head: they keep nobody else out, on either port, with TLS or without."""
+"""Connections without a complete request head keep nobody else out, on either port, with TLS or without."""
 
 from __future__ import annotations
 

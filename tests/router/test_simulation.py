@@ -1,4 +1,4 @@
-"""Traces and their replay: the simulator runs production's own choosing, and policies differ as they should."""
+"""Traces and their replay: the simulator uses the router's own policies, and they differ as expected."""
 
 from __future__ import annotations
 

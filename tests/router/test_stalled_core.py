@@ -1,4 +1,4 @@
-"""A core that stops while its HTTP server goes on (SIGSTOP, a hung kernel): its requests move to another replica."""
+"""A stalled core behind a live HTTP server (SIGSTOP, a hung kernel): its requests move to another replica."""
 
 from __future__ import annotations
 

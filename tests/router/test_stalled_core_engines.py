@@ -1,4 +1,4 @@
-"""The core of a real engine is stopped under open streams; its HTTP server goes on. Each stream moves and is whole."""
+"""The core of a real engine is stopped under open streams: each stream moves and arrives whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The telemetry client against engines of this and neighbouring versions, and what routing makes of it."""
+"""The telemetry client against engines of this and neighbouring versions, and its effect on routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS with clients and with replicas, on certificates made here."""
+"""TLS with clients and with replicas, on certificates that the tests issue."""
 
 from __future__ import annotations
 

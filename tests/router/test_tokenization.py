@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize through the router: any replica of the model answers, and nothing is thought cached."""
+"""/tokenize and /detokenize through the router: any replica of the model answers, and nothing is inserted as cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans, seen by a collector."""
+"""OpenTelemetry spans, as a collector receives them."""
 
 from __future__ import annotations
 

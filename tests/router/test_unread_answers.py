@@ -1,4 +1,4 @@
-"""Clients that send requests and do not read the answers: they cost bounded memory, and keep nobody else out."""
+"""Clients that send requests without reading the answers use bounded memory and keep nobody else out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies on their way in: who may send one, and what they may take of the router's memory."""
+"""Request bodies being received: who may send one, and the memory that they may use."""
 
 from __future__ import annotations
 

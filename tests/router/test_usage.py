@@ -1,4 +1,4 @@
-"""Who used how much: sums, files, and that each request is entered once."""
+"""Usage accounting: sums, files, and each request entered once."""
 
 from __future__ import annotations
 
