@@ -42,8 +42,8 @@ from argosy_router.observability.access_log import AccessLog
 from argosy_router.observability.line_writer import LineWriter
 from argosy_router.observability.trace_capture import TraceCapture
 from argosy_router.observability.usage_ledger import UsageLedger
+from argosy_router.proxy.accounting.rate_limit_charges import RateLimitCharges
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
-from argosy_router.proxy.accounting.reservations import Reservations
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.downstream.commented_stream import CommentSchedule
@@ -97,12 +97,12 @@ class Router:
         )
         self._ledger = UsageLedger(config.usage_log, socket.gethostname())
         self.flow_control = FlowController(self.fleet, self.wheel, config.flow_control)
-        reservations = Reservations()
+        charges = RateLimitCharges()
         self.metrics.add(
             self._access_log.series(),
             *self._ledger.series(),
             *self.flow_control.series(),
-            *reservations.series(),
+            *charges.series(),
         )
         self._capture = _trace_capture(config)
         self._tracer = _tracer(config)
@@ -119,7 +119,7 @@ class Router:
         )
         self.requests = RequestHandler(
             self.flow_control,
-            reservations,
+            charges,
             self.dispatcher,
             OutlierDetector(self.fleet, self.metrics),
             RetryBudgets(self.fleet),

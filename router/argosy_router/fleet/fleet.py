@@ -41,7 +41,7 @@ SHARING_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """A result of discovery: the fleet document, and each service's members by service key."""
+    """A result of discovery: the fleet document, and the members of each service by its qualified name."""
 
     document: FleetDocument = field(default_factory=FleetDocument)
     revision: str = ""
@@ -88,11 +88,11 @@ class Fleet:
         """Make the fleet equal to `snapshot`."""
         document = snapshot.document
         wanted = {spec.qualified_name: spec for spec in document.services}
-        for key in [key for key in self.services if key not in wanted]:
-            self._remove_service(key)
-        for key, spec in wanted.items():
+        for name in [name for name in self.services if name not in wanted]:
+            self._remove_service(name)
+        for name, spec in wanted.items():
             service = self._keep_service(spec)
-            self._apply_members(service, snapshot.members.get(key, ()))
+            self._apply_members(service, snapshot.members.get(name, ()))
         self._share_index_memory()
         self.names = resolve_names(document)
         self._by_name = {name: self.services[spec.qualified_name] for name, spec in self.names.names.items()}
@@ -196,28 +196,28 @@ class Fleet:
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
-        for key in list(self.services):
-            self._remove_service(key)
+        for name in list(self.services):
+            self._remove_service(name)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _keep_service(self, spec: FleetService) -> Service:
         service = self.services.get(spec.qualified_name)
-        key = self._engine_key(spec)
+        bearer_key = self._bearer_key(spec)
         if service is not None and (service.spec.uid, service.spec.engine_name, service.bearer_key) != (
             spec.uid,
             spec.engine_name,
-            key,
+            bearer_key,
         ):
             self._remove_service(
                 spec.qualified_name
             )  # another model or key behind the same name: nothing known still holds
             service = None
         if service is None:
-            service = self.services[spec.qualified_name] = Service(spec, key, 0)
+            service = self.services[spec.qualified_name] = Service(spec, bearer_key, 0)
         service.rename(spec)
         return service
 
-    def _engine_key(self, spec: FleetService) -> str:
+    def _bearer_key(self, spec: FleetService) -> str:
         if spec.internal_key or not self._fleet_key:
             return spec.internal_key
         return internal_key(self._fleet_key, spec.uid)
@@ -269,8 +269,8 @@ class Fleet:
         replica.prefixes.close()
         replica.pool.close()
 
-    def _remove_service(self, key: str) -> None:
-        service = self.services.pop(key)
+    def _remove_service(self, name: str) -> None:
+        service = self.services.pop(name)
         for replica in list(service.replicas.values()):
             self._remove_replica(service, replica)
 

@@ -16,8 +16,8 @@ from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.interfaces import Client
 from argosy_router.proxy.accounting.outcome import RequestOutcome
+from argosy_router.proxy.accounting.rate_limit_charges import RateLimitCharges
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
-from argosy_router.proxy.accounting.reservations import Reservations
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.downstream.answer import Answer
 from argosy_router.proxy.downstream.commented_stream import CommentSchedule
@@ -36,7 +36,7 @@ class RequestHandler:
     def __init__(
         self,
         flow_control: FlowController,
-        reservations: Reservations,
+        charges: RateLimitCharges,
         dispatcher: Dispatcher,
         outliers: OutlierDetector,
         retry_budgets: RetryBudgets,
@@ -46,7 +46,7 @@ class RequestHandler:
         comments: CommentSchedule,
     ) -> None:
         self._flow_control = flow_control
-        self._reservations = reservations
+        self._charges = charges
         self._dispatcher = dispatcher
         self._outliers = outliers
         self._retry_budgets = retry_budgets
@@ -85,7 +85,7 @@ class RequestHandler:
         self.inflight += 1
         client.attach(exchange)
         try:
-            self._reservations.reserve(outcome)
+            self._charges.reserve(outcome)
         except RateLimited as limited:
             exchange.refuse(limited)
             return
@@ -113,7 +113,7 @@ class RequestHandler:
     def _on_end(self, outcome: RequestOutcome) -> None:
         now = self.now()
         self._accounting.close(outcome, now - outcome.started)
-        self._reservations.settle(outcome, now)
+        self._charges.settle(outcome, now)
         if outcome.attempts:
             self._flow_control.ended(outcome.call.service, now, outcome.call.estimate.sequences)
         self.inflight -= 1

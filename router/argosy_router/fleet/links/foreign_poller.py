@@ -36,7 +36,7 @@ class ForeignPoller:
     def __init__(
         self,
         replica: Replica,
-        key: str,
+        bearer_key: str,
         on_change: Callable[[], None],
         on_silent: Callable[[bool], None],
         rng: random.Random,
@@ -44,7 +44,7 @@ class ForeignPoller:
         """`on_silent(False)` is called while polls are not answered, and moves requests whose response has not begun.
         Streams keep their own deadline, because no other replica can continue them."""
         self._replica = replica
-        self._fetcher = Fetcher(replica.pool, key)
+        self._fetcher = Fetcher(replica.pool, bearer_key)
         self._on_change = on_change
         self._on_silent = on_silent
         self._rng = rng

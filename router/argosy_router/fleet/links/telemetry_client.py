@@ -73,7 +73,7 @@ class TelemetryClient:
         self,
         replica: Replica,
         model: str,
-        key: str,
+        bearer_key: str,
         on_change: Callable[[], None],
         on_silent: Callable[[bool], None],
         may_eject: Callable[[], bool],
@@ -87,12 +87,12 @@ class TelemetryClient:
         """
         self._replica = replica
         self._model = model
-        self._key = key
+        self._bearer_key = bearer_key
         self._on_change = on_change
         self._on_silent = on_silent
         self._may_eject = may_eject
         self._rng = rng
-        self._foreign = ForeignPoller(replica, key, on_change, on_silent, rng)
+        self._foreign = ForeignPoller(replica, bearer_key, on_change, on_silent, rng)
         self.skipped_frames = 0
 
     async def run(self) -> None:
@@ -150,7 +150,7 @@ class TelemetryClient:
         connection = await self._replica.pool.connect()
         stream = _Stream(self._apply)
         try:
-            head = request_head(self._replica.pool, TELEMETRY_PATH, self._key)
+            head = request_head(self._replica.pool, TELEMETRY_PATH, self._bearer_key)
             connection.send(stream, head, HEAD_TIMEOUT_S, STALE_AFTER_S)
             stream.connection = connection
             await stream.ended

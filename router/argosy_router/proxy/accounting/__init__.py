@@ -4,5 +4,5 @@ Must not know: exchanges, connections, how a replica is chosen.
 
 outcome             the record of one request that all accounting reads
 request_accounting  metrics, access log, usage and traces
-reservations        tokens reserved of a key's rate limits, and their settlement
+rate_limit_charges  tokens reserved of a key's rate limits, and their settlement
 """

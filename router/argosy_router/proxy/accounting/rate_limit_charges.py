@@ -13,7 +13,7 @@ from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 from argosy_router.ratelimit.key_limits import RateLimited
 
 
-class Reservations:
+class RateLimitCharges:
     """Reserves and settles tokens for the keys of one router."""
 
     def __init__(self) -> None:
