@@ -149,6 +149,7 @@ class Router:
         )
         self._listener: asyncio.Server | TlsListener | None = None
         self.admin: AdminServer | None = None
+        """The admin server; None before it listens, or without an admin port."""
         self._tasks: list[asyncio.Task[None]] = []
         self.stopping = asyncio.Event()
         """Set this to drain and stop."""

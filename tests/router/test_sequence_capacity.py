@@ -1,4 +1,4 @@
-"""Flow control counts sequences: a call of many choices, prompts or beams takes as many seats, and frees them again."""
+"""Flow control counts sequences: a call of many choices, prompts or beams takes as much capacity, and frees it."""
 
 from __future__ import annotations
 
