@@ -1,58 +1,90 @@
-"""A replica's health: ejection, its back-off, and how many replicas may be ejected."""
+"""A replica's health by the events that links and attempts report."""
 
 from __future__ import annotations
 
 import pytest
 
-from argosy_router.fleet.health.ejection_limits import may_eject
-from argosy_router.fleet.health.replica_health import (
-    BASE_EJECTION_S,
-    CONSECUTIVE_FAILURES,
-    MAX_EJECTION_S,
-    ReplicaHealth,
-)
+from argosy_router.fleet.health.core_stall import MIN_STALL_S, STALL_STEPS, SUSPECT_STEP_AGE_S
+from argosy_router.fleet.health.replica_health import CONSECUTIVE_FAILURES, ReplicaHealth
 
 
-def test_ejection_backs_off_and_a_probe_decides() -> None:
+def test_the_first_silence_makes_suspect_and_the_next_ones_are_failures() -> None:
     health = ReplicaHealth()
+    assert health.silent(0.0, may_eject=True)
+    assert health.is_suspect
+    assert not health.is_healthy
+    assert health.condition(0.0) == "suspect"
     for _ in range(CONSECUTIVE_FAILURES - 1):
-        assert not health.failed(0.0, may_eject=True)
-    assert health.failed(0.0, may_eject=True)
-    assert not health.admits(0.5)
-    now, pauses = 0.0, []
-    for _ in range(7):
-        pause = 0.0
-        while not health.admits(now + pause):
-            pause += 0.5
-        now += pause
-        pauses.append(pause)
-        health.dispatched(now)
-        assert not health.admits(now), "one probe at a time"
-        assert health.failed(now, may_eject=True)
-    assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    assert pauses[0] == BASE_EJECTION_S
-    assert pauses[-1] == MAX_EJECTION_S
-    now += 30
-    health.dispatched(now)
-    health.abandoned()
-    assert health.admits(now), "a probe that tells nothing is released"
-    assert health.succeeded()
+        assert not health.silent(0.0, may_eject=True)
+    assert health.silent(0.0, may_eject=True)
+    assert health.condition(0.0) == "ejected"
+
+
+def test_silence_ejects_only_what_may_be_ejected() -> None:
+    health = ReplicaHealth()
+    assert [health.silent(0.0, may_eject=False) for _ in range(10)] == [True] + 9 * [False]
     assert not health.is_ejected
 
 
-def test_one_refused_connection_ejects() -> None:
+def test_a_sign_of_life_ends_a_suspicion_but_no_ejection() -> None:
     health = ReplicaHealth()
-    assert health.failed(0.0, may_eject=True, refused=True)
+    assert not health.reachable(), "it was not suspect"
+    health.silent(0.0, may_eject=True)
+    health.failed(0.0, may_eject=True, refused=True)
+    assert health.reachable()
+    assert not health.is_suspect
     assert health.is_ejected
 
 
+def test_a_complete_snapshot_ends_both() -> None:
+    health = ReplicaHealth()
+    assert not health.synced()
+    health.silent(0.0, may_eject=True)
+    assert health.synced()
+    health.failed(0.0, may_eject=True, refused=True)
+    assert health.synced()
+    assert health.is_healthy
+
+
 @pytest.mark.parametrize(
-    ("replicas", "ejected", "allowed"),
-    [(1, 0, False), (2, 0, True), (2, 1, False), (3, 1, False), (4, 1, True)],
+    ("age_s", "longest_step_s", "has_work", "is_suspect"),
+    [
+        (0.0, 0.01, True, False),
+        (MIN_STALL_S, 0.01, True, False),
+        (MIN_STALL_S + 0.1, 0.01, True, True),
+        (MIN_STALL_S + 0.1, 0.01, False, False),
+        (MIN_STALL_S + 0.1, 2 * MIN_STALL_S / STALL_STEPS, True, False),
+        (SUSPECT_STEP_AGE_S, 0.0, True, False),
+        (SUSPECT_STEP_AGE_S + 0.1, 0.0, False, True),
+    ],
 )
-def test_at_most_half_and_never_the_last(replicas: int, ejected: int, allowed: bool) -> None:
-    fleet = [ReplicaHealth() for _ in range(replicas)]
-    for health in fleet[:ejected]:
-        health.failed(0.0, may_eject=True, refused=True)
-    assert may_eject(fleet) is allowed
-    assert fleet[-1].failed(0.0, refused=True, may_eject=may_eject(fleet)) is allowed
+def test_a_silent_core_makes_suspect(
+    age_s: float, longest_step_s: float, has_work: bool, is_suspect: bool
+) -> None:
+    health = ReplicaHealth()
+    assert health.heartbeat(age_s, longest_step_s, has_work=has_work) is is_suspect
+    assert health.is_suspect is is_suspect
+    assert not health.heartbeat(age_s, longest_step_s, has_work=has_work), "nothing has changed"
+    assert health.heartbeat(0.0, longest_step_s, has_work=has_work) is is_suspect, "the core has stepped"
+    assert not health.is_suspect
+
+
+def test_a_lost_stream_tells_nothing_about_the_core() -> None:
+    health = ReplicaHealth()
+    health.heartbeat(100.0, 0.01, has_work=True)
+    assert health.is_core_overdue
+    health.telemetry_lost()
+    assert not health.is_core_overdue
+    assert health.is_suspect, "until the replica shows a sign of life"
+
+
+def test_polls_decide_whether_a_foreign_replica_answers() -> None:
+    health = ReplicaHealth()
+    assert not health.polled(is_answering=False)
+    health.failed(0.0, may_eject=True, refused=True)
+    assert health.polled(is_answering=True)
+    assert health.is_answering
+    assert not health.is_ejected
+    assert not health.polled(is_answering=True)
+    assert health.polled(is_answering=False)
+    assert not health.is_answering

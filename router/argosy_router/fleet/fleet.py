@@ -208,9 +208,8 @@ class Fleet:
             spec.engine_name,
             bearer_key,
         ):
-            self._remove_service(
-                spec.qualified_name
-            )  # another model or key behind the same name: nothing known still holds
+            # Another model or key behind the same name: nothing that is known of the engines holds any more.
+            self._remove_service(spec.qualified_name)
             service = None
         if service is None:
             service = self.services[spec.qualified_name] = Service(spec, bearer_key, 0)

@@ -130,7 +130,7 @@ class ReplicaHealth:
         """Note that the telemetry stream ended: nothing is known about the core's last step."""
         self.core_step_age_s = 0.0
 
-    def polled(self, is_answering: bool) -> bool:
+    def polled(self, *, is_answering: bool) -> bool:
         """Note the outcome of polls of a foreign replica. Returns whether it differs from the one before."""
         if is_answering == self.is_answering:
             return False
