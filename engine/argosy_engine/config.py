@@ -27,7 +27,12 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 Parallelism = Annotated[
-    int, Meta(ge=1, le=1024, description="for vLLM's command lines; an engine runs on one device, so only 1")
+    int,
+    Meta(
+        ge=1,
+        le=1024,
+        description="accepted for compatibility with vLLM; only 1, because an engine runs on one device",
+    ),
 ]
 
 
@@ -54,17 +59,17 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ]
     served_model_name: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
-        Meta(max_length=64, description="names clients may use; the first is the canonical one"),
+        Meta(max_length=64, description="names that clients may use; the first is the canonical one"),
     ] = ()
-    device: Annotated[Device, Meta(description="auto: cuda when there is one, else cpu")] = "auto"
+    device: Annotated[Device, Meta(description="auto: cuda if there is a GPU, else cpu")] = "auto"
     dtype: Annotated[
         DType, Meta(description="auto: the checkpoint's; on a CPU without bf16 instructions float32")
     ] = "auto"
     hf_overrides: Annotated[
         HfOverrides | None,
         Meta(
-            description="JSON object over the model's config.json; is_matryoshka and matryoshka_dimensions, which say "
-            "which `dimensions` embeddings may have"
+            description="JSON object that overrides fields of config.json: is_matryoshka and matryoshka_dimensions, "
+            "the `dimensions` that embeddings may have"
         ),
         Flag(is_json=True),
     ] = None
@@ -80,7 +85,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Flag(is_size=True),
     ] = None
     block_size: Annotated[BlockSize, Meta(description="tokens per KV block")] = 16
-    max_num_seqs: Annotated[MaxNumSeqs, Meta(description="requests running at once")] = 256
+    max_num_seqs: Annotated[MaxNumSeqs, Meta(description="maximum number of running requests")] = 256
     max_num_batched_tokens: Annotated[
         MaxNumBatchedTokens, Meta(description="token budget of one step"), Flag(is_size=True)
     ] = 2048
@@ -90,7 +95,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     max_num_mixed_prefill_tokens: Annotated[
         Annotated[int, Meta(ge=16, le=1 << 20)] | None,
         Meta(
-            description="most prompt tokens of a step that also decodes; fewer of them reduce inter-token latency; "
+            description="maximum prompt tokens of a step that also decodes; lower values reduce inter-token latency; "
             "default: 256 on a cpu, else no limit"
         ),
     ] = None
@@ -100,17 +105,21 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ] = "fcfs"
     async_scheduling: Annotated[
         bool | None,
-        Meta(
-            description="launch a step before the last one's tokens are known; default: where it saves time"
-        ),
+        Meta(description="launch a step before the last one's tokens are known; default: if it saves time"),
     ] = None
     max_num_queued_reqs: Annotated[
         int,
-        Meta(ge=1, le=1 << 20, description="requests waiting or running; beyond that clients get a 503"),
+        Meta(
+            ge=1,
+            le=1 << 20,
+            description="maximum number of waiting and running requests; further ones get a 503",
+        ),
     ] = 8192
     max_num_queued_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 40)] | None,
-        Meta(description="prompt tokens of requests without a first token; beyond that clients get a 503"),
+        Meta(
+            description="maximum prompt tokens of requests without a first token; further requests get a 503"
+        ),
     ] = None
     watermark: Annotated[
         float,
@@ -136,7 +145,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ] = None
     enforce_eager: Annotated[
         bool,
-        Meta(description="for vLLM's command lines; no effect, because there are no CUDA graphs to turn off"),
+        Meta(description="accepted for compatibility with vLLM; no effect, because there are no CUDA graphs"),
     ] = False
     distributed_executor_backend: Annotated[
         Literal["uni", "mp"],
@@ -148,13 +157,11 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ] = "auto"
     logits_processors: Annotated[
         tuple[Annotated[str, Meta(min_length=3, max_length=512)], ...],
-        Meta(max_length=16, description="LogitsProcessor classes of your own, as MODULE:CLASS"),
+        Meta(max_length=16, description="custom LogitsProcessor classes, as MODULE:CLASS"),
     ] = ()
     max_logprobs: Annotated[
         int,
-        Meta(
-            ge=-1, le=1 << 20, description="most `logprobs` a request may ask for; -1: the whole vocabulary"
-        ),
+        Meta(ge=-1, le=1 << 20, description="maximum `logprobs` of a request; -1: the whole vocabulary"),
     ] = 20
     logprobs_mode: Annotated[
         LogprobsMode,
@@ -174,7 +181,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     """Longer than any step or grammar compilation takes, so only requests that are stuck reach it."""
     structured_outputs_cache_bytes: Annotated[
         int,
-        Meta(ge=0, le=1 << 40, description="compiled grammars kept for later requests"),
+        Meta(ge=0, le=1 << 40, description="size of the cache of compiled grammars"),
         Flag(is_size=True),
     ] = 256 << 20
     threads: Annotated[
@@ -184,8 +191,8 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None,
         Meta(
-            description="seed of requests without a seed of their own; repeatable if the same requests arrive in the "
-            "same order; default: random"
+            description="seed for requests without `seed`; repeatable only if the requests arrive in the same order; "
+            "default: random"
         ),
     ] = None
 
