@@ -188,7 +188,7 @@ class Router:
     def describe(self) -> str:
         """Describe for people what the router is doing: the requests of its clients, oldest first."""
         now = self.requests.now()
-        attached = [connection.exchange for connection in self.server.connections]
+        attached = [connection.listener for connection in self.server.connections]
         exchanges = [each.exchange if isinstance(each, QueuedCall) else each for each in attached]
         requests = [each for each in exchanges if isinstance(each, Exchange)]
         requests.sort(key=lambda request: request.outcome.started)

@@ -311,15 +311,15 @@ async def test_a_client_that_cannot_keep_up_holds_both_back() -> None:
     async with hedged(*both) as r:
         task = await asking(r)
         await r.until(lambda: sent(r) == 2)
-        (connection,) = (c for c in r.router.server.connections if c.exchange is not None)
-        assert connection.exchange is not None
-        connection.exchange.on_client_paused()
+        (connection,) = (c for c in r.router.server.connections if c.listener is not None)
+        assert connection.listener is not None
+        connection.listener.on_client_paused()
         for slow in both:
             slow.go_on.set()
         assert is_whole(await r.chat("other", stream=True))
         assert not task.done()
         assert [r.replica(number).load.inflight for number in range(2)] == [1, 1]
-        connection.exchange.on_client_resumed()
+        connection.listener.on_client_resumed()
         assert is_whole(await task)
         assert is_settled(r)
 

@@ -175,12 +175,12 @@ async def test_a_client_that_cannot_keep_up_gets_no_hedge() -> None:
     slow = Slow()
     async with hedged(slow, answer_normally) as r:
         task = await asking(r)
-        (connection,) = (c for c in r.router.server.connections if c.exchange is not None)
-        assert connection.exchange is not None
-        connection.exchange.on_client_paused()
+        (connection,) = (c for c in r.router.server.connections if c.listener is not None)
+        assert connection.listener is not None
+        connection.listener.on_client_paused()
         await overdue(r)
         assert sent(r) == 1
-        connection.exchange.on_client_resumed()
+        connection.listener.on_client_resumed()
         slow.go_on.set()
         assert is_whole(await task)
 

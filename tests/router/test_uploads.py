@@ -113,7 +113,7 @@ async def test_a_begun_stream_keeps_one_copy_of_its_body() -> None:
         writer.write(request(body_of(size, stream=True)))
         await reader.readuntil(b"data:")
         (connection,) = r.router.server.connections
-        exchange = connection.exchange
+        exchange = connection.listener
         assert isinstance(exchange, Exchange)
         parts = [
             part

@@ -75,7 +75,8 @@ class ServerConnection(asyncio.Protocol):
         self._stall = Deadline(state.wheel, self._on_stall)
         """Deadline for the client to read from a full write buffer."""
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
-        self.exchange: ClientListener | None = None
+        self.listener: ClientListener | None = None
+        """What answers the current request, if that takes time."""
         self.request: Request | None = None
         """The request being answered."""
         self._held = bytearray()
@@ -134,7 +135,7 @@ class ServerConnection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         # A half-closed connection counts as gone: it looks the same as one whose client has died.
-        if self.exchange is not None:
+        if self.listener is not None:
             self._lose_client()
             self.transport.abort()
 
@@ -154,14 +155,14 @@ class ServerConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._is_write_paused = True
         self._stall.set(self._limits.write_stall_s)
-        if self.exchange is not None:
-            self.exchange.on_client_paused()
+        if self.listener is not None:
+            self.listener.on_client_paused()
 
     def resume_writing(self) -> None:
         self._is_write_paused = False
         self._stall.clear()
-        if self.exchange is not None:
-            self.exchange.on_client_resumed()
+        if self.listener is not None:
+            self.listener.on_client_resumed()
         self._resume_reading()
 
     # connection limit
@@ -376,9 +377,9 @@ class ServerConnection(asyncio.Protocol):
         self.transport.close()
 
     def _lose_client(self) -> None:
-        exchange, self.exchange = self.exchange, None
-        if exchange is not None:
-            exchange.on_client_lost()
+        listener, self.listener = self.listener, None
+        if listener is not None:
+            listener.on_client_lost()
 
     # responses
 
@@ -392,11 +393,11 @@ class ServerConnection(asyncio.Protocol):
         """Pipelined bytes that wait for the current response."""
         return len(self._held)
 
-    def attach(self, exchange: ClientListener) -> None:
-        """Let `exchange` answer the current request; until it has, it is told about the client."""
-        self.exchange = exchange
+    def attach(self, listener: ClientListener) -> None:
+        """Let `listener` answer the current request; until then it receives the client's events."""
+        self.listener = listener
         if self._is_write_paused:
-            exchange.on_client_paused()
+            listener.on_client_paused()
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """Write a whole response. `headers` are rendered lines without length, connection and the empty line."""
@@ -442,12 +443,12 @@ class ServerConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Abort the connection: the only way left to signal that a started response is incomplete."""
-        self.exchange = None
+        self.listener = None
         self._is_closing = True
         self.transport.abort()
 
     def cut(self) -> None:
-        """Abort the connection and its exchange, as if the client had disconnected."""
+        """Abort the connection and the answer, as if the client had disconnected."""
         self.transport.abort()
         self._lose_client()
 
@@ -474,7 +475,7 @@ class ServerConnection(asyncio.Protocol):
     def _done(self) -> None:
         keeps_alive = self._keeps_alive()
         request, self.request = self.request, None
-        self.exchange = None
+        self.listener = None
         if self._is_closing:
             return
         assert request is not None

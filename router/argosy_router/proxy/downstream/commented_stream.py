@@ -35,8 +35,8 @@ class CommentedStream:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def attach(self, exchange: ClientListener) -> None:
-        self._client.attach(exchange)
+    def attach(self, listener: ClientListener) -> None:
+        self._client.attach(listener)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """Send a whole answer as one event: it is an error, or the answer of an engine that did not stream."""

@@ -29,8 +29,8 @@ class RenamingClient:
     def _renamed(self, data: bytes) -> bytes:
         return self._field.sub(lambda found: found[1] + self._value, data)
 
-    def attach(self, exchange: ClientListener) -> None:
-        self._client.attach(exchange)
+    def attach(self, listener: ClientListener) -> None:
+        self._client.attach(listener)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         self._client.respond(status, headers, self._renamed(body))

@@ -29,7 +29,7 @@ class PlaygroundClient:
     def __init__(self) -> None:
         self.head: asyncio.Future[tuple[int, Headers]] = asyncio.get_running_loop().create_future()
         """Resolves to the answer's status and headers."""
-        self._exchange: ClientListener | None = None
+        self._listener: ClientListener | None = None
         self._pieces: deque[bytes] = deque()
         self._held_bytes = 0
         self._is_paused = False
@@ -39,8 +39,8 @@ class PlaygroundClient:
 
     # called by the exchange
 
-    def attach(self, exchange: ClientListener) -> None:
-        self._exchange = exchange
+    def attach(self, listener: ClientListener) -> None:
+        self._listener = listener
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         self.start(status, headers, body)
@@ -55,12 +55,12 @@ class PlaygroundClient:
         self._pieces.append(data)
         self._held_bytes += len(data)
         self._has_changed.set()
-        if self._held_bytes > MAX_HELD_BYTES and self._exchange is not None and not self._is_paused:
+        if self._held_bytes > MAX_HELD_BYTES and self._listener is not None and not self._is_paused:
             self._is_paused = True
-            self._exchange.on_client_paused()
+            self._listener.on_client_paused()
 
     def finish(self) -> None:
-        self._exchange = None
+        self._listener = None
         self._is_complete = True
         self._has_changed.set()
 
@@ -92,13 +92,13 @@ class PlaygroundClient:
     def _take(self) -> bytes:
         piece = self._pieces.popleft()
         self._held_bytes -= len(piece)
-        if self._is_paused and not self._pieces and self._exchange is not None:
+        if self._is_paused and not self._pieces and self._listener is not None:
             self._is_paused = False
-            self._exchange.on_client_resumed()
+            self._listener.on_client_resumed()
         return piece
 
     def leave(self) -> None:
         """Stop reading; does nothing if the answer is complete."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.on_client_lost()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.on_client_lost()
