@@ -22,7 +22,7 @@ def test_pages_are_up_to_date() -> None:
         assert (REFERENCE / name).read_text("utf-8") == text, "run `make generate`"
 
 
-def test_every_environment_variable_of_the_sources_is_told_and_exists() -> None:
+def test_every_environment_variable_is_documented_and_exists() -> None:
     read = {
         name
         for package in PACKAGES

@@ -42,7 +42,7 @@ def named(text: str) -> set[str]:
     return set(re.findall(r"`(\w+)`", text))
 
 
-def test_every_field_is_told() -> None:
+def test_every_field_is_documented() -> None:
     fields = {field for request in REQUESTS for field in request.__struct_fields__}
     assert fields - named(TEXT) == set()
 
@@ -68,7 +68,7 @@ def test_internal_fields_are_refused() -> None:
             decode_request("completions", f'{{"prompt": "a", "{field}": 1}}'.encode())
 
 
-def test_every_architecture_is_told() -> None:
+def test_every_architecture_is_documented() -> None:
     assert {name for name in named(SERVING) if name.endswith(("ForCausalLM", "LMHeadModel"))} == set(
         architectures()
     )

@@ -49,7 +49,7 @@ def test_a_wait_is_judged_by_the_attack_it_fell_into_and_without_our_own_lag(
     assert [finding.text for finding in found] == expected
 
 
-def test_on_a_busy_machine_clients_may_be_told_to_wait_longer() -> None:
+def test_retry_hints_may_be_longer_on_a_busy_machine() -> None:
     waited = [record((1.0, 4.0)), record((1.0, 8.0))]
     found = canary_findings(waited, [QUIET], no_lag, patience_s=3.0)
     assert [finding.text for finding in found] == ["stream: 7.0 s for the first event"]
@@ -103,7 +103,7 @@ def test_a_short_life_is_not_judged() -> None:
     assert memory_growth(points(1e12, count=40), attacks=14) is None
 
 
-async def test_the_event_loop_s_lag_is_told_for_the_span_it_fell_into() -> None:
+async def test_event_loop_lag_is_reported_for_its_span() -> None:
     lag = LoopLag()
     lag.note(5.0, 2.0)
     lag.note(9.0, 1.0)

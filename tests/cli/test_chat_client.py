@@ -70,6 +70,6 @@ def test_text_and_reasoning_come_as_they_are() -> None:
         (b"", "no answer from"),
     ],
 )
-def test_failures_are_told(answer: bytes, message: str) -> None:
+def test_failures_are_reported(answer: bytes, message: str) -> None:
     with pytest.raises(CommandError, match=message):
         chat(answer)

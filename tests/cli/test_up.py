@@ -6,7 +6,7 @@ from argosy.commands.up import summary
 from argosy.local.control_messages import FleetStatus, RouterStatus, ServiceStatus
 
 
-def test_services_of_one_model_are_told_apart() -> None:
+def test_services_of_one_model_are_listed_separately() -> None:
     router = RouterStatus(url="http://127.0.0.1:8080", is_ready=True)
     services = tuple(
         ServiceStatus(key=key, model="chat", desired=1, revision="r")

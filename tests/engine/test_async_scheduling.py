@@ -99,7 +99,7 @@ def engine() -> Iterator[LLMEngine]:
     made.close()
 
 
-def test_who_leaves_while_its_step_runs_harms_nobody(engine: LLMEngine) -> None:
+def test_a_request_aborted_during_its_step_affects_no_other(engine: LLMEngine) -> None:
     greedy = params(ignore_eos=True)
     engine.add_request("reference", "The sea", greedy)
     reference = finish(engine)["reference"].token_ids

@@ -114,7 +114,7 @@ def test_calls_of_one_prompt_are_first_come_first_served() -> None:
     assert engine.started == names
 
 
-def test_a_prompt_with_log_probabilities_takes_small_chunks_though_nobody_decodes() -> None:
+def test_a_prompt_with_log_probabilities_takes_small_chunks_even_if_no_request_decodes() -> None:
     engine = Engine(mixed=8)
     engine.add("scored", 60, scores=True)
     engine.add("plain", 60)

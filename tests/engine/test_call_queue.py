@@ -171,7 +171,7 @@ def test_only_what_is_not_more_urgent_gives_its_slot_up(priority: int, *, gives_
     assert (engine.steps_until("canary") <= 2) == gives_way
 
 
-def test_nobody_gives_up_the_only_slot_of_an_engine() -> None:
+def test_the_only_slot_of_an_engine_is_never_yielded() -> None:
     engine = Engine(max_num_seqs=1)
     names = [*engine.add_call("call", 3, max_tokens=5), "canary"]
     engine.add("canary", 5)

@@ -142,7 +142,7 @@ def test_equal_grammars_are_compiled_once_and_kept_within_the_cache() -> None:
         assert rig.queue.cached_bytes <= 350
 
 
-def test_faults_of_a_grammar_are_told_without_native_places() -> None:
+def test_grammar_errors_do_not_contain_native_source_locations() -> None:
     rig = Rig()
     assert rig.compile("bad") == NoGrammar("the grammar does not compile: Rule x is not defined")
     assert rig.compile("good").text == "good"
@@ -215,7 +215,7 @@ def test_a_grammar_that_did_not_compile_in_time_is_tried_again_later() -> None:
     assert rig.compile("slow").text == "slow"
 
 
-def test_a_compilation_nobody_waits_for_is_killed() -> None:
+def test_a_compilation_without_waiting_requests_is_killed() -> None:
     rig = Rig()
     running, queued, later = rig.submit("slow a"), rig.submit("slow b"), rig.submit("quick")
     rig.queue.cancel("slow b")
@@ -228,7 +228,7 @@ def test_a_compilation_nobody_waits_for_is_killed() -> None:
     assert rig.queue.num_running == 0
 
 
-def test_a_compilation_goes_on_for_those_who_still_wait() -> None:
+def test_a_compilation_continues_while_a_request_waits_for_it() -> None:
     rig = Rig()
     rig.submit("slow")
     other = Waiter()

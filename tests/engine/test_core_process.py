@@ -141,7 +141,7 @@ def test_a_result_that_cannot_be_sent_is_a_failure_of_its_call(
     assert "cannot be sent" in (answer.utility.failure or "")
 
 
-def test_a_core_that_loads_weights_is_heard_all_the_while(
+def test_a_core_that_loads_weights_sends_heartbeats(
     process: CoreProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[Any] = []

@@ -71,7 +71,7 @@ hangs_here()
 
 
 @pytest.mark.parametrize("state", ["starting", "describing"])
-def test_a_main_thread_that_hangs_is_told(state: str, tmp_path: Path) -> None:
+def test_a_hanging_main_thread_is_reported(state: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with (
         log.open("wb") as output,

@@ -22,7 +22,7 @@ QUESTION = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
 
 
 @pytest.mark.parametrize("count", [16, 22, 26, 27, 28, 100])
-def test_too_few_descriptors_are_told_at_the_start(count: int) -> None:
+def test_too_few_descriptors_are_reported_at_the_start(count: int) -> None:
     """libzmq would end the process with SIGABRT, now here, now there."""
     command = with_descriptors(count, [sys.executable, "-m", *SERVE, "--port", str(free_port())])
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

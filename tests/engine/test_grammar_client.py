@@ -105,7 +105,7 @@ def test_grammars_are_the_same_as_those_compiled_here(client: GrammarClient, spe
     assert masks[0] == masks[1]
 
 
-def test_what_does_not_compile_is_told_and_the_process_goes_on(client: GrammarClient) -> None:
+def test_a_compile_error_is_reported_and_the_process_continues(client: GrammarClient) -> None:
     with pytest.raises(ValueError, match="not defined"):
         compiled(client, "grammar", "root ::= missing")
     assert compiled(client, "regex", "a") is not None
@@ -136,7 +136,7 @@ def test_a_compilation_killed_before_it_begins_never_runs(client: GrammarClient)
         compilation.run(GrammarSpec("regex", "a"))
 
 
-def test_the_kernel_ends_what_nobody_killed() -> None:
+def test_the_kernel_kills_an_orphaned_grammar_process() -> None:
     client = GrammarClient(ARGS, deadline_s=0.5)
     try:
         with pytest.raises(ValueError, match="too much time or memory"):
@@ -162,7 +162,7 @@ def test_the_process_is_started_again_after_its_end(client: GrammarClient) -> No
     assert client.pid != before
 
 
-def test_a_vocabulary_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_vocabulary_is_reported(tmp_path: Path) -> None:
     client = GrammarClient(GrammarServerArgs(str(tmp_path), 1024, [EOS], 1))
     try:
         with pytest.raises(BackendUnavailable, match="vocabulary"):

@@ -204,7 +204,7 @@ async def test_a_body_at_the_rate_may_take_its_time(client: Connection) -> None:
     assert (client.status, client.wire.is_closed) == (200, False)
 
 
-async def test_nobody_is_late_while_it_is_us_who_do_not_read(client: Connection) -> None:
+async def test_deadlines_do_not_run_while_the_server_pauses_reading(client: Connection) -> None:
     client.may_read.clear()
     await client.send(HEAD + b"content-length: 200000\r\n\r\n" + b"x" * 100_000)
     assert client.wire.is_paused
@@ -260,7 +260,7 @@ async def test_a_second_request_has_a_deadline_of_its_own(client: Connection) ->
     assert (client.status, client.wire.is_closed) == (408, True)
 
 
-async def test_a_body_that_nobody_wants_does_not_keep_the_connection(client: Connection) -> None:
+async def test_an_unread_body_does_not_keep_the_connection(client: Connection) -> None:
     """The answer came before the body did."""
 
     async def refuse(scope: Any, receive: Any, send: Any) -> None:

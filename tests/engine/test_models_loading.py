@@ -371,7 +371,7 @@ def test_tensors_are_dropped_as_soon_as_they_are_in_place(
 # Progress
 
 
-def test_progress_is_told_in_lines_without_a_terminal(
+def test_progress_is_printed_in_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 100.0

@@ -103,7 +103,7 @@ def test_forms_of_a_prompt_have_one_answer(llm: LLM) -> None:
     assert [made.prompt_token_ids for made in llm.embed(forms, use_tqdm=False)] == [ids] * 4
 
 
-def test_what_fails_in_the_core_costs_nobody_else(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_in_the_core_affects_no_other_request(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     broken = SamplingParams(structured_outputs=StructuredOutputsParams(grammar="root ::= nosuch"), n=2)
     fine = SamplingParams(max_tokens=3, ignore_eos=True)
     first, failed, last = llm.generate(["a", "b", "c"], [fine, broken, fine], use_tqdm=False)

@@ -162,7 +162,7 @@ def choices(llm: LLM, prompt: list[int], n: int, **params: Any) -> list[EngineCo
     return llm.input_processor.process_inputs(Prompt(prompt, []), SamplingParams(n=n, max_tokens=8, **params))
 
 
-async def test_the_sequences_of_a_call_are_told_to_be_of_one_call(llm: LLM) -> None:
+async def test_the_sequences_of_a_call_carry_its_id(llm: LLM) -> None:
     """The core shares slots between calls by it; a call of one sequence needs none."""
     client = FakeClient(llm)
     engine = AsyncLLM(client, llm.input_processor)  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def test_a_request_is_found_although_others_arrive_and_leave(status: RequestStat
     assert "a" in watched.after(2 * TIMEOUT_S, arriving=3, leaving=leaving)
 
 
-def test_a_preemption_moves_nobody() -> None:
+def test_a_preemption_is_no_progress() -> None:
     watched = Watched("a", "b")
     watched.requests["a"].status = RequestStatus.WAITING
     stalled: list[str] = []
@@ -195,7 +195,7 @@ class Rig:
                 self.errors |= {output.request_id: output.error for output in outputs if output.error}
 
 
-def test_a_scheduler_that_admits_nobody_is_seen_although_requests_keep_coming(
+def test_a_scheduler_that_admits_no_request_is_detected_although_requests_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig()

@@ -53,7 +53,7 @@ def check_works(core: EngineCore) -> None:
 
 
 @pytest.mark.parametrize("num_steps", range(4))
-def test_steps_of_those_who_left_end_before_it_sleeps(core: EngineCore, num_steps: int) -> None:
+def test_steps_of_aborted_requests_end_before_it_sleeps(core: EngineCore, num_steps: int) -> None:
     add(core, "leaves")
     for _ in range(num_steps):
         core.step()

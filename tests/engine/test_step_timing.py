@@ -18,7 +18,7 @@ def step(*tokens: int) -> SchedulerOutput:
     return SchedulerOutput([], {}, scheduled, sum(tokens), [], {})
 
 
-def test_prefill_and_decode_are_told_apart() -> None:
+def test_prefill_and_decode_rates_are_measured_separately() -> None:
     timing = StepTiming()
     assert timing.prefill_tokens_per_s == timing.decode_step_s == 0.0
     timing.ended(step(1000), 0.0, 0.5)

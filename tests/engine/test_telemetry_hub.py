@@ -38,7 +38,7 @@ def running(count: int) -> EngineCoreOutputs:
     return EngineCoreOutputs(stats=SchedulerStats(num_running=count))
 
 
-async def test_the_last_load_is_told_however_close_it_follows_the_one_before(hub: Any) -> None:
+async def test_the_last_load_is_always_sent(hub: Any) -> None:
     made: TelemetryHub = hub()
     reader, heard = FrameReader(), []
 

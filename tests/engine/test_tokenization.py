@@ -86,7 +86,7 @@ async def test_what_is_too_long_for_the_model_can_be_counted(http: httpx.AsyncCl
         ("/detokenize", {"tokens": [1], "model": "large"}, 404, "model"),
     ],
 )
-async def test_bad_input_is_told_what_is_wrong(
+async def test_bad_input_is_refused_with_a_reason(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
     answer = await http.post(path, json=body)

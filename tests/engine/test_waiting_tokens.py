@@ -57,7 +57,7 @@ def test_a_cached_prefix_of_a_waiting_prompt_does_not_count(kind: str) -> None:
     assert scheduler.queued_uncached_tokens == 10 * 2
 
 
-def test_a_prefix_that_nobody_computed_counts_once() -> None:
+def test_a_prefix_that_is_not_computed_yet_counts_once() -> None:
     """The first of them computes it for all."""
     scheduler = make()
     for number in range(10):

@@ -22,7 +22,7 @@ from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, SECRETS, SERVICES
 
 @pytest.mark.parametrize("kind", [SERVICES, DEPLOYMENTS], ids=lambda kind: kind.name)
 @virtual_time
-async def test_somebody_elses_object_is_not_taken_over(kind: Any) -> None:
+async def test_an_object_of_another_owner_is_not_taken_over(kind: Any) -> None:
     cluster = new_cluster()
     foreign = {
         "apiVersion": kind.api_version,

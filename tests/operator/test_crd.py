@@ -65,7 +65,7 @@ def test_defaults_decide_no_either_or() -> None:
         assert "default" not in SPEC[path]
 
 
-def test_a_resource_nobody_has_reconciled_does_not_look_done() -> None:
+def test_a_resource_that_was_never_reconciled_does_not_look_done() -> None:
     """kstatus compares observedGeneration with the generation, which begins at 1."""
     assert STATUS["status"]["default"] == {"observedGeneration": -1}
     assert STATUS["status.observedGeneration"]["minimum"] == -1

@@ -55,7 +55,7 @@ def test_a_paused_service_has_its_gates_set_and_nothing_else() -> None:
     assert diff.children == ()
 
 
-def test_an_object_of_somebody_else_is_reported_and_never_deleted() -> None:
+def test_an_object_of_another_owner_is_reported_and_never_deleted() -> None:
     service = isvc()
     children = children_of(service)
     key = next(key for key in children if key[0] is SERVICES)

@@ -59,7 +59,7 @@ def events(cluster: FakeKubernetes) -> list[Object]:
 
 
 @virtual_time
-async def test_a_crash_and_a_recovery_are_told_once_each() -> None:
+async def test_a_crash_and_a_recovery_are_reported_once_each() -> None:
     cluster = new_cluster()
     cluster.broken_images.add("broken:1")
     async with Operator(cluster) as operator:

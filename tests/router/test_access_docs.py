@@ -48,7 +48,7 @@ def test_the_example_of_a_key_file_is_one() -> None:
     assert table.account_of(b"Bearer sk-a-key-as-it-is") is not None
 
 
-def test_all_terms_and_defaults_are_told() -> None:
+def test_all_terms_and_defaults_are_documented() -> None:
     text = DOCS.read_text()
     assert [term for term in KeyTerms.__struct_fields__ if f"`{term}`" not in text] == []
     limits = RouterConfig().flow_control

@@ -129,7 +129,7 @@ async def test_waiting_for_a_name_ends_like_any_waiting(have: dict[str, tuple[st
 
 
 @pytest.mark.parametrize(("have", "name"), [(ADAPTER, "tiny:sql"), (ALIAS, "small")])
-async def test_a_name_without_replicas_is_refused_whoever_else_waits(
+async def test_a_name_without_replicas_is_refused_while_others_wait(
     have: dict[str, tuple[str, ...]], name: str
 ) -> None:
     async with partly(NOTHING, have) as (r, (base, special)):
@@ -149,7 +149,7 @@ async def test_a_name_without_replicas_is_refused_whoever_else_waits(
         await r.until(lambda: admitted(r) == 0)
 
 
-async def test_each_seat_of_a_named_replica_goes_to_whoever_waited_first() -> None:
+async def test_capacity_of_a_named_replica_goes_to_the_longest_waiting_request() -> None:
     async with partly(ADAPTER) as (r, (only,)):
         tasks: list[asyncio.Task[httpx.Response]] = []
         names = [MODEL, "tiny:sql", MODEL, "tiny:sql", "tiny:sql", MODEL]

@@ -47,7 +47,7 @@ async def test_only_those_that_list_it_are_asked_by_it(policy: str) -> None:
         assert asked(plain) == {"tiny"}, "by the name that all list, all are asked"
 
 
-async def test_where_they_are_gone_nobody_is_asked() -> None:
+async def test_an_alias_that_no_replica_lists_is_refused() -> None:
     plain, named = engine(), engine("small")
     async with routing(plain, named) as r:
         await named.stop()
@@ -90,7 +90,7 @@ async def test_the_aliases_of_a_document_are_all_its_replicas() -> None:
         assert names == {"r0", "r1"}
 
 
-async def test_the_explanation_names_who_does_not_list_it() -> None:
+async def test_the_explanation_names_replicas_without_the_alias() -> None:
     async with rig([FakeEngine(), FakeEngine()], fields={"aliases": ("small",)}, admin_port=0) as r:
         (only,) = r.router.fleet.services.values()
         only.candidates.partial_aliases = frozenset(("small",))

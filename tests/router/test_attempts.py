@@ -280,7 +280,7 @@ class Connecting:
 
 
 @pytest.mark.parametrize("turns", range(5))
-async def test_a_replica_that_is_removed_tells_those_who_are_connecting_to_it(turns: int) -> None:
+async def test_removing_a_replica_fails_pending_connects_to_it(turns: int) -> None:
     """At once, or so many turns of the loop after they began: their requests have no other deadline."""
     loop = asyncio.get_running_loop()
     async with FakeEngine() as engine:
@@ -296,7 +296,7 @@ async def test_a_replica_that_is_removed_tells_those_who_are_connecting_to_it(tu
         wheel.close()
 
 
-async def test_nobody_goes_on_for_a_client_that_left_while_the_next_replica_is_reached(
+async def test_a_client_that_leaves_during_a_retry_ends_it(
     black_hole: int,
 ) -> None:
     script = ResumableStream()

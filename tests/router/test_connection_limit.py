@@ -76,7 +76,7 @@ async def keep(streams: Streams) -> None:
     assert (await answer(streams[0]))[0] == 200
 
 
-async def test_one_too_many_is_told_and_costs_the_others_nothing() -> None:
+async def test_a_surplus_connection_is_refused_without_affecting_others() -> None:
     async with limited_to(2) as (r, gate), raw(r.router) as a, raw(r.router) as b:
         await ask(r, a)
         await ask(r, b)
@@ -107,7 +107,7 @@ async def test_a_client_that_leaves_makes_way_for_another() -> None:
         assert r.metric("refused_connections_total") == 0
 
 
-async def test_who_has_idled_longest_gives_way() -> None:
+async def test_the_longest_idle_connection_is_closed_first() -> None:
     async with limited_to(3) as (r, gate), raw(r.router) as a, raw(r.router) as b, raw(r.router) as c:
         await keep(a)
         await keep(b)
@@ -196,7 +196,7 @@ class Kept:
         return self._has_its_answer
 
 
-def test_who_still_reads_does_not_give_way() -> None:
+def test_a_connection_that_reads_its_answer_is_not_closed() -> None:
     limit = ConnectionLimit(2)
     slow, quick = (cast("ServerConnection", Kept(has_its_answer=value)) for value in (False, True))
     for connection in (slow, quick):

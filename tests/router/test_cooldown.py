@@ -119,7 +119,7 @@ async def test_telemetry_ends_a_cooldown_once_there_is_room() -> None:
         assert {name for name, _ in await ask(r, 4)} == {"r0", "r1"}
 
 
-async def test_telemetry_that_told_of_room_before_is_no_reason_to_ask_again() -> None:
+async def test_telemetry_older_than_the_refusal_does_not_end_a_cooldown() -> None:
     """An engine that sleeps, or a limit in front of it: its figures do not show why it refused."""
     async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
         await told(r, FREE)

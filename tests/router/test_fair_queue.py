@@ -62,7 +62,7 @@ def test_backlogged_accounts_get_shares_by_weight(
                 assert served[one] - served[other] <= bound + 1e-6
 
 
-def test_who_idled_has_no_claim_on_the_past() -> None:
+def test_idle_accounts_earn_no_credit() -> None:
     queue: FairQueue[Entry] = FairQueue()
     busy, idle = account("busy"), account("idle")
     for _ in range(20):
@@ -75,7 +75,7 @@ def test_who_idled_has_no_claim_on_the_past() -> None:
     assert abs(owners[:10].count("idle") - 5) <= 1
 
 
-def test_a_full_queue_makes_room_for_those_who_have_less() -> None:
+def test_a_full_queue_evicts_for_accounts_with_fewer_entries() -> None:
     queue: FairQueue[Entry] = FairQueue()
     hog, modest = account("hog"), account("modest")
     for _ in range(4):

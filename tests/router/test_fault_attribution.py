@@ -53,7 +53,7 @@ def ejections(r: Rig) -> list[bool]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [500, 502, 504, 507])
-async def test_bad_requests_eject_nobody(status: int, stream: bool) -> None:
+async def test_bad_requests_eject_no_replica(status: int, stream: bool) -> None:
     engines = [FakeEngine(script=failing_on_bad(status)) for _ in range(4)]
     async with rig(engines) as r:
         for _ in range(12):
@@ -98,7 +98,7 @@ async def test_a_broken_replica_is_ejected_amid_bad_requests() -> None:
         assert ejections(r) == [True, False, False, False, False]
 
 
-async def test_an_answer_that_refuses_the_request_clears_who_failed_it() -> None:
+async def test_a_client_error_from_a_second_replica_clears_the_first() -> None:
     engines = [FakeEngine(script=broken(500)), FakeEngine(script=broken(400))]
     async with rig(engines) as r:
         for number in range(20):

@@ -165,7 +165,7 @@ async def test_who_tells_its_rates_tells_them_for_its_peers(monkeypatch: pytest.
         assert (newcomer.prefill_tokens_per_s, newcomer.decode_step_s) == (500.0, 0.5), "from the start"
 
 
-def test_a_frame_that_tells_no_new_rate_costs_nobody_anything() -> None:
+def test_a_frame_without_a_new_rate_causes_no_recomputation() -> None:
     events: list[str] = []
     load = LoadAccount("r", lambda: events.append("measured"))
     load.report(requests=1, tokens=10)

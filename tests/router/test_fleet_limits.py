@@ -254,14 +254,14 @@ def test_a_number_that_changes_gives_a_router_nothing(steps: list[tuple[float, i
 # without Kubernetes
 
 
-def test_the_number_of_routers_can_be_told() -> None:
+def test_the_number_of_routers_can_be_configured() -> None:
     flags = ["--replica", "http://127.0.0.1:1", "--routers", "3"]
     assert config_of(build_parser().parse_args(flags), {}).routers == 3
     with pytest.raises(ConfigError, match="--routers"):
         config_of(build_parser().parse_args([*flags[:-1], "-1"]), {})
 
 
-async def test_a_told_number_divides_from_the_start(tmp_path: Path) -> None:
+async def test_a_configured_number_divides_from_the_start(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-key name=key requests_per_minute=9\n")
     async with FakeEngine() as engine:

@@ -161,7 +161,7 @@ TRICKLES = {
 
 
 @pytest.mark.parametrize("part", TRICKLES)
-async def test_who_sends_a_little_at_a_time_has_no_more_time(part: str) -> None:
+async def test_trickled_bytes_do_not_extend_the_deadline(part: str) -> None:
     begun, limits = TRICKLES[part]
     async with (
         rig([FakeEngine()], server=limits) as r,

@@ -166,7 +166,7 @@ async def test_a_client_that_leaves_aborts_both() -> None:
         assert failures(r) == {}
 
 
-async def test_a_connection_that_comes_after_the_race_is_nobody_s(black_hole: int) -> None:
+async def test_a_connection_made_after_the_race_is_dropped(black_hole: int) -> None:
     async with hedged(answer_normally, answer_normally, client=ClientLimits(connect_timeout_s=30.0)) as r:
         r.replica(0).pool.port = black_hole
         answer = await r.chat(stream=True)

@@ -23,7 +23,7 @@ from .test_charges import is_settled
 # how often
 
 
-async def test_a_fleet_that_is_slow_as_a_whole_gets_hardly_more() -> None:
+async def test_a_slow_fleet_gets_few_hedges() -> None:
     slow = Slow()
     async with hedged(slow, slow) as r:
         tasks = [asyncio.create_task(r.chat(str(number), stream=True)) for number in range(60)]
@@ -123,7 +123,7 @@ async def test_engines_whose_batches_are_full_get_no_hedges() -> None:
         assert all(map(is_whole, await asyncio.gather(*tasks)))
 
 
-async def test_who_waits_goes_before_a_hedge() -> None:
+async def test_queued_requests_take_precedence_over_hedges() -> None:
     slow = Slow()
     fields = {"limits": ServiceLimits(max_inflight_per_replica=1)}
     async with hedged(slow, slow, fields=fields) as r:
@@ -141,7 +141,7 @@ async def test_who_waits_goes_before_a_hedge() -> None:
         assert all(answer.status_code == 200 for answer in await asyncio.gather(*tasks))
 
 
-async def test_with_room_elsewhere_it_is() -> None:
+async def test_a_replica_with_capacity_gets_the_hedge() -> None:
     slow = Slow()
     fields = {"limits": ServiceLimits(max_inflight_per_replica=2)}
     async with hedged(slow, slow, fields=fields) as r:
@@ -153,7 +153,7 @@ async def test_with_room_elsewhere_it_is() -> None:
 
 
 @pytest.mark.parametrize("state", ["suspect", "ejected", "resting"])
-async def test_who_is_not_well_gets_no_hedge(state: str) -> None:
+async def test_an_unhealthy_replica_gets_no_hedge(state: str) -> None:
     slow = Slow()
     async with hedged(slow, answer_normally) as r:
         task = await asking(r)
@@ -185,7 +185,7 @@ async def test_a_client_that_cannot_keep_up_gets_no_hedge() -> None:
         assert is_whole(await task)
 
 
-async def test_a_lonely_replica_is_waited_for() -> None:
+async def test_a_single_replica_gets_no_hedge() -> None:
     slow = Slow()
     async with hedged(slow) as r:
         task = await asking(r)
@@ -225,7 +225,7 @@ async def test_a_service_s_own_factor_wins() -> None:
         assert is_whole(await task)
 
 
-async def test_a_service_can_do_without() -> None:
+async def test_a_service_can_turn_hedging_off() -> None:
     slow = Slow()
     async with hedged(slow, answer_normally, fields={"hedge_after": 0.0}) as r:
         task = await asking(r)
@@ -236,13 +236,13 @@ async def test_a_service_can_do_without() -> None:
 
 
 @pytest.mark.parametrize("factor", ["0", "1", "1.5", "100"])
-def test_factors_that_are_taken(factor: str) -> None:
+def test_accepted_factors(factor: str) -> None:
     flags = ["--replica", "http://a:1", "--hedge-after", factor]
     assert config_of(build_parser().parse_args(flags), {}).hedge_after == float(factor)
 
 
 @pytest.mark.parametrize("factor", ["0.5", "101", "-1", "nan", "inf"])
-def test_factors_that_are_refused(factor: str) -> None:
+def test_refused_factors(factor: str) -> None:
     flags = ["--replica", "http://a:1", f"--hedge-after={factor}"]
     with pytest.raises(ConfigError, match="--hedge-after"):
         config_of(build_parser().parse_args(flags), {})

@@ -82,7 +82,7 @@ async def test_a_waiting_stream_gets_comments_and_then_its_events() -> None:
         await r.until(lambda: is_settled(r))
 
 
-async def test_a_begun_stream_is_told_of_a_refusal_by_an_event() -> None:
+async def test_a_refusal_ends_a_begun_stream_with_an_event() -> None:
     limits = FlowControlLimits(keep_alive_s=0.01, hold_timeout_s=0.5)
     async with rig([], flow_control=limits) as r:
         answer = await r.chat(stream=True)
@@ -94,7 +94,7 @@ async def test_a_begun_stream_is_told_of_a_refusal_by_an_event() -> None:
         assert r.metric('requests_total{code="503",model="tiny"}') == 1
 
 
-async def test_a_begun_stream_is_told_of_the_engine_s_error() -> None:
+async def test_an_engine_error_ends_a_begun_stream_with_an_event() -> None:
     async def reject(connection: Connection, _: Received) -> None:
         connection.answer(400, b'{"error":\n{"message":"no"}}')
 
@@ -108,7 +108,7 @@ async def test_a_begun_stream_is_told_of_the_engine_s_error() -> None:
         assert rest == ['data: {"error": {"message":"no"}}']
 
 
-async def test_who_leaves_a_begun_stream_is_never_sent() -> None:
+async def test_a_request_whose_begun_stream_was_closed_is_never_sent() -> None:
     async with rig([], flow_control=QUICK) as r:
         async with r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
             await anext(answer.aiter_lines())

@@ -188,7 +188,7 @@ def test_large_shards_are_scrubbed_in_steps() -> None:
     assert len(dicts) == 0
 
 
-def test_whoever_leaves_while_another_is_scrubbed_is_scrubbed_too() -> None:
+def test_a_replica_removed_during_a_scrub_is_scrubbed_too() -> None:
     index = PrefixIndex()
     gone, late = index.acquire_slot(), index.acquire_slot()
     index.add(gone, range(3 * SCRUB_STEP * SHARDS // 2), [1] * (3 * SCRUB_STEP * SHARDS // 2))

@@ -149,7 +149,7 @@ async def test_engines_that_would_refuse_a_priority_get_none() -> None:
         )
 
 
-async def test_reloading_keys_interrupts_nobody(tmp_path: Path) -> None:
+async def test_reloading_keys_interrupts_no_request(tmp_path: Path) -> None:
     turnstile = Turnstile()
     async with keyed(tmp_path, "requests_per_minute=5", [FakeEngine(script=turnstile)]) as r:
         under_way = asyncio.create_task(r.chat("first"))

@@ -115,7 +115,7 @@ async def test_key_files_are_reread_and_never_open_the_router(tmp_path: Path) ->
     watch.cancel()
 
 
-async def test_a_key_file_that_denies_everybody_is_told_once(
+async def test_a_key_file_without_keys_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = 0

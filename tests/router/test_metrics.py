@@ -121,7 +121,7 @@ async def test_every_request_has_one_line(line_format: str) -> None:
     assert (two["request"], str(two["status"])) == ("two", "415")
 
 
-def test_lines_that_nobody_reads_are_dropped_and_stop_nobody() -> None:
+def test_unread_log_lines_are_dropped_without_blocking() -> None:
     reader, writer = os.pipe()
     written_by = LineWriter(writer, max_waiting_bytes=200_000)
     log = AccessLog(written_by)

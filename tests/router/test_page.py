@@ -167,7 +167,7 @@ async def test_the_playground_is_no_way_around_the_clients_keys() -> None:
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_who_leaves_the_playground_aborts_the_engine(has_begun: bool) -> None:
+async def test_leaving_the_playground_aborts_the_request(has_begun: bool) -> None:
     working, aborted = asyncio.Event(), asyncio.Event()
 
     async def work(connection: Connection, _: Received) -> None:

@@ -32,7 +32,7 @@ async def test_a_request_waits_until_one_has_ended() -> None:
         assert r.metric('queue_seconds_count{model="tiny",outcome="sent"}') == 1
 
 
-async def test_the_room_may_go_between_two_looks() -> None:
+async def test_capacity_may_vanish_and_return() -> None:
     async with rig([FakeEngine()]) as r:
         assert (await r.chat()).status_code == 200
         r.replica(0).is_draining = True
@@ -98,7 +98,7 @@ async def test_keys_take_turns(tmp_path: Path) -> None:
 # leaving
 
 
-async def test_who_leaves_the_queue_is_never_sent() -> None:
+async def test_a_request_that_leaves_the_queue_is_never_sent() -> None:
     async with full() as (r, turnstile, _):
         async with raw(r.router) as (_, writer):
             request = r.http.build_request("POST", "/v1/chat/completions", json=chat("gone", stream=True))
@@ -113,7 +113,7 @@ async def test_who_leaves_the_queue_is_never_sent() -> None:
         assert turnstile.order == ["first", "next"]
 
 
-async def test_a_service_that_is_removed_lets_nobody_wait() -> None:
+async def test_removing_a_service_refuses_its_queued_requests() -> None:
     async with full() as (r, _, _first):
         waiting = await send(r, "second", 1)
         r.discovery.set(FleetDocument())
@@ -139,7 +139,7 @@ async def test_a_full_queue_answers_429_with_a_hint() -> None:
         assert turnstile.order == ["first", "urgent"]
 
 
-async def test_openai_s_sdk_comes_back_when_told_to() -> None:
+async def test_the_openai_sdk_retries_after_the_hint() -> None:
     async with (
         full(limits=FlowControlLimits(max_queued_requests=0)) as (r, turnstile, first),
         openai.AsyncOpenAI(base_url=f"{r.router.url}/v1", api_key="any", max_retries=1) as sdk,
@@ -157,7 +157,7 @@ async def test_a_full_queue_is_full_by_bytes_too() -> None:
         await send(r, "small", 1)
 
 
-async def test_nobody_waits_longer_than_allowed() -> None:
+async def test_queue_timeout() -> None:
     async with full(limits=FlowControlLimits(queue_timeout_s=0.05)) as (r, turnstile, _):
         expired = await r.chat("second")
         assert expired.status_code == 429

@@ -162,7 +162,7 @@ async def ask_and_leave(r: Rig, request: dict[str, Any], path: str = "/v1/comple
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_before_the_first_byte_pays_for_the_prompt(tmp_path: Path, stream: bool) -> None:
+async def test_leaving_before_the_first_byte_is_charged_the_prompt(tmp_path: Path, stream: bool) -> None:
     async with metered(tmp_path, FakeEngine(script=never_answer)) as (r, _):
         prompt = "word " * 400
         await ask_and_leave(
@@ -186,7 +186,7 @@ async def answer_usage(connection: Connection, request: Received) -> None:
         ({}, 2 / STEP_S),
     ],
 )
-async def test_who_leaves_late_pays_for_what_was_computed(
+async def test_leaving_late_is_charged_what_was_computed(
     tmp_path: Path, fields: dict[str, Any], tokens: float
 ) -> None:
     async with metered(tmp_path, FakeEngine(script=never_answer), limit=12_000) as (r, clock):

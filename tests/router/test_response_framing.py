@@ -279,7 +279,7 @@ async def test_a_response_that_is_cut_off_is_no_answer(data: bytes) -> None:
         assert r.metric('upstream_failures_total{model="tiny",reason="reset",replica="r0"}') == 1
 
 
-async def test_a_response_nobody_asked_for_costs_its_connection() -> None:
+async def test_an_unsolicited_response_closes_its_connection() -> None:
     teller = Teller(GOOD)
     async with rig([FakeEngine(script=teller)]) as r:
         assert (await r.chat()).content == BODY

@@ -92,7 +92,7 @@ async def test_a_replica_that_always_fails_does_not_attract_the_traffic() -> Non
         assert statuses == {200: 10 * workers}, "another one answered"
 
 
-async def test_one_requests_error_is_the_clients_and_ejects_nobody() -> None:
+async def test_one_request_s_error_is_returned_and_ejects_no_replica() -> None:
     async def picky(connection: Connection, request: Received) -> None:
         await answering(500 if b"bad" in request.body else 200)(connection, request)
 
@@ -117,7 +117,7 @@ async def test_errors_do_not_end_an_ejection() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_when_all_are_busy_the_client_is_told_to_come_back(status: int) -> None:
+async def test_a_busy_fleet_answers_with_a_retry_hint(status: int) -> None:
     engines = [FakeEngine(script=answering(status, "retry-after: 7\r\n")) for _ in range(2)]
     async with rig(engines) as r:
         answer = await r.chat()

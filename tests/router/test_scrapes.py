@@ -64,7 +64,7 @@ class Reader:
 
 
 @pytest.mark.parametrize(("port", "told"), [(8081, "on its admin port (8081)."), (9, "on its admin port.")])
-async def test_a_client_key_is_told_where_the_other_metrics_are(port: int, told: str) -> None:
+async def test_a_client_key_s_metrics_name_the_admin_port(port: int, told: str) -> None:
     """With the port where that is the documented one; another one is not its business."""
     router = Router(RouterConfig(replicas=("http://unused:1",), api_keys=("k",), admin_port=port))
     headers = [(b"host", b"x"), (b"authorization", b"Bearer k")]
@@ -132,7 +132,7 @@ async def test_scrapes_at_the_same_time_cost_one() -> None:
     assert await router.metrics.scrape() is not first, "later ones see later figures"
 
 
-async def test_a_scraper_that_leaves_ends_nobody_else_s_scrape() -> None:
+async def test_a_scraper_that_leaves_ends_no_other_scrape() -> None:
     router = Router(RouterConfig(replicas=("http://127.0.0.1:1",), admin_port=-1))
     leaves, stays = (asyncio.create_task(router.metrics.scrape()) for _ in range(2))
     await asyncio.sleep(0)

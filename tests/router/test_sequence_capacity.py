@@ -245,7 +245,7 @@ def test_a_large_call_does_not_hold_back_others_for_ever(queue_s: float, patienc
     assert (large.told, small.told) == (["admit"], []), "and now it is full"
 
 
-def test_a_large_call_that_leaves_holds_nobody_back() -> None:
+def test_a_large_call_that_leaves_delays_no_other() -> None:
     replicas = Replicas(4)
     queue, (large, small) = service_queue_with(replicas, 3, 4, 1)
     queue.remove(large)

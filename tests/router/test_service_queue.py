@@ -77,7 +77,7 @@ def test_a_request_waits_for_the_first_end() -> None:
     assert (queue.active, queue.num_queued) == (2, 0)
 
 
-def test_nobody_overtakes_those_who_wait() -> None:
+def test_new_requests_do_not_overtake_queued_ones() -> None:
     replicas = FakeReplicas(1)
     queue = service_queue_of(replicas)
     assert enter(queue, replicas, 0.0)

@@ -144,7 +144,7 @@ async def test_a_stream_stays(passed_s: float, load: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("said_bytes", [0, 400])
-async def test_where_nobody_else_is_well_a_stream_waits(said_bytes: int) -> None:
+async def test_a_stream_waits_without_another_healthy_replica(said_bytes: int) -> None:
     core = Core(said_bytes)
     async with stopping(core, healthy()) as (r, asked, passed):
         passed[0] = 100.0

@@ -106,7 +106,7 @@ async def test_a_snapshot_warms_a_new_router() -> None:
         assert (response.headers["x-argosy-replica"], response.headers["x-argosy-route"]) == ("r1", "cached")
 
 
-async def test_a_lost_stream_changes_the_mode_and_ejects_nobody() -> None:
+async def test_lost_telemetry_changes_the_mode_and_ejects_no_replica() -> None:
     async with rig([FakeEngine()]) as r:
         engine = r.engines[0]
         engine.store(chunks_of(PROMPT))

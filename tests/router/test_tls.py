@@ -125,7 +125,7 @@ async def test_plain_http_to_a_tls_port_costs_only_its_connection(
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "half a hello"])
-async def test_silent_handshakes_keep_nobody_out(authority: Callable[[str], Authority], sent: bytes) -> None:
+async def test_silent_handshakes_block_no_client(authority: Callable[[str], Authority], sent: bytes) -> None:
     ca = authority("ca")
     certificate, key = ca.issue("router")
     limits = ServerLimits(max_connections=16)

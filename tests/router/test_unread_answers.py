@@ -28,7 +28,7 @@ MAX_CONNECTIONS = 4
 
 @pytest.mark.parametrize("last", [b"", LAST], ids=["left open", "closing"])
 @pytest.mark.parametrize("count", [60, 2000], ids=["a few", "more than are answered"])
-async def test_unread_answers_to_nobody_known_keep_nobody_out(count: int, last: bytes) -> None:
+async def test_unread_answers_of_unauthenticated_clients_block_no_client(count: int, last: bytes) -> None:
     limits = ServerLimits(
         max_connections=MAX_CONNECTIONS, write_buffer_bytes=1024, surplus_timeout_s=DEADLINE_S
     )

@@ -101,7 +101,7 @@ LAST_WORDS = {"reset": 502, "death in the body": 502, "503": 429, "401": 502, "s
 
 
 @pytest.mark.parametrize("name", LAST_WORDS)
-async def test_the_last_failure_is_told(name: str) -> None:
+async def test_the_last_failure_is_returned(name: str) -> None:
     async with rig([FakeEngine(script=FAILURES[name])], first_byte_timeout_s=0.1, request_timeout_s=0.1) as r:
         response = await r.chat()
         assert response.status_code == LAST_WORDS[name]
@@ -112,7 +112,7 @@ async def test_the_last_failure_is_told(name: str) -> None:
         assert r.replica(0).load.inflight == 0
 
 
-async def test_nobody_there() -> None:
+async def test_a_service_without_replicas() -> None:
     async with rig([], document=FleetDocument(services=(service([]),))) as r:
         response = await r.chat()
         assert response.status_code == 503
@@ -129,7 +129,7 @@ async def test_nobody_there() -> None:
         (BadRequest("nonsense"), None),  # nobody repeats it anyway
     ],
 )
-def test_sdks_are_told_whether_to_try_again(error: ApiError, advice: bytes | None) -> None:
+def test_error_headers_tell_sdks_whether_to_retry(error: ApiError, advice: bytes | None) -> None:
     lines = error_headers(error).splitlines()
     assert [line for line in lines if b"retry:" in line] == ([advice] if advice else [])
 

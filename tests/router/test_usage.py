@@ -224,7 +224,7 @@ def test_usage_of_a_long_answer_is_found_however_it_is_cut(step: int, at: float)
 # answers that were cut
 
 
-async def test_who_leaves_before_the_end_has_used_what_it_was_sent(tmp_path: Path) -> None:
+async def test_usage_of_a_client_that_leaves_is_what_it_was_sent(tmp_path: Path) -> None:
     """Ids count where events carry them, else events do."""
     keys, log = tmp_path / "keys", tmp_path / "log"
     log.mkdir()
