@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
 from argosy_engine import LLM
-from argosy_engine.api.observability.metrics import Metrics
+from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_router.metrics.series import PREFIX
 from monitoring.promql import Registry
@@ -54,13 +54,13 @@ def test_every_metric_of_the_operator() -> None:
 
 
 @pytest.fixture(scope="module")
-def engine_metrics() -> Metrics:
+def engine_metrics() -> EngineMetrics:
     llm = LLM("builtin://tiny", device="cpu", threads=1, num_gpu_blocks_override=300)
     try:
-        return Metrics(llm.config)
+        return EngineMetrics(llm.config)
     finally:
         llm.close()
 
 
-def test_every_metric_of_the_engine(engine_metrics: Metrics) -> None:
+def test_every_metric_of_the_engine(engine_metrics: EngineMetrics) -> None:
     assert with_prefix("vllm:", "argosy_engine_") == shown(engine_metrics.registry)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 
-from argosy_engine.api.observability.metrics import Metrics as EngineMetrics
+from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.config import MemoryBudget, ResolvedConfig
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_router.config import RouterConfig

@@ -13,7 +13,7 @@ from argosy_engine.errors import EngineBusy, InvalidRequest
 from argosy_engine.frontend.admission import MAX_RETRY_S, AdmissionControl
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.models.model_path import resolve_model
@@ -170,7 +170,7 @@ def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused
         seed=None,
     )
     processor = InputProcessor(config)  # type: ignore[arg-type]
-    prompt = Prompt([5, 6], [])
+    prompt = TokenizedPrompt([5, 6], [])
     if is_refused:
         with pytest.raises(InvalidRequest, match="--scheduling-policy priority"):
             processor.process_inputs(prompt, SamplingParams(), priority=-1)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from argosy_engine import LLM, BeamSearchParams
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.beam_search import MAX_BEAM_WIDTH, BeamSearch, BeamSearchBatch, BeamSearchSequence
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.models.model_path import resolve_model
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
@@ -42,7 +42,7 @@ def beam_search(
     next_logprobs: Callable[[list[list[int]]], list[TokenLogprobs]] = from_table,
 ) -> list[list[BeamSearchSequence]]:
     searches = [BeamSearch(prompt, params, {EOS}, num_logprobs=1) for prompt in prompts]
-    batch = BeamSearchBatch([Prompt(prompt, []) for prompt in prompts], searches)
+    batch = BeamSearchBatch([TokenizedPrompt(prompt, []) for prompt in prompts], searches)
     while beams := batch.beams:
         batch.advance(next_logprobs([beam.token_ids for beam in beams]))
     return [search.best() for search in searches]

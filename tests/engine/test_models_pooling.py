@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from argosy_engine import LLM
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.pooling import encode, pooling_request
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
 from random_checkpoints import KINDS, make_checkpoint
@@ -88,8 +88,10 @@ def test_vectors_and_tokens_share_a_step(model: Any) -> None:
         request
         for prompt in prompts
         for request in (
-            *llm.input_processor.process_inputs(Prompt(prompt, []), sampling),
-            pooling_request(llm.input_processor, Prompt(prompt, []), PoolingParams(pooling_type="mean")),
+            *llm.input_processor.process_inputs(TokenizedPrompt(prompt, []), sampling),
+            pooling_request(
+                llm.input_processor, TokenizedPrompt(prompt, []), PoolingParams(pooling_type="mean")
+            ),
         )
     ]
     for request in requests:
@@ -150,7 +152,7 @@ def test_an_interrupted_call_leaves_nothing_behind(model: Any) -> None:
         encode(
             llm.client,
             llm.input_processor,
-            [Prompt([5] * 40, []), Prompt([6] * 40, []), Prompt([7] * 100, [])],
+            [TokenizedPrompt([5] * 40, []), TokenizedPrompt([6] * 40, []), TokenizedPrompt([7] * 100, [])],
             PoolingParams(pooling_type="mean"),
             interrupt,
         )

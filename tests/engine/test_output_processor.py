@@ -24,7 +24,7 @@ from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.renderer import Prompt, Renderer
+from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_engine.messages.core_messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -159,7 +159,9 @@ class FakeClient:
 
 
 def choices(llm: LLM, prompt: list[int], n: int, **params: Any) -> list[EngineCoreRequest]:
-    return llm.input_processor.process_inputs(Prompt(prompt, []), SamplingParams(n=n, max_tokens=8, **params))
+    return llm.input_processor.process_inputs(
+        TokenizedPrompt(prompt, []), SamplingParams(n=n, max_tokens=8, **params)
+    )
 
 
 async def test_the_sequences_of_a_call_carry_its_id(llm: LLM) -> None:
@@ -284,7 +286,9 @@ def test_a_run_cut_anywhere_and_resumed_equals_the_undisturbed_one(llm: LLM, fie
         assert [entry.token_ids[0] for entry in rest.logprobs] == rest.token_ids
 
 
-def run(llm: LLM, prompt: Prompt, params: SamplingParams, resumes: list[Any]) -> list[GenerationOutput]:
+def run(
+    llm: LLM, prompt: TokenizedPrompt, params: SamplingParams, resumes: list[Any]
+) -> list[GenerationOutput]:
     """Runs one request per resume through AsyncLLM, over a core of this process."""
 
     class Client(FakeClient):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.models.model_path import resolve_model
-from argosy_engine.structured.grammar import GrammarState, Phase
+from argosy_engine.structured.grammar import GrammarPhase, GrammarState
 from argosy_engine.structured.grammar_size import MAX_PATTERN_SIZE, expanded_size
 from argosy_engine.structured.json_schema import MAX_DEPTH, normalized_schema
 from argosy_engine.structured.reasoning import Reasoning, reasoning_after
@@ -284,18 +284,18 @@ def test_the_grammar_waits_for_the_end_of_thought(backend: XGrammarBackend, spel
     assert {a, THINK} <= allowed(state)
     assert not {b, EOS, END_THINK} & allowed(state)
     assert state.accept(THINK)
-    assert state.phase is Phase.REASONING
+    assert state.phase is GrammarPhase.REASONING
     assert allowed(state) == set(range(1024)) - {EOS}, "a thought may not end the output"
     assert not state.accept(EOS)
     for token_id in (b, END_THINK):
         assert state.accept(token_id)
-    assert state.phase is Phase.CONTENT
+    assert state.phase is GrammarPhase.CONTENT
     assert THINK not in allowed(state)
     assert state.accept(a)
     state.rollback(3)
-    assert state.phase is Phase.REASONING
+    assert state.phase is GrammarPhase.REASONING
     state.rollback(1)
-    assert state.phase is Phase.START
+    assert state.phase is GrammarPhase.START
     assert state.accept(a), "a model may answer without a thought"
     assert allowed(state) == {EOS}
 
@@ -309,9 +309,9 @@ def test_markers_of_several_tokens(backend: XGrammarBackend, spelling: dict[str,
     assert state.accept(y)
     for token_id in (b, a, b):
         assert state.accept(token_id)
-    assert state.phase is Phase.REASONING
+    assert state.phase is GrammarPhase.REASONING
     assert state.accept(b)
-    assert state.phase is Phase.CONTENT
+    assert state.phase is GrammarPhase.CONTENT
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 
 from argosy_engine.api.admin import add_admin_routes
 from argosy_engine.api.http.http_responses import WatchedResponse, event_stream, json_response
-from argosy_engine.api.observability.metrics import Metrics
+from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.api.observability.stats_log import StatsLog
 from argosy_engine.api.observability.telemetry import TelemetryHub
 from argosy_engine.api.openai.chat import chat, chat_stream
@@ -82,12 +82,12 @@ class Engine:
         self.is_draining = False
         self.llm: AsyncLLM | None = None
         self._serving: OpenAIServing | None = None
-        self._metrics: Metrics | None = None
+        self._metrics: EngineMetrics | None = None
         self._telemetry: TelemetryHub | None = None
 
     def attach(self, llm: AsyncLLM) -> None:
         self._serving = OpenAIServing(llm, self.names, takes_any_name=self.takes_any_name)
-        self._metrics = Metrics(llm.config)
+        self._metrics = EngineMetrics(llm.config)
         self._telemetry = TelemetryHub(llm, llm.config)
         llm.observers.extend((self._metrics, self._telemetry))
         if self.log_stats:

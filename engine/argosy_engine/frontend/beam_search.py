@@ -18,7 +18,7 @@ from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.input_processor import InputProcessor
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.params.sampling_params import MAX_N, SamplingParams
 from argosy_engine.params.validated_struct import ValidatedStructMeta
@@ -198,15 +198,15 @@ class BeamSearch:
 class BeamSearchBatch:
     """Beam searches of one call's prompts, which advance together."""
 
-    def __init__(self, prompts: Sequence[Prompt], searches: Sequence[BeamSearch]) -> None:
+    def __init__(self, prompts: Sequence[TokenizedPrompt], searches: Sequence[BeamSearch]) -> None:
         self._prompts = prompts
         self._searches = searches
 
     @property
-    def beams(self) -> list[Prompt]:
+    def beams(self) -> list[TokenizedPrompt]:
         """Sequences whose next tokens `advance` needs; empty when all searches have ended."""
         return [
-            Prompt(tokens, prompt.chunk_ends)
+            TokenizedPrompt(tokens, prompt.chunk_ends)
             for prompt, search in zip(self._prompts, self._searches, strict=True)
             for tokens in search.beams
         ]
@@ -234,7 +234,9 @@ class BeamSearchBatch:
         return found
 
 
-def max_output_tokens(input_processor: InputProcessor, prompt: Prompt, max_tokens: int | None) -> int:
+def max_output_tokens(
+    input_processor: InputProcessor, prompt: TokenizedPrompt, max_tokens: int | None
+) -> int:
     """Return how many tokens a search may append to a prompt: `max_tokens`, or what the model's context leaves.
 
     Raises:

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest, PromptTooLong, RequestFailed
-from argosy_engine.frontend.renderer import Prompt, Renderer
+from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_engine.frontend.request_params import (
     default_sampling_params,
     num_logprobs,
@@ -52,7 +52,7 @@ class InputProcessor:
 
     def process_inputs(
         self,
-        prompt: Prompt,
+        prompt: TokenizedPrompt,
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
@@ -112,7 +112,7 @@ class InputProcessor:
         self._num_unseeded += 1
         return xxh3_64_intdigest(self._num_unseeded.to_bytes(8, "little"), self.config.seed) & _SEED_MASK
 
-    def _resolve(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+    def _resolve(self, prompt: TokenizedPrompt, params: SamplingParams) -> SamplingParams:
         """Return the parameters with checked token ids, bad words as tokens and `max_tokens` within the context."""
         count, limit = len(prompt.token_ids), self.config.max_model_len
         if not count:

@@ -23,7 +23,7 @@ from argosy_engine.frontend.llm_engine import LLMEngine
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput, log_failures
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
 from argosy_engine.frontend.prompts import PromptType, as_list
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.logits_processor.interface import LogitsProcessor, processor_path
@@ -186,7 +186,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[PromptType | Prompt],
+        prompts: Sequence[PromptType | TokenizedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_bar: bool,
     ) -> list[RequestOutput]:

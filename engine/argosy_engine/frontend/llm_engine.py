@@ -23,7 +23,7 @@ from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput
 from argosy_engine.frontend.prompts import PromptType
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.params.sampling_params import SamplingParams
 
@@ -64,7 +64,7 @@ class LLMEngine:
             raise
 
     def add_request(
-        self, request_id: str, prompt: PromptType | Prompt, params: SamplingParams | None = None
+        self, request_id: str, prompt: PromptType | TokenizedPrompt, params: SamplingParams | None = None
     ) -> None:
         """Send a request to the core.
 

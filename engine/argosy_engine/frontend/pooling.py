@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from argosy_engine.core.proc.core_client import SyncClient
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.outputs import log_failures
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreRequest, FinishReason
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
@@ -36,7 +36,11 @@ class PoolingRequestOutput:
 
 
 def pooling_request(
-    input_processor: InputProcessor, prompt: Prompt, params: PoolingParams, *, cache_salt: str | None = None
+    input_processor: InputProcessor,
+    prompt: TokenizedPrompt,
+    params: PoolingParams,
+    *,
+    cache_salt: str | None = None,
 ) -> EngineCoreRequest:
     """Make the core's request.
 
@@ -56,7 +60,7 @@ def pooling_request(
 def encode(
     client: SyncClient,
     input_processor: InputProcessor,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenizedPrompt],
     params: PoolingParams,
     on_done: Callable[[int], None],
 ) -> list[PoolingRequestOutput]:

@@ -31,7 +31,7 @@ from argosy_protocol.openai import (
 from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segments
 
 
-class Prompt(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """A tokenised prompt."""
 
     token_ids: list[int]
@@ -62,7 +62,7 @@ class Renderer:
         """Whether the chat template supports reasoning."""
         return self.template is not None and self.template.has_thinking
 
-    def render_chat(self, request: ChatCompletionRequest) -> Prompt:
+    def render_chat(self, request: ChatCompletionRequest) -> TokenizedPrompt:
         """Apply the chat template, and tokenise the result.
 
         Raises:
@@ -86,7 +86,7 @@ class Renderer:
         text, cuts = self._chat_text(request, segments)
         return self.encode(text, add_special_tokens=False, cuts=cuts).ids
 
-    def render_completion(self, request: CompletionRequest) -> list[Prompt]:
+    def render_completion(self, request: CompletionRequest) -> list[TokenizedPrompt]:
         """Tokenise each prompt of the batch.
 
         Raises:
@@ -103,24 +103,24 @@ class Renderer:
             for prompt, segments in zip(prompts, prompt_segments(request), strict=True)
         ]
 
-    def render_text(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+    def render_text(self, text: str, *, add_special_tokens: bool = True) -> TokenizedPrompt:
         """Tokenise a plain text, for offline use."""
         segment = SegmentKind.TEXT, text.encode("utf-8", "surrogatepass")
         return self._text_prompt(text, [segment], GenerationRequest(), add_special_tokens=add_special_tokens)
 
-    def render_prompt(self, prompt: PromptType | Prompt) -> Prompt:
+    def render_prompt(self, prompt: PromptType | TokenizedPrompt) -> TokenizedPrompt:
         """Tokenise a text, or check token ids against the vocabulary, for offline use.
 
         Raises:
             InvalidRequest: not a prompt, a token id is beyond the vocabulary, or the text is not valid Unicode.
         """
-        if isinstance(prompt, Prompt):
+        if isinstance(prompt, TokenizedPrompt):
             return prompt
         given = text_or_token_ids(prompt)
         if isinstance(given, str):
             return self.render_text(given)
         self.check_token_ids(given)
-        return Prompt(given, [])
+        return TokenizedPrompt(given, [])
 
     def encode(self, text: str, *, add_special_tokens: bool, cuts: Sequence[int] = ()) -> Encoded:
         """Tokenise a text.
@@ -184,17 +184,17 @@ class Renderer:
         *,
         add_special_tokens: bool,
         cuts: Sequence[int] = (),
-    ) -> Prompt:
+    ) -> TokenizedPrompt:
         encoded = self.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
         self.check_length(len(encoded))
         stop_if_abandoned()
-        return Prompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
+        return TokenizedPrompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
 
     def _token_prompt(
         self, token_ids: list[int], segments: list[Segment], request: GenerationRequest
-    ) -> Prompt:
+    ) -> TokenizedPrompt:
         self.check_token_ids(token_ids)
-        return Prompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
+        return TokenizedPrompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
 
     def _check_characters(self, count: int) -> None:
         """

@@ -28,7 +28,7 @@ CPU_S_PER_TOKEN = 0.005
 the cost of an ambiguous one grows with the cube of the output's length, and it would stall all other requests."""
 
 
-class Phase(IntEnum):
+class GrammarPhase(IntEnum):
     START = 0
     REASONING = 1
     CONTENT = 2
@@ -50,17 +50,17 @@ class GrammarState:
         self._matcher = GrammarMatcher(grammar)
         self._reasoning = reasoning
         self._eos_token_ids = list(eos_token_ids)
-        self._phase = Phase.CONTENT
+        self._phase = GrammarPhase.CONTENT
         if reasoning is not None:
-            self._phase = Phase.REASONING if reasoning.is_open else Phase.START
+            self._phase = GrammarPhase.REASONING if reasoning.is_open else GrammarPhase.START
         self._thoughts: list[int] = []
         """Tokens matched so far of the block's opening, or the last tokens of the block, as many as its end has."""
-        self._trail: list[tuple[Phase, list[int]]] = []
-        """Phase and `_thoughts` before each accepted token, for `rollback`."""
+        self._trail: list[tuple[GrammarPhase, list[int]]] = []
+        """`_phase` and `_thoughts` before each accepted token, for `rollback`."""
         self._cpu_s = self._reported_cpu_s = 0.0
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> GrammarPhase:
         return self._phase
 
     @property
@@ -71,7 +71,7 @@ class GrammarState:
     @property
     def is_terminated(self) -> bool:
         """Whether the end of the output has been accepted."""
-        return self._phase is Phase.CONTENT and self._matcher.is_terminated()
+        return self._phase is GrammarPhase.CONTENT and self._matcher.is_terminated()
 
     @property
     def is_too_slow(self) -> bool:
@@ -94,25 +94,25 @@ class GrammarState:
         return is_accepted
 
     def _advance(self, token_id: int) -> bool:
-        if self._phase is Phase.CONTENT:
+        if self._phase is GrammarPhase.CONTENT:
             return self._matcher.accept_token(token_id)
         assert self._reasoning is not None
-        if self._phase is Phase.START and not self._continues_start(token_id):
+        if self._phase is GrammarPhase.START and not self._continues_start(token_id):
             if self._thoughts or not self._matcher.accept_token(token_id):
                 return False
-            self._phase = Phase.CONTENT
+            self._phase = GrammarPhase.CONTENT
             return True
         if token_id in self._eos_token_ids:
             return False
-        if self._phase is Phase.START:
+        if self._phase is GrammarPhase.START:
             self._thoughts = [*self._thoughts, token_id]
             if len(self._thoughts) == len(self._reasoning.start_ids):
-                self._phase, self._thoughts = Phase.REASONING, []
+                self._phase, self._thoughts = GrammarPhase.REASONING, []
             return True
         end = self._reasoning.end_ids
         self._thoughts = [*self._thoughts, token_id][-len(end) :]
         if tuple(self._thoughts) == end:
-            self._phase, self._thoughts = Phase.CONTENT, []
+            self._phase, self._thoughts = GrammarPhase.CONTENT, []
         return True
 
     def _continues_start(self, token_id: int) -> bool:
@@ -123,7 +123,7 @@ class GrammarState:
         """Undo the last `count` accepted tokens."""
         for _ in range(count):
             before = self._trail.pop()
-            if self._phase is Phase.CONTENT and before[0] is not Phase.REASONING:
+            if self._phase is GrammarPhase.CONTENT and before[0] is not GrammarPhase.REASONING:
                 self._matcher.rollback(1)
             self._phase, self._thoughts = before
 
@@ -134,7 +134,7 @@ class GrammarState:
             bitmask: int32 [rows, ceil(vocab_size / 32)]; token t is allowed if bit t % 32 of word t // 32 is set.
         """
         started = time.thread_time()
-        if self._phase is Phase.REASONING:
+        if self._phase is GrammarPhase.REASONING:
             bitmask[row] = -1
             for token_id in self._eos_token_ids:
                 _set_bit(bitmask[row], token_id, False)
@@ -143,7 +143,7 @@ class GrammarState:
         else:
             bitmask[row] = -1
             self._matcher.fill_next_token_bitmask(bitmask, row)
-        if self._phase is Phase.START:
+        if self._phase is GrammarPhase.START:
             assert self._reasoning is not None
             _set_bit(bitmask[row], self._reasoning.start_ids[len(self._thoughts)], True)
         self._cpu_s += time.thread_time() - started

@@ -1,6 +1,6 @@
-"""Metrics: Prometheus, with vLLM's names, labels and buckets, so that its dashboards and recipes work unchanged.
+"""EngineMetrics: Prometheus metrics with vLLM's names, labels and buckets, so that its dashboards work unchanged.
 
-Metrics observes the outputs of the core. Names are those of vLLM 0.32's /metrics.
+EngineMetrics observes the outputs of the core. Names are those of vLLM 0.32's /metrics.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _token_buckets(limit: int) -> tuple[float, ...]:
     return tuple(float(m * 10**e) for e in range(8) for m in (1, 2, 5) if m * 10**e <= limit)
 
 
-class Metrics(Observer):
+class EngineMetrics(Observer):
     """One registry per engine; `render` is the body of /metrics."""
 
     def __init__(self, config: ResolvedConfig) -> None:

@@ -19,7 +19,7 @@ from argosy_engine.frontend.beam_search import (
     max_output_tokens,
 )
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_protocol.openai import MAX_CHOICES, CompletionRequest, GenerationRequest
 
@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 async def beam_choices(
-    llm: AsyncLLM, prompts: Sequence[Prompt], request: GenerationRequest
+    llm: AsyncLLM, prompts: Sequence[TokenizedPrompt], request: GenerationRequest
 ) -> list[GenerationOutput]:
     """Search the `n` best continuations of each prompt; return them best first, as the choices of one call.
 
@@ -89,7 +89,7 @@ async def beam_choices(
 
 
 def _params(
-    llm: AsyncLLM, prompt: Prompt, request: GenerationRequest, sampling: SamplingParams, width: int
+    llm: AsyncLLM, prompt: TokenizedPrompt, request: GenerationRequest, sampling: SamplingParams, width: int
 ) -> BeamSearchParams:
     return BeamSearchParams(
         beam_width=width,
@@ -102,7 +102,7 @@ def _params(
 
 
 async def _next_tokens(
-    llm: AsyncLLM, beams: Sequence[Prompt], params: SamplingParams, request: GenerationRequest
+    llm: AsyncLLM, beams: Sequence[TokenizedPrompt], params: SamplingParams, request: GenerationRequest
 ) -> list[GenerationOutput]:
     """Generate one token of each beam, with its alternatives."""
     requests = [

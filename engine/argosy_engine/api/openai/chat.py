@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from argosy_engine.api.openai.chat_format import ChatFormat
 from argosy_engine.api.openai.choice_stream import stream_choices, whole_response
 from argosy_engine.api.openai.openai_serving import OpenAIServing
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 
@@ -53,6 +53,6 @@ def chat_stream(
     return stream_choices(serving.llm, request, prepare)
 
 
-async def _prompt(serving: OpenAIServing, request: ChatCompletionRequest, size: int) -> Prompt:
+async def _prompt(serving: OpenAIServing, request: ChatCompletionRequest, size: int) -> TokenizedPrompt:
     serving.llm.admission.check(request.n or 1)
     return await serving.render_pool.run(size, serving.llm.renderer.render_chat, request)

@@ -14,7 +14,7 @@ from argosy_engine.api.openai.logprobs_format import LogprobsFormat
 from argosy_engine.api.openai.usage import usage_of
 from argosy_engine.frontend.chat_parser import ChatParser, ParsedCall
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.renderer import Prompt, Renderer
+from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_protocol.openai import (
     ChatChoice,
     ChatChunkChoice,
@@ -45,7 +45,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         request: ChatCompletionRequest,
         request_id: str,
         model: str,
-        prompt: Prompt,
+        prompt: TokenizedPrompt,
         num_choices: int,
         *,
         with_ids: bool = False,

@@ -9,7 +9,7 @@ from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
 from argosy_engine.api.openai.usage import usage_of
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_protocol.openai import (
@@ -35,7 +35,7 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
         request: CompletionRequest,
         request_id: str,
         model: str,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[TokenizedPrompt],
         resumed: Sequence[Sequence[int]],
         *,
         with_ids: bool = False,
@@ -122,7 +122,7 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
     def _logprobs(
         self,
         output: GenerationOutput,
-        prompt: Prompt,
+        prompt: TokenizedPrompt,
         prompt_logprobs: list[TokenLogprobs] | None,
         is_first: bool,
     ) -> CompletionLogprobs | None:
@@ -134,5 +134,5 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
             return self._format.completion(entries, offsets, first_token_id=prompt.token_ids[0])
         return self._format.completion(output.logprobs, offsets) if output.logprobs else None
 
-    def _prompt(self, choice: int) -> Prompt:
+    def _prompt(self, choice: int) -> TokenizedPrompt:
         return self._prompts[choice // self._n]

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from argosy_engine.api.openai.choice_stream import stream_choices, whole_response
 from argosy_engine.api.openai.completion_format import CompletionFormat
 from argosy_engine.api.openai.openai_serving import OpenAIServing
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import Completion, CompletionRequest
 
@@ -59,6 +59,6 @@ def completion_stream(
     return stream_choices(serving.llm, request, prepare)
 
 
-async def _prompts(serving: OpenAIServing, request: CompletionRequest, size: int) -> list[Prompt]:
+async def _prompts(serving: OpenAIServing, request: CompletionRequest, size: int) -> list[TokenizedPrompt]:
     serving.llm.admission.check(request.n or 1)
     return await serving.render_pool.run(size, serving.llm.renderer.render_completion, request)

@@ -11,7 +11,7 @@ from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptT
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.render_pool import RenderPool
-from argosy_engine.frontend.renderer import Prompt
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.errors import (
     ApiError,
@@ -88,13 +88,17 @@ class OpenAIServing:
             )
         return name
 
-    async def generate(self, prompts: Sequence[Prompt], request: GenerationRequest) -> list[GenerationOutput]:
+    async def generate(
+        self, prompts: Sequence[TokenizedPrompt], request: GenerationRequest
+    ) -> list[GenerationOutput]:
         """Generate all choices of all prompts, and return them complete."""
         if request.use_beam_search:
             return await beam_choices(self.llm, prompts, request)
         return await self.llm.collect(self.core_requests(prompts, request), request.n or 1)
 
-    def core_requests(self, prompts: Sequence[Prompt], request: GenerationRequest) -> list[EngineCoreRequest]:
+    def core_requests(
+        self, prompts: Sequence[TokenizedPrompt], request: GenerationRequest
+    ) -> list[EngineCoreRequest]:
         """Make the core's requests, `n` for each prompt.
 
         Raises:
