@@ -188,7 +188,7 @@ def test_a_replica_that_dies_soon_after_it_was_ready_does_not_take_an_update_on(
     assert "exited with code 3" in capfd.readouterr().err
 
 
-def test_an_edit_that_does_not_work_costs_one_replica_whatever_may_be_unavailable(
+def test_a_broken_edit_replaces_one_replica_whatever_may_be_unavailable(
     fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rollout = {"maxSurge": 0, "maxUnavailable": 3}

@@ -116,7 +116,7 @@ def roll_out(
 
 @pytest.mark.parametrize("surge", [0, 1, 4])
 @pytest.mark.parametrize("unavailable", [1, 2, 4])
-def test_an_edit_that_does_not_work_costs_one_replica_and_halts(surge: int, unavailable: int) -> None:
+def test_a_broken_edit_replaces_one_replica_and_halts(surge: int, unavailable: int) -> None:
     edited = service(replicas=4, rollout={"maxSurge": surge, "maxUnavailable": unavailable})
     fleet = {str(number): Member(str(number), OLD, True, False) for number in range(4)}
     aim, lowest = roll_out(edited, fleet, works=False)

@@ -30,7 +30,7 @@ def test_the_fleet_key_is_made_once(tmp_path: Path) -> None:
     assert stat.S_IMODE((state.root / "fleet.key").stat().st_mode) == 0o600
 
 
-def test_where_the_state_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_location_of_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ARGOSY_STATE_DIR", raising=False)
     assert choose_state_dir(None).root == tmp_path / ".argosy"

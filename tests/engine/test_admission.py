@@ -41,7 +41,7 @@ def test_requests_in_flight_are_capped_and_leave_room_when_they_end() -> None:
         admission.check(2)
 
 
-def test_what_could_never_enter_is_the_clients_fault() -> None:
+def test_a_request_beyond_the_limits_is_the_client_s_fault() -> None:
     admission = AdmissionControl(4, None)
     admission.check(4)
     for num_running in range(3):

@@ -117,7 +117,7 @@ def test_a_request_aborted_during_its_step_affects_no_other(engine: LLMEngine) -
         }
 
 
-def test_bad_words_see_the_token_that_is_under_way(engine: LLMEngine) -> None:
+def test_bad_words_see_the_token_in_flight(engine: LLMEngine) -> None:
     prompt = "Tell me about the sea"
     engine.add_request("plain", prompt, params(ignore_eos=True))
     said = finish(engine)["plain"].token_ids

@@ -142,7 +142,7 @@ def test_requests_of_one_sequence_never_take_each_others_slots() -> None:
     assert list(engine.outputs) == list(names)
 
 
-def test_what_gave_its_slot_up_computes_little_again() -> None:
+def test_a_sequence_that_yielded_its_slot_computes_little_again() -> None:
     """The prefix cache holds what it had: a step of one block at most, for each request that takes a slot."""
     alone, shared = Engine(), Engine()
     for engine in (alone, shared):

@@ -103,7 +103,7 @@ def test_chat_parser_does_not_care_how_text_is_cut(
 
 
 @pytest.mark.parametrize("before", ["", "<think>", "<think>a</think>", "word"])
-def test_nothing_but_newlines_is_not_silence(before: str) -> None:
+def test_newlines_alone_are_content(before: str) -> None:
     parser = ChatParser(parse_reasoning=True, parse_calls=True)
     parser.feed(before)
     heard = [parser.feed("\n") for _ in range(100)]

@@ -47,7 +47,7 @@ def test_two_requests_that_share_chunks_share_tokens(template: ChatTemplate, tok
     assert ids_a[:shared] == ids_b[:shared]
 
 
-def test_what_the_template_drops_rounds_down(tokenizer: Tokenizer) -> None:
+def test_dropped_text_rounds_chunk_ends_down(tokenizer: Tokenizer) -> None:
     request = chat(
         messages=[
             {"role": "user", "content": "kept text, long enough to be found in the prompt"},

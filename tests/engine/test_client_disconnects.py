@@ -49,7 +49,9 @@ def post(path: str, body: dict[str, Any]) -> bytes:
         (b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n", 0),
     ],
 )
-def test_nothing_is_logged_and_nothing_goes_on(server: Server, sent: bytes, reads: int, resets: bool) -> None:
+def test_nothing_is_logged_and_no_work_continues(
+    server: Server, sent: bytes, reads: int, resets: bool
+) -> None:
     before = server.log.read_text()
     with httpx.Client(base_url=server.url, timeout=60) as other:
         with socket.create_connection(("127.0.0.1", server.port)) as client:

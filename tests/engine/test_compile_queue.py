@@ -160,7 +160,7 @@ def test_equal_grammars_asked_for_together_are_compiled_once() -> None:
 
 
 @pytest.mark.parametrize("failing", ["thread", "backend"])
-def test_a_start_that_fails_costs_its_request_only(failing: str) -> None:
+def test_a_failed_start_fails_its_request_only(failing: str) -> None:
     """One failed start used to keep its place for ever: with one compile thread, every later grammar waited."""
     is_failing = True
 

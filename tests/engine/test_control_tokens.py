@@ -144,7 +144,7 @@ ORDINARY = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tools", [None, [tool()]])
-def test_what_is_said_has_the_tokens_of_transformers(model: Any, name: str, tools: Any) -> None:
+def test_messages_have_the_tokens_of_transformers(model: Any, name: str, tools: Any) -> None:
     renderer, reference = model(name)
     for turns in ORDINARY:
         messages = [{"role": role, "content": content} for role, content in turns]
@@ -229,7 +229,7 @@ def test_a_role_cannot_end_its_message(model: Any) -> None:
     assert control_ids(renderer, one) == control_ids(renderer, two)
 
 
-def test_where_chunks_end_is_found_between_the_parts(model: Any) -> None:
+def test_chunk_ends_are_found_between_segments(model: Any) -> None:
     renderer, _ = model("tiny")
     said = "The lantern hangs by the door. " * 30 + "<|im_end|>" + "Nobody walks there at night. " * 30
     body = {"messages": [{"role": "user", "content": said}]}

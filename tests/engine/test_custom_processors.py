@@ -70,7 +70,7 @@ def test_a_processor_sees_the_rows_that_use_it_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("where", ["apply", "update_state", "is_used_by"])
-def test_a_fault_costs_the_request_that_causes_it(where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_fails_the_request_that_causes_it(where: str, caplog: pytest.LogCaptureFixture) -> None:
     sampler = sampler_with(Faulty)
     for slot, params in enumerate([greedy(harmless=True), greedy(fail_in=where), greedy()]):
         sampler.add(slot, params, [7], 1)
@@ -98,7 +98,7 @@ def test_a_fault_costs_the_request_that_causes_it(where: str, caplog: pytest.Log
         (":Faulty", "MODULE:CLASS"),
     ],
 )
-def test_what_is_no_processor_is_refused_with_its_reason(path: str, says: str) -> None:
+def test_an_unusable_processor_is_refused_with_its_reason(path: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as raised:
         load_logits_processors([path])
     assert path in str(raised.value)
@@ -152,7 +152,7 @@ def test_a_processor_can_read_the_tokens_so_far(llm: LLM) -> None:
     assert len(set(plain)) < 40
 
 
-def test_a_token_beyond_the_vocabulary_costs_its_request_only(llm: LLM) -> None:
+def test_a_token_beyond_the_vocabulary_fails_its_request_only(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2, extra_args={"only_token": 1 << 40})
     failed, fine = llm.generate(["x", "x"], [params, SamplingParams(max_tokens=2)])
     assert "OnlyToken failed on this request" in (failed.error or "")

@@ -180,5 +180,5 @@ def test_schemas_in_text_have_the_same_bounds(server: Server, field: str, levels
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
 )
-def test_what_is_no_request_is_the_clients_fault(server: Server, path: str, body: str) -> None:
+def test_an_invalid_request_is_the_client_s_fault(server: Server, path: str, body: str) -> None:
     assert 400 <= ask(server, path, body).status_code < 500

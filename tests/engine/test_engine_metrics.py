@@ -143,7 +143,7 @@ def test_every_series_moves(server: Server, http: httpx.Client) -> None:
     assert not still
 
 
-def test_what_sleep_aborts_is_counted(server: Server, http: httpx.Client) -> None:
+def test_requests_aborted_by_sleep_are_counted(server: Server, http: httpx.Client) -> None:
     before = scrape(http)
     with (
         httpx.Client(base_url=server.url, timeout=60) as reader,

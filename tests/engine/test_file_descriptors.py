@@ -110,7 +110,7 @@ def test_a_connection_too_many_gets_503_and_the_others_are_served(server: Server
         wait_until(lambda: ask(server.port) == 200, "an answer to a new connection")
 
 
-def test_a_process_without_a_free_descriptor_goes_on_serving(server: Server) -> None:
+def test_a_process_without_a_free_descriptor_continues_to_serve(server: Server) -> None:
     limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
     with httpx.Client(base_url=server.url, timeout=60) as known:
         assert known.post("/v1/completions", json=QUESTION).status_code == 200

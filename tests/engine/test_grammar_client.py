@@ -145,7 +145,7 @@ def test_the_kernel_kills_an_orphaned_grammar_process() -> None:
         client.close()
 
 
-def test_a_crash_of_the_native_code_costs_its_grammar_only(client: GrammarClient) -> None:
+def test_a_crash_in_native_code_fails_its_grammar_only(client: GrammarClient) -> None:
     running = begin(client.new_compilation())
     os.kill(child_of(client), signal.SIGSEGV)
     assert isinstance(running.exception(30), ValueError)

@@ -50,7 +50,9 @@ TOO_LARGE: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("kind", "value", "says"), TOO_LARGE, ids=[f"{kind} {str(value)[:40]}" for kind, value, _ in TOO_LARGE]
 )
-def test_what_grows_too_large_is_refused_before_it_is_compiled(kind: str, value: Any, says: str) -> None:
+def test_a_grammar_that_grows_too_large_is_refused_before_it_is_compiled(
+    kind: str, value: Any, says: str
+) -> None:
     with pytest.raises(InvalidRequest, match=says) as raised:
         msgspec.convert({kind: value}, StructuredOutputsParams).spec()
     assert raised.value.param == f"structured_outputs.{kind}"
@@ -70,7 +72,7 @@ def test_what_grows_too_large_is_refused_before_it_is_compiled(kind: str, value:
         ("choice", ["*" * 1000, "a{9999}"]),
     ],
 )
-def test_what_people_write_is_taken(kind: str, value: Any) -> None:
+def test_common_grammars_are_accepted(kind: str, value: Any) -> None:
     assert msgspec.convert({kind: value}, StructuredOutputsParams).spec().text
 
 

@@ -216,7 +216,7 @@ async def test_deadlines_do_not_run_while_the_server_pauses_reading(client: Conn
     assert client.status == 200
 
 
-async def test_what_came_while_the_loop_stood_still_is_read_before_anybody_is_late(
+async def test_data_that_arrived_while_the_loop_was_blocked_is_read_before_deadlines(
     client: Connection,
 ) -> None:
     await client.send(HEAD)
@@ -283,7 +283,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-async def test_a_refused_client_may_go_on_sending_for_a_moment(client: Connection, refused: str) -> None:
+async def test_a_refused_client_may_continue_to_send_for_a_moment(client: Connection, refused: str) -> None:
     """A connection closed with input unread is reset, and the reset overtakes the answer."""
     await client.send(REFUSED[refused])
     assert client.wire.written.count(b"HTTP/1.1 4") == 1
@@ -312,7 +312,7 @@ async def refuse(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])
-async def test_a_body_may_go_on_after_an_answer_that_ends_the_connection(
+async def test_a_body_may_continue_after_an_answer_that_ends_the_connection(
     client: Connection, version: str
 ) -> None:
     client.protocol.app = refuse  # type: ignore[assignment]
@@ -340,7 +340,7 @@ async def test_a_body_without_end_is_cut_after_its_answer_and_not_answered_again
     assert client.wire.written.count(b"HTTP/1.1") == 1
 
 
-async def test_reading_goes_on_where_it_was_paused_for_an_application_that_reads_nothing(
+async def test_reading_resumes_after_a_pause_for_an_application_that_reads_nothing(
     client: Connection,
 ) -> None:
     client.may_read.clear()

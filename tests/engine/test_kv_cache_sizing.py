@@ -49,7 +49,7 @@ def plan(config: ModelConfig, available: int, device: str = "cpu", used: int = 0
     device=st.sampled_from(["cpu", "cuda"]),
     max_model_len=st.sampled_from(["auto", 16, 500, 4096]),
 )
-def test_what_is_planned_never_exceeds_the_share(
+def test_the_plan_never_exceeds_the_share(
     available: int, used: int, utilization: float, block_size: int, device: str, max_model_len: object
 ) -> None:
     config = load_model_config(TINY)

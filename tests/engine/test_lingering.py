@@ -66,7 +66,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-async def test_the_answer_arrives_although_the_client_goes_on_sending(port: int, refused: str) -> None:
+async def test_the_answer_arrives_while_the_client_continues_to_send(port: int, refused: str) -> None:
     head, size, status = REFUSED[refused]
     for _ in range(3):
         received = await asyncio.to_thread(send_all_then_read, port, head + b"x" * size)

@@ -263,7 +263,7 @@ def test_a_grammar_mask_leaves_only_what_it_allows(dtype: torch.dtype) -> None:
     assert {token for slot in (1, 3) for token in batch.tokens[slot]} - set(allowed)
 
 
-def test_a_request_for_which_nothing_is_possible_costs_no_other() -> None:
+def test_a_request_without_possible_tokens_affects_no_other() -> None:
     batch = Batch()
     batch.add(0, SamplingParams(temperature=1.0, allowed_token_ids=(1,), min_tokens=3, logprobs=2), [3], [])
     batch.add(1, SamplingParams(temperature=0.0), [3], [])

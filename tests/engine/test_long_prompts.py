@@ -110,7 +110,7 @@ def renderer() -> Renderer:
         ("completions", {"prompt": LONG}),
     ],
 )
-def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch, endpoint: Any, body: dict[str, Any]
 ) -> None:
     request = decode_request(endpoint, json.dumps(body).encode())

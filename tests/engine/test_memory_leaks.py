@@ -138,7 +138,7 @@ async def grown() -> Counter[str]:
     return counts[-1] - counts[WARM_UP - 1]
 
 
-def test_what_requests_leave_behind_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_container_grows_with_requests_served(monkeypatch: pytest.MonkeyPatch) -> None:
     # Blocks that all prompts begin with are soon full.
     monkeypatch.setattr(prefix_announcer, "MAX_CHUNKS_PER_BLOCK", 4)
     # One entry for each request of one kind is EACH * ROUNDS; caches that are full breathe by less.

@@ -82,7 +82,9 @@ def test_a_finetune_of_any_one_tensor_is_another_model(checkpoint: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"])
-def test_what_shapes_prompts_and_defaults_belongs_to_the_model(checkpoint: Path, name: str) -> None:
+def test_files_that_shape_prompts_and_defaults_are_part_of_the_fingerprint(
+    checkpoint: Path, name: str
+) -> None:
     before = fingerprint_of(checkpoint)
     (checkpoint / name).write_text('{"temperature": 0.5}')
     assert fingerprint_of(checkpoint) != before

@@ -89,7 +89,7 @@ def test_texts_come_in_several_forms(prompts: Any) -> None:
     "prompts",
     [[True, False], [[True]], [[1, "a"]], [1.5], [None], 7, {}, {"text": "x"}, [{"prompt": None}], [["a"]]],
 )
-def test_what_is_no_prompt_is_refused(prompts: Any) -> None:
+def test_an_invalid_prompt_is_refused(prompts: Any) -> None:
     with pytest.raises(InvalidRequest, match="a prompt is a text"):
         [text_or_token_ids(prompt) for prompt in as_list(prompts)]
 
@@ -114,7 +114,7 @@ def test_a_failure_in_the_core_affects_no_other_request(llm: LLM, caplog: pytest
     assert "1 of 3 requests failed" in caplog.text
 
 
-def test_a_vector_that_cannot_be_made_costs_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedding_that_fails_affects_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step = llm.client.step
 
     def step_with_a_failure() -> EngineCoreOutputs:

@@ -92,7 +92,7 @@ def test_a_lagging_reader_loses_nothing(outputs: list[tuple[int, str, list[int]]
         assert [entry.token_ids[0] for entry in got[index].logprobs] == got[index].token_ids
 
 
-def test_what_came_before_an_error_is_delivered_first() -> None:
+def test_outputs_before_an_error_are_delivered_first() -> None:
     async def run() -> None:
         collector = OutputCollector()
         collector.put(GenerationOutput(0, "a"))
@@ -104,7 +104,7 @@ def test_what_came_before_an_error_is_delivered_first() -> None:
     asyncio.run(run())
 
 
-async def test_an_output_that_cannot_be_processed_costs_its_request_only(llm: LLM) -> None:
+async def test_an_output_that_cannot_be_processed_fails_its_request_only(llm: LLM) -> None:
     client = FakeClient(llm)
     engine = AsyncLLM(client, llm.input_processor)  # type: ignore[arg-type]
     good, bad = choices(llm, PROMPT, 1)[0], choices(llm, PROMPT, 1)[0]

@@ -78,7 +78,7 @@ def test_running_requests_are_recomputed_and_answered_as_if_nothing_happened(
     assert received["c"] == expected["a"]
 
 
-def test_what_leaks_is_found_when_the_engine_idles(
+def test_leaked_blocks_are_found_when_the_engine_idles(
     core: EngineCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     add(core, "a", [1] * 10)

@@ -185,7 +185,7 @@ def test_as_many_markers_as_tokens_are_refused_untokenised(
         renderer.render_chat(request)  # type: ignore[arg-type]
 
 
-def test_what_an_assistant_said_may_be_longer_than_the_context_if_the_template_drops_it(
+def test_reasoning_longer_than_the_context_is_accepted_if_the_template_drops_it(
     renderer: Renderer,
 ) -> None:
     thought = "<think>" + "word " * (LIMIT * renderer.tokenizer.max_token_chars) + "</think>Yes"

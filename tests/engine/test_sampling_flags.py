@@ -70,7 +70,7 @@ def test_a_request_addresses_a_processor(http: httpx.Client) -> None:
         ({f"k{number}": 1 for number in range(65)}, 400, "<= 64"),
     ],
 )
-def test_what_is_wrong_with_extra_arguments_is_said(
+def test_refusals_of_extra_arguments_give_the_reason(
     http: httpx.Client, xargs: dict[str, Any], status: int, says: str
 ) -> None:
     assert says in refused(http, status=status, vllm_xargs=xargs)["message"]
@@ -158,7 +158,7 @@ def test_the_end_token_is_shown_where_asked_for(http: httpx.Client) -> None:
         ({"max_tokens": 1 << 20}, "max_tokens"),
     ],
 )
-def test_what_a_beam_search_does_not_do_is_refused(
+def test_parameters_that_beam_search_does_not_support_are_refused(
     http: httpx.Client, fields: dict[str, Any], param: str
 ) -> None:
     assert refused(http, use_beam_search=True, **fields)["param"] == param

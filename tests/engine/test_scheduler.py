@@ -201,7 +201,7 @@ def test_blocks_reserved_for_a_request_that_ends_early_are_free_again() -> None:
     assert run_all(scheduler).keys() == {"b"}
 
 
-def test_what_can_never_fit_is_answered_not_kept() -> None:
+def test_a_request_that_can_never_fit_is_failed() -> None:
     scheduler = make(num_blocks=4)
     scheduler.add(request("huge", [1] * 40))
     scheduler.add(request("small", [2] * 4, max_tokens=2))
@@ -268,7 +268,7 @@ def test_blocks_of_a_request_that_leaves_the_step_being_planned_are_not_shared()
     assert (resumed.request_id, resumed.num_computed_tokens) == ("patient", 20)
 
 
-def test_a_blocked_request_keeps_its_place_and_costs_no_step() -> None:
+def test_a_blocked_request_keeps_its_place_and_needs_no_step() -> None:
     scheduler = make(max_num_seqs=1)
     blocked = request("blocked", [1, 2, 3], max_tokens=1)
     blocked.status = RequestStatus.WAITING_FOR_GRAMMAR
@@ -493,7 +493,7 @@ def test_tokens_in_flight_are_counted_as_placeholders() -> None:
     assert counts == [(3, 1), (3, 2), (4, 1), (5, 0)]
 
 
-def test_what_is_computed_beyond_a_stop_is_dropped() -> None:
+def test_tokens_computed_beyond_a_stop_are_dropped() -> None:
     pipeline = Pipeline(make())
     first, second = answer([1, 2, 3], 2)
     assert first != second
@@ -507,7 +507,7 @@ def test_what_is_computed_beyond_a_stop_is_dropped() -> None:
     assert pipeline.scheduler.kv.usage == 0.0
 
 
-def test_a_new_request_does_not_get_what_was_under_way_for_one_of_the_same_id() -> None:
+def test_a_new_request_does_not_get_tokens_in_flight_for_an_old_one_of_its_id() -> None:
     pipeline = Pipeline(make())
     pipeline.scheduler.add(request("a", [1, 2, 3], ignore_eos=True))
     pipeline.launch()
@@ -533,7 +533,7 @@ def preempt_in_flight(max_tokens: int) -> Pipeline:
     return pipeline
 
 
-def test_a_preempted_request_gets_what_was_under_way_and_comes_back_after_it() -> None:
+def test_a_preempted_request_gets_its_tokens_in_flight_before_it_is_resumed() -> None:
     pipeline = preempt_in_flight(max_tokens=4)
     pipeline.scheduler.abort(["a"])
     assert pipeline.launch() == {}, "its token would come twice"
@@ -548,7 +548,7 @@ def test_a_preempted_request_gets_what_was_under_way_and_comes_back_after_it() -
     assert pipeline.received["b"] == answer([2] * 7, 4)
 
 
-def test_a_preempted_request_may_end_with_what_was_under_way() -> None:
+def test_a_preempted_request_may_end_with_its_tokens_in_flight() -> None:
     pipeline = preempt_in_flight(max_tokens=2)
     (finished,) = [output for output in pipeline.book() if output.finish_reason is not None]
     assert (finished.request_id, pipeline.received["b"]) == ("b", answer([2] * 7, 2))

@@ -410,7 +410,7 @@ def test_sigterm_finishes_running_requests(tmp_path: Path) -> None:
         assert server.process.wait(30) == 0
 
 
-def test_what_outlives_the_drain_is_cut_off_with_an_error(tmp_path: Path) -> None:
+def test_requests_that_outlive_the_drain_end_with_an_error(tmp_path: Path) -> None:
     arguments, log, port = start(tmp_path, "--shutdown-timeout", "0.2")
     with running(arguments, log, port=port) as server, httpx.Client(timeout=60) as http:
         with http.stream(

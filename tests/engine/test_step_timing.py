@@ -30,7 +30,7 @@ def test_prefill_and_decode_rates_are_measured_separately() -> None:
     assert (timing.prefill_tokens_per_s, timing.decode_step_s) == (2000.0, pytest.approx(0.01))
 
 
-def test_one_pause_is_not_how_long_steps_take() -> None:
+def test_one_pause_does_not_count_as_step_time() -> None:
     timing = StepTiming()
     now = 0.0
     for seconds in (0.01, 0.02, 12.0, *[0.01] * 5):

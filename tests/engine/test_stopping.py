@@ -101,7 +101,7 @@ def test_repetition_is_what_the_definition_says(
 
 @pytest.mark.parametrize("sequence", [[7] * 3000, [1, 2] * 1500, list(range(3000)), [5] * 1500 + [6] * 1500])
 @pytest.mark.parametrize("bounds", [(1024, 1, 1024), (1024, 1024, 1024), (1024, 512, 2), (4, 1, 2)])
-def test_repetition_detection_costs_a_few_lines_of_code_per_token(
+def test_repetition_detection_takes_a_few_lines_of_code_per_token(
     sequence: list[int], bounds: tuple[int, int, int]
 ) -> None:
     """They run between two steps of all requests."""
@@ -205,7 +205,7 @@ def test_one_string_alone_is_a_list_of_one() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
 
-def test_what_was_checked_is_not_checked_again_on_its_way() -> None:
+def test_verified_parameters_are_not_verified_again() -> None:
     """The core decodes parameters by the thousand."""
     params = SamplingParams(stop=("x",), temperature=0.5)
     wrong = params.replace(temperature=-1.0)

@@ -125,7 +125,7 @@ def test_any_value_is_a_grammar_or_a_reason(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("schema", "says"), REFUSED, ids=[json.dumps(schema)[:60] for schema, _ in REFUSED])
-def test_what_cannot_be_enforced_is_refused(schema: Any, says: str) -> None:
+def test_constraints_that_cannot_be_enforced_are_refused(schema: Any, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         normalized_schema(schema)
 

@@ -223,7 +223,7 @@ def test_preempted_outputs_continue_in_their_grammar() -> None:
         (StructuredOutputsParams(json={"type": "integer", "minimum": 0.5}), "whole number"),
     ],
 )
-def test_what_does_not_compile_costs_its_request_only(
+def test_a_grammar_that_does_not_compile_fails_its_request_only(
     llm: LLM, params: StructuredOutputsParams, says: str
 ) -> None:
     (failed,) = llm.generate("x", SamplingParams(structured_outputs=params), use_tqdm=False)

@@ -162,7 +162,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
 @pytest.mark.parametrize(
     ("fields", "param", "says"), REFUSED, ids=[json.dumps(fields)[:60] for fields, _, _ in REFUSED]
 )
-def test_what_cannot_be_done_is_a_400(
+def test_unsupported_constraints_are_a_400(
     server: Server, fields: dict[str, Any], param: str | None, says: str
 ) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, **fields}
@@ -173,6 +173,6 @@ def test_what_cannot_be_done_is_a_400(
     assert says in error["message"]
 
 
-def test_the_engine_goes_on_after_all_that(client: openai.OpenAI) -> None:
+def test_the_engine_still_serves_afterwards(client: openai.OpenAI) -> None:
     answer = create(client, extra_body={"structured_outputs": {"choice": ["still here"]}})
     assert answer.choices[0].message.content == "still here"

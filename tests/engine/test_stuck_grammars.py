@@ -85,7 +85,7 @@ def add(manager: StructuredOutputManager, *texts: str) -> list[str]:
     return request_ids
 
 
-def test_requests_with_the_grammar_of_stuck_ones_are_failed_and_the_others_go_on(
+def test_requests_with_the_grammar_of_stuck_ones_fail_and_others_continue(
     manager: StructuredOutputManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     request_ids = add(manager, *["stuck"] * 30, *["quick"] * 3)

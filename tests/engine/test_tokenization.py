@@ -50,7 +50,7 @@ async def tokens(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     return answer
 
 
-async def test_they_are_the_ones_a_prompt_has(http: httpx.AsyncClient, renderer: Renderer) -> None:
+async def test_tokens_are_those_of_a_prompt(http: httpx.AsyncClient, renderer: Renderer) -> None:
     text = decode_request("completions", msgspec.json.encode({"prompt": TEXT}))
     chat = decode_request("chat/completions", msgspec.json.encode(CHAT))
     (of_text,) = renderer.render_completion(text)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ async def test_there_and_back(http: httpx.AsyncClient) -> None:
     assert back.json() == {"prompt": TEXT}
 
 
-async def test_what_is_too_long_for_the_model_can_be_counted(http: httpx.AsyncClient) -> None:
+async def test_texts_longer_than_the_context_can_be_counted(http: httpx.AsyncClient) -> None:
     assert (await tokens(http, prompt="fox " * LIMIT))["count"] >= LIMIT
 
 

@@ -36,7 +36,9 @@ async def answer_of(error: Exception, *, stream: bool) -> httpx.Response:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_it_is_logged_once_and_quotes_no_prompt(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error_is_logged_once_without_the_prompt(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     answer = await answer_of(KeyError(SECRET), stream=stream)
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "internal error")
     (record,) = (record for record in caplog.records if record.levelno >= logging.ERROR)
@@ -67,6 +69,6 @@ async def test_the_frames_that_are_logged_are_few(caplog: pytest.LogCaptureFixtu
     assert len(record.getMessage()) < MAX_TRACEBACK_BYTES + 1024
 
 
-async def test_what_is_expected_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_expected_errors_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert (await answer_of(InvalidRequest("no"), stream=False)).status_code == 400
     assert caplog.records == []

@@ -88,7 +88,7 @@ def test_the_last_token_of_a_prompt_is_computed_even_if_all_is_cached() -> None:
 
 
 @pytest.mark.parametrize("reason", ["no cache", "prompt logprobs"])
-def test_what_takes_nothing_from_the_cache_counts_whole(reason: str) -> None:
+def test_requests_that_bypass_the_cache_count_whole(reason: str) -> None:
     scheduler = make(caching=reason != "no cache")
     add(scheduler, "warm", [*PREFIX, 1])
     step(scheduler)

@@ -199,7 +199,7 @@ class Router(http.server.BaseHTTPRequestHandler):
     ],
     ids=["a key", "digests only", "open", "not ready", "a router that asks for no key", "a wrong key"],
 )
-def test_what_helm_test_asks(
+def test_helm_test_requests(
     router: dict[str, Any], keys: str | None, said: str, code: int, tmp_path: Path
 ) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Router", (Router,), router)) as server:

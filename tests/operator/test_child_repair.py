@@ -47,7 +47,7 @@ async def test_an_object_of_another_owner_is_not_taken_over(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [SERVICES, DEPLOYMENTS, CONFIGMAPS], ids=lambda kind: kind.name)
 @virtual_time
-async def test_what_is_deleted_by_hand_comes_back(kind: Any) -> None:
+async def test_a_child_deleted_by_hand_is_restored(kind: Any) -> None:
     async with settled(isvc_object()) as (cluster, operator):
         key = next(key for key in cluster.objects if key[0] is kind)
         cluster.remove(key)

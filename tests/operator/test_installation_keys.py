@@ -81,7 +81,7 @@ async def test_a_fleet_key_that_exists_but_was_not_given_stops_the_process(data:
 
 
 @virtual_time
-async def test_what_the_chart_does_not_ask_for_is_not_made() -> None:
+async def test_keys_that_the_chart_does_not_request_are_not_created() -> None:
     cluster = FakeKubernetes()
     assert await ensure_keys(cluster, CONFIG) == CONFIG
     assert not cluster.objects

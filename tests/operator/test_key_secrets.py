@@ -134,7 +134,7 @@ async def test_a_deleted_key_is_made_anew_by_the_resync() -> None:
 
 
 @virtual_time
-async def test_an_intact_key_costs_one_dry_run_a_resync_and_no_write() -> None:
+async def test_an_intact_key_takes_one_dry_run_a_resync_and_no_write() -> None:
     cluster = new_cluster()
     async with Operator(cluster, resync_seconds=300.0) as operator:
         cluster.create(isvc_object())

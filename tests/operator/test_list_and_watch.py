@@ -42,7 +42,7 @@ class SlowLists(FakeKubernetes):
 
 @pytest.mark.parametrize("change", ["created", "deleted", "replaced"])
 @virtual_time
-async def test_what_happens_while_a_list_is_under_way_counts(change: str) -> None:
+async def test_changes_during_a_list_are_kept(change: str) -> None:
     cluster = SlowLists()
     key = (INFERENCE_SERVICES, "team", "old")
     changes: dict[str, Callable[[], None]] = {

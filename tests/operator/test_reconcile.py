@@ -41,7 +41,7 @@ async def test_create_to_ready() -> None:
 
 
 @virtual_time
-async def test_rest_costs_no_writes() -> None:
+async def test_a_converged_cluster_gets_no_writes() -> None:
     async with settled(isvc_object(replicas=2, resources={"cpu": "1000m", "memory": "1024Mi"})) as (
         cluster,
         operator,
@@ -210,7 +210,7 @@ async def test_refused_writes_are_tried_again() -> None:
 
 
 @virtual_time
-async def test_what_will_not_go_away_by_itself_is_in_the_status() -> None:
+async def test_permanent_errors_are_in_the_status() -> None:
     cluster = new_cluster()
 
     async def forbidden(manifest: Object) -> Object:

@@ -128,7 +128,7 @@ async def test_one_failed_replacement_stops_the_rollout(
 
 
 @virtual_time
-async def test_a_halted_rollout_goes_on_with_the_next_edit() -> None:
+async def test_a_halted_rollout_continues_with_the_next_edit() -> None:
     cluster = new_cluster(gpus=2)
     cluster.broken_images.add("broken:1")
     async with Operator(cluster) as operator:

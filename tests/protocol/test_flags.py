@@ -62,7 +62,7 @@ def test_every_field_is_a_flag_nested_ones_too() -> None:
     assert other == Other(names=("x", "y"), options={"k": 1})
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_defaults_without_any_source() -> None:
     assert read([]) == (Config(), Other())
 
 

@@ -41,7 +41,7 @@ def canaried(of: FleetService, by: str) -> FleetService:
 
 
 @pytest.mark.parametrize("created", ["2026-01-01T00:00:00Z", "2026-03-01T00:00:00Z"])
-def test_what_a_service_shares_with_its_canary_is_the_services(created: str) -> None:
+def test_settings_shared_with_a_canary_are_the_service_s(created: str) -> None:
     stable = canaried(service("stable", "2026-02-01T00:00:00Z", "llama", "chat"), "next")
     canary = service("next", created, "llama", "chat", "preview")
     table = resolve_names(FleetDocument(services=(stable, canary)))

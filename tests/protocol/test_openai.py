@@ -56,6 +56,8 @@ def test_bad_bodies_name_the_field(body: str, param: str | None, message: str) -
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ],
 )
-def test_what_would_change_an_answer_is_not_ignored(fields: dict[str, object], expected: str | None) -> None:
+def test_fields_that_would_change_an_answer_are_not_ignored(
+    fields: dict[str, object], expected: str | None
+) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "unknown_field": 1, **fields})
     assert unsupported(decode_request("chat/completions", body.encode())) == expected

@@ -59,7 +59,7 @@ async def test_an_alias_that_no_replica_lists_is_refused() -> None:
         assert (await r.chat()).status_code == 200
 
 
-async def test_its_prefixes_are_the_model_s() -> None:
+async def test_prefixes_of_an_alias_are_the_model_s() -> None:
     async with routing(engine(), engine("small")) as r:
         first = await r.chat(PROMPT, model="small")
         second = await r.chat(PROMPT)
@@ -67,7 +67,7 @@ async def test_its_prefixes_are_the_model_s() -> None:
         assert int(second.headers["x-argosy-predicted-tokens"]) > 100
 
 
-async def test_what_all_list_is_an_alias_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_that_all_replicas_list_is_an_ordinary_alias(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
     plain, named = engine(), engine("small")
     async with routing(plain, named) as r:

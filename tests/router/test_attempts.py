@@ -107,7 +107,7 @@ async def test_a_replica_that_sends_no_more_than_a_head_is_overdue() -> None:
         assert (await r.chat(stream=True)).status_code == 504
 
 
-async def test_a_death_after_a_head_costs_the_client_nothing() -> None:
+async def test_a_death_after_the_response_head_is_hidden_from_the_client() -> None:
     async def die(connection: Connection, _: Received) -> None:
         await only_begin(connection)
         connection.die()

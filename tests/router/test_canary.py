@@ -70,7 +70,7 @@ def ids(count: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(0, 0), (20, 40), (100, 200)])
-async def test_it_gets_its_share(weight: int, expected: int) -> None:
+async def test_a_canary_gets_its_share(weight: int, expected: int) -> None:
     async with canaried(weight) as r:
         counts = Counter(await answered_by(r, ids(200)))
         assert counts[NEXT] == pytest.approx(expected, abs=20 if 0 < weight < 100 else 0)

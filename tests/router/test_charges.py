@@ -94,7 +94,7 @@ async def test_every_end_settles_the_account(script: Any, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-async def test_what_a_request_held_goes_with_it(script: Any, stream: bool) -> None:
+async def test_everything_a_request_held_is_freed_with_it(script: Any, stream: bool) -> None:
     """A body may have many megabytes: it must not wait for the garbage collector."""
     async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
         await r.chat("once, for what stays", stream=stream)

@@ -127,7 +127,7 @@ async def test_the_longest_idle_connection_is_closed_first() -> None:
         assert r.metric("refused_connections_total") == 0
 
 
-async def test_a_request_under_way_does_not_give_way() -> None:
+async def test_a_connection_with_a_running_request_is_not_closed() -> None:
     async with limited_to(1) as (r, gate), raw(r.router) as (reader, writer):
         await keep((reader, writer))
         data = request_bytes()

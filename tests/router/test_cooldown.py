@@ -47,7 +47,7 @@ async def told(r: Rig, load: Load) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_it_is_left_alone_as_long_as_it_asked_for(status: int) -> None:
+async def test_a_replica_is_in_cooldown_for_as_long_as_it_asked(status: int) -> None:
     engines = [FakeEngine(script=busy(status)), FakeEngine(), FakeEngine()]
     async with rig(engines, policy="round-robin") as r:
         assert {name for name, _ in await ask(r, 12)} == {"r1", "r2"}
@@ -60,7 +60,7 @@ async def test_it_is_left_alone_as_long_as_it_asked_for(status: int) -> None:
         assert r.metric('rests_total{model="tiny",replica="r0"}') == 1
 
 
-async def test_its_word_is_no_failure() -> None:
+async def test_a_full_replica_is_not_counted_as_failing() -> None:
     async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
         for number in range(2 * CONSECUTIVE_FAILURES):
             let_pass(r, number * (RETRY_AFTER_S + 1.0))
@@ -73,7 +73,7 @@ async def test_its_word_is_no_failure() -> None:
         assert not health.failed(0.0, may_eject=True), "the count of failures has not begun"
 
 
-async def test_where_all_are_in_cooldown_all_are_asked_and_the_decision_says_so() -> None:
+async def test_cooldown_is_ignored_if_all_replicas_are_in_it() -> None:
     engines = [FakeEngine(script=busy()), FakeEngine(script=busy())]
     async with rig(engines, policy="round-robin", admin_port=0) as r:
         assert (await r.chat()).status_code == 429

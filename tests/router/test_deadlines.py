@@ -68,7 +68,7 @@ def test_a_stalled_loop_loses_no_deadline() -> None:
     assert fired == ["due", "moved"]
 
 
-async def test_a_failing_callback_costs_no_other_deadline(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_callback_affects_no_other_deadline(caplog: pytest.LogCaptureFixture) -> None:
     wheel = TimerWheel(asyncio.get_running_loop(), tick_s=0.005)
     fired = asyncio.Event()
 

@@ -162,7 +162,7 @@ async def test_every_address_of_a_name_is_a_replica() -> None:
             assert member == Member(f"127.0.0.1:{engine.port}", "", engine.url, hostname="engines")
 
 
-async def test_what_a_name_meant_stays_while_it_does_not_resolve() -> None:
+async def test_addresses_are_kept_while_a_name_does_not_resolve() -> None:
     async with FakeEngine() as engine:
         zone = Zone("127.0.0.1")
         async with resolving(zone, engine.port) as published:

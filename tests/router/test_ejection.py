@@ -74,7 +74,7 @@ async def test_an_engine_without_room_for_a_reader_is_routed_by_history() -> Non
         await r.until_state(0, "synced")
 
 
-async def test_a_black_hole_costs_the_connect_deadline(black_hole: int) -> None:
+async def test_a_black_hole_takes_the_connect_deadline(black_hole: int) -> None:
     limits = ClientLimits(connect_timeout_s=0.1)
     async with rig([FakeEngine(), FakeEngine()], policy="round-robin", client=limits) as r:
         r.replica(0).pool.port = black_hole

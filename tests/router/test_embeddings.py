@@ -63,7 +63,7 @@ async def test_openai_sdk() -> None:
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ],
 )
-async def test_what_cannot_be_is_refused_here(fields: dict[str, Any], param: str | None) -> None:
+async def test_invalid_requests_are_refused_by_the_router(fields: dict[str, Any], param: str | None) -> None:
     async with rig([FakeEngine(script=embed)]) as r:
         answer = await post(r, **fields)
         assert answer.status_code == 400

@@ -143,7 +143,7 @@ async def test_decisions_are_kept_newest_first_with_what_became_of_them() -> Non
         assert other.json() == []
 
 
-async def test_predictions_are_held_against_the_truth_per_replica() -> None:
+async def test_predictions_are_compared_with_usage_per_replica() -> None:
     async with rig([FakeEngine()], admin_port=0) as r:
         async with r.http.stream("POST", "/v1/chat/completions", json=chat("hi", stream=True)) as answer:
             await answer.aread()

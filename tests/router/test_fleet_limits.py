@@ -206,7 +206,7 @@ def test_no_share_is_zero() -> None:
     each.reserve(1, 5 * PERIOD_S + 0.01)
 
 
-def test_requests_under_way_are_divided() -> None:
+def test_parallel_request_limits_are_divided() -> None:
     each = account(max_parallel_requests=7)
     each.divide(3, 0.0)
     held = [each.reserve(1, 0.0) for _ in range(2)]

@@ -103,7 +103,7 @@ def other(**fields: object) -> FakeEngine:
     return FakeEngine(has_telemetry=False, **fields)  # type: ignore[arg-type]
 
 
-async def test_they_are_polled_and_routed_by_history() -> None:
+async def test_foreign_replicas_are_polled_and_routed_by_history() -> None:
     async with rig([other() for _ in range(3)]) as r:
         assert {replica.state for replica in r.router.fleet.replicas()} == {"foreign"}
         first = await r.chat(PROMPT)
@@ -115,7 +115,7 @@ async def test_they_are_polled_and_routed_by_history() -> None:
 
 
 @pytest.mark.parametrize("exposition", [vllm(running=9, waiting=5, usage=0.5), SGLANG])
-async def test_their_load_steers(exposition: bytes) -> None:
+async def test_polled_load_steers_requests(exposition: bytes) -> None:
     async with rig([other(metrics=exposition), other(metrics=vllm())], policy="least-load") as r:
         load = r.replica(0).load
         expected = parse_load(exposition)

@@ -91,7 +91,7 @@ def test_the_engine_reads_alike_what_the_router_accepts(data: bytes) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(streams())
-def test_what_is_forwarded_is_one_request_with_the_same_body(data: bytes) -> None:
+def test_a_forwarded_request_is_one_request_with_the_same_body(data: bytes) -> None:
     forwarder = Forwarder()
     accepted, _ = ours([data], forwarder)
     theirs = asyncio.run(engine(b"".join(forwarder.sent)))

@@ -253,7 +253,7 @@ def streams(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=300, deadline=None)
 @given(streams())
-def test_what_we_accept_an_independent_parser_reads_alike(data: bytes) -> None:
+def test_accepted_requests_are_parsed_alike_by_h11(data: bytes) -> None:
     accepted, answers = ours([data])
     reference = theirs(data)
     event(f"accepted {len(accepted)}")
@@ -265,7 +265,7 @@ def test_what_we_accept_an_independent_parser_reads_alike(data: bytes) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(streams(), st.lists(st.integers(0, 400), max_size=6))
-def test_it_does_not_matter_how_bytes_arrive(data: bytes, cuts: list[int]) -> None:
+def test_splitting_the_bytes_changes_nothing(data: bytes, cuts: list[int]) -> None:
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     whole = ours([data])
     assert ours([data[a:b] for a, b in pairwise(edges)]) == whole

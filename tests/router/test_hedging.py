@@ -90,7 +90,7 @@ async def test_when_the_first_fails_its_hedge_answers(failing: Script) -> None:
 
 
 @pytest.mark.parametrize("failing", [die, refuse, fail, nonsense], ids=lambda script: script.__name__)
-async def test_when_the_hedge_fails_the_first_goes_on(failing: Script) -> None:
+async def test_the_first_attempt_continues_when_the_hedge_fails(failing: Script) -> None:
     slow = Slow()
     async with hedged(slow, failing) as r:
         task = await asking(r)
@@ -207,7 +207,7 @@ async def test_a_replica_that_dies_leaves_the_request_to_the_other(dying: int) -
         await r.until(lambda: is_settled(r))
 
 
-async def test_a_router_drains_with_two_attempts_under_way() -> None:
+async def test_a_router_drains_during_a_race() -> None:
     slow, other = Slow(), Slow()
     async with hedged(slow, other) as r:
         task = await asking(r)
@@ -266,7 +266,7 @@ async def test_a_stream_that_was_hedged_can_still_move_on() -> None:
         assert sent(r) == 3
 
 
-async def test_whatever_two_attempts_do_each_client_gets_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_client_gets_one_answer_whatever_two_attempts_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hedging, "SHARE", 1.0)
     monkeypatch.setattr(hedging, "FLOOR_S", 0.001)
     mood = random.Random(7)

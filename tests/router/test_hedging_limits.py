@@ -64,7 +64,7 @@ NOT_HEDGED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("config", "fields"), [case[1:] for case in NOT_HEDGED], ids=[c[0] for c in NOT_HEDGED]
 )
-async def test_what_is_not_hedged(config: dict[str, Any], fields: dict[str, Any]) -> None:
+async def test_requests_that_are_not_hedged(config: dict[str, Any], fields: dict[str, Any]) -> None:
     slow = Slow()
     async with hedged(slow, slow, **config) as r:
         task = await asking(r, **fields)

@@ -90,7 +90,7 @@ def test_shares_never_exceed_the_whole_and_nobody_full_gets_less_than_an_even_on
             assert share >= total // len(indexes)
 
 
-def test_what_idle_services_leave_goes_to_the_busy_one() -> None:
+def test_memory_unused_by_idle_services_goes_to_the_busy_one() -> None:
     busy, *idle = shares(10**6, [FULL, *[IDLE] * 49])
     assert busy == 10**6 - 49 * 2000
     assert idle == [2000] * 49

@@ -84,7 +84,7 @@ async def test_an_awaited_first_token_is_announced_by_comments(accepts: bool, af
         assert not any("of the engine" in line for line in client.lines)
 
 
-async def test_nothing_is_said_before_a_replica_has_the_request() -> None:
+async def test_no_comment_is_sent_before_a_replica_has_the_request() -> None:
     """A comment commits the status: what fails early keeps its own."""
     mute, accepting = Silent(accepts=False), Silent(accepts=True)
     mute.fate = "die"

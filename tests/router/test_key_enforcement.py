@@ -161,7 +161,7 @@ async def test_reloading_keys_interrupts_no_request(tmp_path: Path) -> None:
         assert (await under_way).status_code == 200
 
 
-async def test_nothing_answers_without_a_key_while_the_file_is_empty(tmp_path: Path) -> None:
+async def test_an_empty_key_file_closes_the_router(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("")
     async with rig([FakeEngine()], api_keys_file=path) as r:

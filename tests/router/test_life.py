@@ -149,7 +149,7 @@ def test_every_flag_has_a_help_text(monkeypatch: pytest.MonkeyPatch) -> None:
 # draining
 
 
-async def test_drain_finishes_what_is_under_way_and_takes_nothing_new() -> None:
+async def test_drain_finishes_running_requests_and_accepts_no_new_ones() -> None:
     go_on = asyncio.Event()
 
     async def stream(connection: Connection, _: Received) -> None:
@@ -179,7 +179,7 @@ async def test_drain_finishes_what_is_under_way_and_takes_nothing_new() -> None:
         assert r.router.requests.inflight == 0
 
 
-async def test_a_request_on_its_way_in_is_answered_before_the_end() -> None:
+async def test_a_request_being_received_is_answered_before_the_end() -> None:
     async with rig([FakeEngine()]) as r, raw(r.router) as (reader, writer):
         whole = request_bytes()
         writer.write(whole[:-5])

@@ -124,7 +124,7 @@ class Closing(FakeEngine):
 
 
 @pytest.mark.usefixtures("quick_polls")
-async def test_a_connection_that_was_closed_meanwhile_is_replaced() -> None:
+async def test_a_kept_connection_that_was_closed_is_replaced() -> None:
     engine = Closing(has_telemetry=False, metrics=vllm(running=1))
     async with rig([engine]) as r:
         for running in range(2, 12):

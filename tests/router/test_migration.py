@@ -128,7 +128,7 @@ def test_transcripts_of_any_pieces_continue_the_stream(
         b"data: \xff\n\n",
     ],
 )
-def test_what_says_too_little_is_not_resumed(events_sent: bytes) -> None:
+def test_streams_without_token_ids_are_not_resumed(events_sent: bytes) -> None:
     transcript = Transcript(StreamShape(2, False))
     transcript.add(events_sent)
     assert not transcript.read()
@@ -216,7 +216,7 @@ async def test_a_request_that_kills_engines_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("second", [{"hello": {"model_fingerprint": "other"}}, {"has_telemetry": False}])
-async def test_only_the_same_model_goes_on(second: dict[str, Any]) -> None:
+async def test_only_a_replica_of_the_same_model_continues_a_stream(second: dict[str, Any]) -> None:
     path, body = CALLS[0]
     first = len(events(received(path, body))[0])
     engines = [
@@ -229,7 +229,7 @@ async def test_only_the_same_model_goes_on(second: dict[str, Any]) -> None:
         assert len(engines[1].requests) == 1
 
 
-async def test_a_replica_that_refuses_to_go_on_is_passed_over() -> None:
+async def test_a_replica_that_refuses_to_resume_is_skipped() -> None:
     path, body = CALLS[0]
     first = len(events(received(path, body))[0])
     script = ResumableStream()
@@ -295,7 +295,7 @@ async def test_an_engine_that_goes_down_hands_its_streams_over(error: Any, is_re
         assert all(not replica.health.is_ejected for replica in r.router.fleet.replicas())
 
 
-async def test_a_stream_that_ends_too_early_goes_on() -> None:
+async def test_a_stream_that_ends_too_early_is_migrated() -> None:
     path, body = CALLS[1]
     first = len(events(received(path, body))[0])
     script = ResumableStream()
@@ -306,7 +306,7 @@ async def test_a_stream_that_ends_too_early_goes_on() -> None:
         assert fold(content.replace(b": bye\n\n", b"")) == whole
 
 
-async def test_a_stream_that_stalls_goes_on() -> None:
+async def test_a_stream_that_stalls_is_migrated() -> None:
     path, body = CALLS[0]
     stream = events(received(path, body))
 
@@ -322,7 +322,7 @@ async def test_a_stream_that_stalls_goes_on() -> None:
         assert len(engines[0].requests) == 1
 
 
-async def test_a_client_that_leaves_aborts_the_replica_that_goes_on() -> None:
+async def test_a_client_that_leaves_aborts_the_resumed_request() -> None:
     path, body = CALLS[0]
     first = len(events(received(path, body))[0])
     gone, asked = asyncio.Event(), asyncio.Event()

@@ -212,7 +212,7 @@ def test_tables(native: Callable[[str], ModuleType]) -> None:
     )
 
 
-def test_what_was_unused_longest_leaves_first(native: Callable[[str], ModuleType]) -> None:
+def test_the_least_recently_used_chunk_is_evicted_first(native: Callable[[str], ModuleType]) -> None:
     made = native("_table").ChunkTable(1)
     made.resize(100)
     made.set_live(0, True)
@@ -314,7 +314,7 @@ def test_no_chunks(native: Callable[[str], ModuleType], nothing: Any) -> None:
         assert made.match(nothing) == ({}, 0)
 
 
-def test_what_is_read_cannot_change_meanwhile(native: Callable[[str], ModuleType]) -> None:
+def test_arrays_cannot_change_while_they_are_read(native: Callable[[str], ModuleType]) -> None:
     made = native("_table").ChunkTable(SHARDS)
     made.resize(10)
     made.set_live(0, True)

@@ -44,7 +44,7 @@ async def test_capacity_may_vanish_and_return() -> None:
         await r.until(lambda: is_settled(r))
 
 
-async def test_waiting_is_not_held_against_the_replica() -> None:
+async def test_queueing_time_does_not_count_as_the_replica_s_latency() -> None:
     async with full() as (r, turnstile, _):
         second = await send(r, "second", 1, stream=True)
         await asyncio.sleep(0.3)
@@ -194,7 +194,7 @@ async def test_requests_on_one_connection_wait_in_turn() -> None:
 
 
 @pytest.mark.parametrize("count", [40])
-async def test_whatever_the_ends_nothing_is_left(count: int) -> None:
+async def test_every_account_is_empty_after_any_kind_of_end(count: int) -> None:
     """Requests that are served, refused, expired and abandoned at once: every account is empty afterwards."""
     limits = FlowControlLimits(max_queued_requests=10, queue_timeout_s=0.2)
     engines = [FakeEngine(), FakeEngine()]

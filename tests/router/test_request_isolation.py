@@ -141,7 +141,7 @@ async def test_fields_between_engines_are_refused(field: str, has_telemetry: boo
         assert len(r.engines[0].requests) == 4
 
 
-async def test_they_are_refused_inside_of_extra_arguments_too() -> None:
+async def test_reserved_fields_are_refused_inside_of_extra_arguments_too() -> None:
     async with rig([FakeEngine(has_telemetry=FOREIGN)]) as r:
         refused = await r.chat(vllm_xargs={"kv_transfer_params": "x"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "vllm_xargs")

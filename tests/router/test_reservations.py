@@ -248,7 +248,7 @@ async def test_an_error_costs_no_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-async def test_no_end_leaves_a_request_under_way(tmp_path: Path, script: Any, stream: bool) -> None:
+async def test_no_kind_of_end_leaves_a_request_reserved(tmp_path: Path, script: Any, stream: bool) -> None:
     """A key with two parallel requests is never locked out by those that have ended."""
     keys = tmp_path / "keys"
     keys.write_text("sk-key name=key max_parallel_requests=2 tokens_per_minute=1000000\n")
@@ -280,7 +280,7 @@ STEPS = st.lists(
 
 @settings(deadline=None)
 @given(STEPS)
-def test_what_was_granted_is_the_limit_and_what_was_underestimated(
+def test_granted_tokens_are_the_limit_plus_what_was_underestimated(
     steps: list[tuple[float, int, int, bool]],
 ) -> None:
     """Requests side by side: whatever they reserve and use, the account gives no more than was refilled, except for

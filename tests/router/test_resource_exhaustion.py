@@ -41,7 +41,7 @@ async def test_ten_million_elements_cost_their_sender_an_answer() -> None:
         assert not r.engines[0].requests
 
 
-async def test_a_slow_reader_costs_its_buffer() -> None:
+async def test_a_slow_reader_uses_its_write_buffer_only() -> None:
     limits = ServerLimits(write_buffer_bytes=64 * 1024)
     piece, paused = event("x" * 16_384), asyncio.Event()
 
@@ -66,7 +66,7 @@ async def test_a_slow_reader_costs_its_buffer() -> None:
         assert connection.transport.get_write_buffer_size() < limits.write_buffer_bytes + 512 * 1024
 
 
-async def test_a_crowd_of_slow_clients_costs_others_nothing_and_is_cut() -> None:
+async def test_many_slow_clients_affect_no_other_and_are_cut() -> None:
     number = 60
     limits = ServerLimits(header_timeout_s=0.5, body_timeout_s=0.5, keep_alive_s=0.5)
     body = body_of(10)

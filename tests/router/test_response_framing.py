@@ -220,7 +220,7 @@ class Teller:
 
 
 @pytest.mark.parametrize("data", (REFUSED | AFTER | ENDLESS).values(), ids=(REFUSED | AFTER | ENDLESS).keys())
-async def test_what_is_not_clearly_one_response_is_refused(data: bytes) -> None:
+async def test_ambiguous_responses_are_refused(data: bytes) -> None:
     teller = Teller(data)
     async with rig([FakeEngine(script=teller)]) as r:
         first = await r.chat()
@@ -242,7 +242,7 @@ async def test_the_log_says_why_a_response_is_refused(
 
 
 @pytest.mark.parametrize(("data", "body"), ANSWERED.values(), ids=ANSWERED.keys())
-async def test_what_is_one_response_is_answered_and_its_connection_kept(data: bytes, body: bytes) -> None:
+async def test_unambiguous_responses_are_answered_and_their_connection_kept(data: bytes, body: bytes) -> None:
     teller = Teller(data)
     async with rig([FakeEngine(script=teller)]) as r:
         first = await r.chat()
@@ -393,7 +393,7 @@ async def test_a_response_is_the_same_however_it_is_cut(data: bytes, body: bytes
 
 
 @pytest.mark.parametrize("data", AFTER.values(), ids=AFTER.keys())
-async def test_what_follows_a_response_is_never_part_of_one_however_it_is_cut(data: bytes) -> None:
+async def test_bytes_after_a_response_are_never_part_of_one(data: bytes) -> None:
     for pieces in cuts(data):
         wire = Wire().receive(*pieces)
         assert wire.connection.is_closed, pieces

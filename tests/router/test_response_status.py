@@ -60,7 +60,7 @@ def test_the_replicas_hint_is_kept_within_bounds(line: bytes, seconds: float) ->
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
-async def test_another_replica_answers(status: int) -> None:
+async def test_retryable_statuses_are_retried_elsewhere(status: int) -> None:
     engines = [FakeEngine(script=answering(status, "retry-after: 60\r\n")), FakeEngine()]
     async with rig(engines, policy="round-robin") as r:
         answers = [await r.chat(f"q {number}") for number in range(8)]

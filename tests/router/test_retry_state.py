@@ -51,7 +51,7 @@ def retry_state(*, is_request_at_fault: bool = False, credit: int = int(MAX_CRED
         ("complete", 5, MAX_MIGRATIONS, True, False, "complete", "complete"),
     ],
 )
-def test_what_follows_an_attempt(
+def test_decision_after_an_attempt(
     answer: AnswerProgress,
     attempts: int,
     migrations: int,
@@ -108,7 +108,7 @@ def test_when_a_request_is_sent_again_to_the_same_replica(
         ("migrate", Refused(502), 1, 1),
     ],
 )
-def test_what_the_budget_must_have(step: NextStep, error: UpstreamError, migrations: int, needs: int) -> None:
+def test_credit_that_a_retry_needs(step: NextStep, error: UpstreamError, migrations: int, needs: int) -> None:
     rich = retry_state(credit=needs)
     assert rich.take_credit(step, error, migrations=migrations, now=0.0)
     if needs:

@@ -140,7 +140,7 @@ async def test_a_scraper_that_leaves_ends_no_other_scrape() -> None:
     assert b"argosy_router_build_info" in await stays
 
 
-async def test_a_fleet_that_changes_meanwhile_does_not_break_the_scrape() -> None:
+async def test_a_fleet_that_changes_during_a_scrape_does_not_break_it() -> None:
     async with rig(document=fleet_of(130), wait=False) as r:
         for count, series in enumerate(r.router.metrics.series):
             parts = series.parts("")

@@ -81,7 +81,7 @@ def room(r: Rig) -> int:
 
 
 @pytest.mark.parametrize("kind", CALLS)
-async def test_each_sequence_takes_a_seat(kind: str) -> None:
+async def test_each_sequence_counts(kind: str) -> None:
     path, body, sequences = CALLS[kind]
     async with fleet() as (r, held):
         tasks = [asyncio.create_task(ask(r, path, body))]
@@ -142,7 +142,7 @@ async def test_a_limit_per_replica_is_kept_where_one_has_room_for_the_whole_call
         assert await asyncio.gather(*tasks) == [200] * 3
 
 
-async def test_what_a_replica_reports_is_not_counted_twice() -> None:
+async def test_reported_sequences_are_not_counted_twice() -> None:
     async with fleet() as (r, held):
         task = asking(r, 5)
         await r.until(lambda: held.asked == 1)
@@ -260,7 +260,7 @@ def test_without_room_a_large_call_waits_however_long() -> None:
     assert large.told == []
 
 
-def test_what_was_retracted_is_free_again() -> None:
+def test_retracted_sequences_are_freed() -> None:
     replicas = Replicas(4)
     queue, _ = service_queue_with(replicas, 0)
     assert queue.try_admit(0.0, "", 4)

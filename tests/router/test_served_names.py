@@ -100,7 +100,7 @@ async def test_a_live_service_answers_to_a_new_name_at_once_and_to_the_old_one_u
         assert r.metric('requests_total{code="200",model="new"}') > 0
 
 
-async def test_a_request_under_way_survives_the_renaming() -> None:
+async def test_a_running_request_survives_the_renaming() -> None:
     opens = asyncio.Event()
 
     async def late(connection: Connection, request: Received) -> None:

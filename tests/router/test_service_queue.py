@@ -139,7 +139,7 @@ def test_without_replicas_requests_are_refused_or_held() -> None:
     assert late.told == ["admit"]
 
 
-def test_those_held_get_the_queue_s_time_once_there_is_a_replica() -> None:
+def test_held_requests_get_the_queue_timeout_once_there_is_a_replica() -> None:
     replicas = FakeReplicas(None)
     queue = service_queue_of(replicas, queue_s=60.0, hold_s=300.0)
     held = Told(account())

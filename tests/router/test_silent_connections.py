@@ -132,7 +132,7 @@ def gone(connections: list[Silent]) -> int:
     return sum(connection.is_gone for connection in connections)
 
 
-def test_one_address_has_so_many_silent_connections() -> None:
+def test_silent_connections_are_limited_per_address() -> None:
     limit = ConnectionLimit(100, silent_per_address=4)
     mine, theirs = fill(limit, "10.0.0.1", 4, 0.0), fill(limit, "10.0.0.2", 3, 0.0)
     later = fill(limit, "10.0.0.1", 2, GRACE_S + 1.0)
@@ -149,7 +149,7 @@ def test_a_burst_of_one_address_is_let_in() -> None:
     assert gone(burst) == 497
 
 
-def test_those_that_speak_do_not_count() -> None:
+def test_connections_with_requests_do_not_count_as_silent() -> None:
     limit = ConnectionLimit(100, silent_per_address=2)
     spoken = fill(limit, "10.0.0.1", 50, 0.0)
     for connection in spoken:
@@ -159,7 +159,7 @@ def test_those_that_speak_do_not_count() -> None:
     assert not gone(spoken + silent)
 
 
-def test_what_left_is_forgotten() -> None:
+def test_closed_connections_are_forgotten() -> None:
     limit = ConnectionLimit(100, silent_per_address=2)
     for connection in fill(limit, "10.0.0.1", 2, 0.0):
         limit.release(connection, is_admitted=True)

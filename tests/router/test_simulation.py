@@ -77,7 +77,7 @@ def test_mooncake_lines(tmp_path: Path) -> None:
         "",
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+def test_an_invalid_trace_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "bad.jsonl"
     good = '{"timestamp": 1, "input_length": 1, "output_length": 1}\n' if line else ""
     file.write_text(good + line)
@@ -175,7 +175,7 @@ def test_requests_share_blocks_of_the_cache_and_keep_them_while_they_run() -> No
 # replays
 
 
-def test_at_rest_no_replica_gets_more_prefixes_than_its_share() -> None:
+def test_an_idle_fleet_shares_prefixes_evenly() -> None:
     """Nothing waits anywhere, so nothing but what was sent before tells where a new prefix should live."""
     for seed in range(5):
         prefixes = [TraceRequest(5.0 * n, 2000, 8, (n * 10 + seed,), (2000,)) for n in range(12)]

@@ -107,7 +107,7 @@ async def test_clients_speak_tls(authority: Callable[[str], Authority]) -> None:
             await r.chat()
 
 
-async def test_plain_http_to_a_tls_port_costs_only_its_connection(
+async def test_plain_http_to_a_tls_port_closes_only_its_connection(
     authority: Callable[[str], Authority],
 ) -> None:
     ca = authority("ca")

@@ -79,7 +79,7 @@ async def test_a_head_alone_does_not_keep_a_stream() -> None:
         assert {(await answer).headers["x-argosy-replica"] for answer in asked} == {"r1"}
 
 
-async def test_it_is_used_again_once_it_goes_on() -> None:
+async def test_an_unresponsive_replica_is_used_again_once_it_continues() -> None:
     engines = [Mortal(), Mortal()]
     async with beating(engines) as r:
         engines[0].is_stopped = True

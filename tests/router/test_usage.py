@@ -94,7 +94,9 @@ async def test_increments_add_up_by_key_model_and_hour(tmp_path: Path) -> None:
     assert len({line["id"] for line in lines(tmp_path)}) == 4
 
 
-async def test_what_a_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_entries_that_a_disk_refuses_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = UsageLedger(tmp_path, "r1", clock=lambda: NINE)
     ledger.enter("", "tiny", 1, 0, 1)
     await ledger.flush()
