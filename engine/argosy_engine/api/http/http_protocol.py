@@ -32,7 +32,7 @@ MAX_HEADERS = 256
 """h11's and vLLM's limit; the router forwards at most 100 headers and adds a few."""
 
 GRACE_S = 0.1
-"""Several turns of the event loop."""
+"""Time granted after a deadline: several turns of the event loop."""
 
 _REASONS = {
     400: b"Bad Request",
@@ -97,7 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._expect_nothing()
+        self._cancel_deadline()
         if self._lingering is not None:
             self._lingering.lost()
         super().connection_lost(exc)
@@ -157,38 +157,38 @@ class BoundedProtocol(HttpToolsProtocol):
         self._untold_bytes = 0
         self._is_in_body = False
         super().on_message_complete()
-        self._expect_nothing()
+        self._cancel_deadline()
 
     # Deadlines
 
     def _expect_head(self) -> None:
-        self._expect(self.limits.header_timeout_s)
+        self._start_deadline(self.limits.header_timeout_s)
 
     def _expect_body(self) -> None:
         self._period_bytes = 0
-        self._expect(self.limits.body_timeout_s)
+        self._start_deadline(self.limits.body_timeout_s)
 
-    def _expect_nothing(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _expect(self, seconds: float) -> None:
-        self._expect_nothing()
-        self._deadline = self.loop.call_later(seconds, self._wait_once_more)
+    def _start_deadline(self, seconds: float) -> None:
+        self._cancel_deadline()
+        self._deadline = self.loop.call_later(seconds, self._grant_grace)
 
-    def _wait_once_more(self) -> None:
-        """Check the deadline after a few turns of the event loop.
+    def _grant_grace(self) -> None:
+        """Wait for a few more turns of the event loop.
 
         Loops run their timers before they read, so after a standstill the data received meanwhile must be read first.
         """
-        self._deadline = self.loop.call_later(GRACE_S, self._be_late)
+        self._deadline = self.loop.call_later(GRACE_S, self._on_deadline)
 
-    def _be_late(self) -> None:
+    def _on_deadline(self) -> None:
         self._deadline = None
         limits = self.limits
-        if self.flow.read_paused:  # reading is paused by us
-            self._expect(limits.body_timeout_s if self._is_in_body else limits.header_timeout_s)
+        if self.flow.read_paused:  # we have paused reading
+            self._start_deadline(limits.body_timeout_s if self._is_in_body else limits.header_timeout_s)
         elif not self._is_in_body:
             is_answering = self.cycle is not None and not self.cycle.response_complete
             if self._is_in_head or not is_answering:  # otherwise these were empty lines after a request
@@ -220,7 +220,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error response, unless a response has begun, and close the connection."""
-        self._expect_nothing()
+        self._cancel_deadline()
         if self.transport.is_closing():
             return
         cycle = self.cycle
