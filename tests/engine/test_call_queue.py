@@ -189,7 +189,7 @@ def events(seed: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_every_sequence_of_every_call_ends(seed: int) -> None:
-    """Calls of all sizes, singles and aborts in any order: nothing is lost and no slot is counted that nobody holds."""
+    """Calls of all sizes, single requests and aborts in any order: none is lost, and every counted slot is held."""
     engine, choose = Engine(enable_prefix_caching=seed % 2 == 0), events(seed)
     expected: dict[str, int] = {}
     for number in range(30):

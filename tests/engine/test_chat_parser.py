@@ -85,7 +85,7 @@ def test_chat_parser_does_not_care_how_text_is_cut(
         )
 
     def parse(parts: list[str], seam: int = 0) -> tuple[str, str, list[object]]:
-        """What two parsers say: the second goes on at `seam`, as in an engine that resumes a stream."""
+        """Parse with two parsers: the second continues at `seam`, as in an engine that resumes a stream."""
         parser = new()
         parsed = [parser.feed(part) for part in parts[:seam]]
         parser = new()

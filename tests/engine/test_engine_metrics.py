@@ -106,7 +106,7 @@ def test_a_request_that_the_core_refuses_counts_as_an_error(http: httpx.Client) 
 
 
 def test_every_series_moves(server: Server, http: httpx.Client) -> None:
-    """A series that stays at zero whatever happens is a lie on somebody's dashboard."""
+    """A series that stays at zero whatever happens misleads whoever reads a dashboard."""
     seen: Series = {}
 
     def look() -> Series:

@@ -174,7 +174,7 @@ def test_workers_know_their_rank_and_the_tightest_says_how_many_blocks_there_are
 
 
 def check_late_answers(executor: MultiprocExecutor, pipe: Path) -> None:
-    """What a worker answers after the timeout is nobody's answer."""
+    """A worker's answer that arrives after the timeout is discarded."""
     os.mkfifo(pipe)
     with pytest.raises(UtilityFailed, match="worker 0 has not answered within"):
         executor.collective_rpc(CollectiveRpc("open_pipe", timeout=0.05, args=[str(pipe)]))

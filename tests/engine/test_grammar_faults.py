@@ -49,7 +49,7 @@ def ask_all(llm: LLM) -> dict[str, EngineCoreOutput]:
 
 
 class StateOfB(GrammarState):
-    """A matcher; that of `banana` is told apart by what it begins with."""
+    """A matcher; the one of `banana` is recognised by its first token."""
 
     def __init__(self, grammar: Any, *rest: Any) -> None:
         super().__init__(grammar, *rest)

@@ -95,7 +95,7 @@ class Wire(asyncio.Transport):
 
 
 class Connection:
-    """A client's connection to an application that reads a body and answers when told."""
+    """A client's connection to an application that reads a body and answers when the test says so."""
 
     def __init__(self) -> None:
         self.clock, self.wire = Clock(), Wire()

@@ -139,7 +139,7 @@ def test_nothing_is_written_beside_the_weights(checkpoint: Path) -> None:
 
 
 def test_an_engine_does_not_wake_up_with_other_weights(checkpoint: Path) -> None:
-    """Streams would go on with them: the routers know the fingerprint of the start."""
+    """Streams would be resumed with them, because the routers know the fingerprint of the start."""
     client = InprocClient(
         EngineArgs.of(
             model=str(checkpoint), device="cpu", threads=1, num_gpu_blocks_override=16, max_model_len=64
@@ -174,7 +174,7 @@ def write_checkpoint(path: Path, sizes: list[int], *, is_sparse: bool = False) -
 
 
 def stride(size: int, num_samples: int) -> int:
-    """Of so many bytes in a row at least one is sampled."""
+    """Any run of this many bytes contains a sampled one."""
     if size <= num_samples * SAMPLE_BYTES:
         return 1
     return -(-(size - SAMPLE_BYTES) // max(num_samples - 1, 1)) - SAMPLE_BYTES + 1
@@ -204,7 +204,7 @@ def test_every_changed_run_of_a_stride_is_seen(
 
 
 def test_one_byte_between_two_samples_is_not_seen(tmp_path: Path) -> None:
-    """The promise is about finetunes, not about tampering: whoever can write weights can serve others."""
+    """The fingerprint detects finetunes, not tampering: whoever can write the weights can serve other ones."""
     size = 10 * SAMPLE_BYTES
     start = write_checkpoint(tmp_path, [size])
     before = weights_digest(tmp_path, 2)

@@ -140,7 +140,7 @@ class FakeClient:
         self._arrived.release()
 
     async def arrivals(self, count: int) -> None:
-        """Waits for so many more requests."""
+        """Wait for `count` more requests."""
         for _ in range(count):
             await self._arrived.acquire()
 
@@ -511,7 +511,7 @@ class ForgetfulClient(FakeClient):
 
 
 async def test_a_request_that_the_core_has_lost_is_failed(llm: LLM) -> None:
-    """Its end may be on its way, so the core is asked twice; and nobody is asked for what was not sent yet."""
+    """Its end may be in flight, so the core is asked twice, and not about requests that were not sent yet."""
     client = ForgetfulClient(llm)
     engine = AsyncLLM(client, llm.input_processor)  # type: ignore[arg-type]
     kept, lost = choices(llm, PROMPT, 2), choices(llm, PROMPT, 1)

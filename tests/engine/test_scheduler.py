@@ -521,7 +521,7 @@ def test_a_new_request_does_not_get_tokens_in_flight_for_an_old_one_of_its_id() 
 
 
 def preempt_in_flight(max_tokens: int) -> Pipeline:
-    """Two requests grow until there is no room; the younger one is preempted while its token is under way."""
+    """Two requests grow until the cache is full; the newer one is preempted while its token is in flight."""
     pipeline = Pipeline(make(num_blocks=5, caching=False))
     pipeline.scheduler.add(request("a", [1] * 7, max_tokens=9, ignore_eos=True))
     pipeline.scheduler.add(request("b", [2] * 7, max_tokens=max_tokens, ignore_eos=True))

@@ -189,7 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_track(self) -> None:
-        """A fault was found: everything is recomputed, and nobody notices."""
+        """A fault was found: everything is recomputed, and no output changes."""
         self.scheduler.rebuild()
 
     def _step(self, victim: str | None = None) -> None:

@@ -113,7 +113,7 @@ def test_a_kill_while_starting_leaves_no_files(tmp_path: Path, victim: str) -> N
 
 
 class FakeLLM:
-    """Has one request that finishes when told."""
+    """Has one request, which finishes when `finished` is set."""
 
     num_live = 1
 

@@ -89,7 +89,7 @@ class FakeKubernetes:
         return {"metadata": {**_copy(live["metadata"]), "managedFields": [self._managed_data(key)]}}
 
     def _managed_data(self, key: Key) -> Object:
-        """The operator's fields under `data`: those it wrote that nobody has changed since."""
+        """The operator's fields under `data`: those it wrote that no other writer has changed since."""
         live, applied = self.objects[key].get("data", {}), self._applied.get(key, {}).get("data", {})
         fields = {f"f:{name}": {} for name, value in applied.items() if live.get(name) == value}
         return {

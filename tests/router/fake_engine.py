@@ -174,7 +174,7 @@ class FakeEngine:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Dies: nobody listens, all connections are reset."""
+        """Die: close the listener and reset all connections."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -20,7 +20,7 @@ STREAM = {**chat(stream=True), "stream_options": {"include_usage": True}}
 
 
 class Slow:
-    """A replica that answers only when it is told to, and knows when its request is gone."""
+    """A replica that answers only when `go_on` is set, and sets `was_reset` when its request is aborted."""
 
     def __init__(self, then: Script = answer_normally) -> None:
         self.go_on = asyncio.Event()

@@ -88,7 +88,7 @@ def events(request: Received) -> list[bytes]:
 
 @dataclass
 class ResumableStream:
-    """A script for `FakeEngine`s. Successive streams die after so many bytes of events; later ones live."""
+    """A script for `FakeEngine`s. The n-th stream dies after `deaths[n]` bytes of events; later ones are whole."""
 
     deaths: list[int] = field(default_factory=list)
     last_words: bytes = b""

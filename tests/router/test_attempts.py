@@ -267,7 +267,7 @@ async def test_a_stream_of_a_leaving_replica_moves_on_when_it_dies(how: str) -> 
 
 
 class Connecting:
-    """Somebody who waits for a connection."""
+    """A waiter for a connection."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -281,7 +281,7 @@ class Connecting:
 
 @pytest.mark.parametrize("turns", range(5))
 async def test_removing_a_replica_fails_pending_connects_to_it(turns: int) -> None:
-    """At once, or so many turns of the loop after they began: their requests have no other deadline."""
+    """At once, or `turns` iterations of the loop after they began: their requests have no other deadline."""
     loop = asyncio.get_running_loop()
     async with FakeEngine() as engine:
         wheel = TimerWheel(loop)

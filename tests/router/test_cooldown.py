@@ -34,7 +34,7 @@ def let_pass(r: Rig, seconds: float) -> None:
 
 
 async def ask(r: Rig, count: int) -> list[tuple[str, str]]:
-    """Replica and reason of so many answers."""
+    """Replica and reason of `count` answers."""
     answers = [await r.chat(str(number)) for number in range(count)]
     return [(answer.headers["x-argosy-replica"], answer.headers["x-argosy-route"]) for answer in answers]
 
@@ -138,7 +138,7 @@ async def test_a_replica_in_cooldown_has_no_room() -> None:
 
 
 async def test_a_cooldown_counts_for_the_very_next_choice() -> None:
-    """Also that of the last replica a request may try, after which it chooses nobody."""
+    """Also the cooldown of the last replica that a request may try."""
     asked: list[FakeEngine] = []
     is_last, refuses = asyncio.Event(), asyncio.Event()
 

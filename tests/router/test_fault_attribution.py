@@ -159,7 +159,7 @@ async def test_a_service_s_retries_are_its_own(monkeypatch: pytest.MonkeyPatch) 
 
 
 def budget_of(monkeypatch: pytest.MonkeyPatch, retries: float) -> None:
-    """Services have so many retries, and earn none."""
+    """Services have this many retries and earn none."""
     for name, value in (("MAX_CREDIT", retries), ("FLOOR_PER_S", 0.0), ("RATIO", 0.0)):
         monkeypatch.setattr(retry_budget, name, value)
 

@@ -36,7 +36,7 @@ ERRORS = {404, 429, 500, 502, 503, 504}
 
 
 class Attempt:
-    """A request at an engine, which answers it as it is told to."""
+    """A request at an engine, which answers as the test says."""
 
     def __init__(self, connection: Connection, request: Received) -> None:
         self._connection = connection
@@ -49,7 +49,7 @@ class Attempt:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is still something to be said, to somebody."""
+        """Whether the client is still there and its answer incomplete."""
         return not self.is_over.is_set() and not self._connection.writer.is_closing()
 
     def say(self, count: int) -> None:

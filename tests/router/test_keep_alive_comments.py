@@ -18,7 +18,7 @@ NEVER_S = 3600.0
 
 
 class Silent:
-    """A script that sends nothing, or a stream's head alone, until it is told what comes."""
+    """A script that sends nothing, or a stream's head alone, until the test gives it the rest."""
 
     def __init__(self, *, accepts: bool) -> None:
         self.accepts = accepts

@@ -32,7 +32,7 @@ def picture(text: str) -> list[dict[str, Any]]:
 
 
 async def learnt(content: Any, prompt_tokens: int) -> float:
-    """Bytes per token that a service assumes after some answers that told so many prompt tokens."""
+    """Bytes per token that a service assumes after some answers with these numbers of prompt tokens."""
 
     async def answer(connection: Connection, _: Received) -> None:
         connection.answer(200, completion(prompt_tokens=prompt_tokens))

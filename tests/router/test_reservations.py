@@ -72,7 +72,7 @@ async def complete(r: Rig, **fields: Any) -> httpx.Response:
 
 
 async def left(r: Rig) -> int:
-    """What is left of the limit: a request that asks for nothing is told it, less its own prompt."""
+    """Tokens left of the limit, as the answer to a request with the smallest prompt reports them."""
     answer = await r.http.post("/tokenize", json={"model": MODEL, "prompt": "x"})
     return remaining(answer) + 1
 

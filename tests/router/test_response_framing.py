@@ -319,7 +319,7 @@ async def test_a_stream_whose_framing_breaks_ends_with_an_error() -> None:
 
 
 class Wire:
-    """A connection's transport, and the one who sent the request."""
+    """A connection's transport, and the sender of the request."""
 
     def __init__(self) -> None:
         self.body = b""

@@ -96,7 +96,7 @@ def test_no_flag_opens_them() -> None:
 
 
 def fleet_of(count: int) -> FleetDocument:
-    """A service with replicas that nobody answers for, and some without any."""
+    """A service with replicas on which nothing listens, and some services without replicas."""
     endpoints = tuple(Endpoint(name=f"r{number}", url="http://127.0.0.1:9") for number in range(count))
     others = (service([], name=f"s{number}", model=f"m{number}") for number in range(min(count, 131)))
     return FleetDocument(services=(service([], endpoints=endpoints), *others))

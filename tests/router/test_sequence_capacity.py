@@ -200,7 +200,7 @@ class Asked(QueuedRequest):
 def service_queue_with(
     replicas: Replicas, taken: int, *waiting: int, queue_s: float = 60.0
 ) -> tuple[ServiceQueue, list[Asked]]:
-    """A queue where so many requests of one sequence are under way, and one waits for each of `waiting`."""
+    """A queue with this many running requests of one sequence, and one queued request for each of `waiting`."""
     queue = ServiceQueue("tiny", replicas.room, lambda: Bounds(100, 1000, queue_s, 0.0), 0.0, replicas.takes)
     for _ in range(taken):
         assert queue.try_admit(0.0)
@@ -236,7 +236,7 @@ def test_a_large_call_holds_back_those_behind_it_until_it_fits() -> None:
 
 @pytest.mark.parametrize(("queue_s", "patience_s"), [(60.0, HOLD_BACK_S), (4.0, 2.0)])
 def test_a_large_call_does_not_hold_back_others_for_ever(queue_s: float, patience_s: float) -> None:
-    """What is under way may be other routers', who put another in each one's place."""
+    """The running requests may be other routers', which replace each one that ends."""
     replicas = Replicas(4)
     queue, (large, small) = service_queue_with(replicas, 3, 4, 1, queue_s=queue_s)
     queue.tick(patience_s - 0.1)

@@ -29,7 +29,7 @@ class Fleet:
         self.engines: list[FakeEngine] = []
 
     async def add(self, name: str, seconds: int = 0) -> None:
-        """A service whose own `limit` is so many seconds; zero leaves it to the router."""
+        """A service with its own `limit` in seconds; zero leaves it to the router."""
         fields: dict[str, Any] = {self.limit: seconds, "max_inflight_per_replica": 1}
         engines = [] if self.limit == "hold_timeout_s" else [await self.start_engine(name)]
         given = service(engines, name=name, uid=name, model=name, limits=ServiceLimits(**fields))
@@ -53,7 +53,7 @@ class Fleet:
             await engine.stop()
 
     def config(self, seconds: float) -> dict[str, Any]:
-        """A router whose own `limit` is so many seconds."""
+        """A router with its own `limit` in seconds."""
         config: dict[str, Any] = {"document": FleetDocument(services=tuple(self.services))}
         if self.limit == "request_timeout_s":
             return {**config, "request_timeout_s": seconds}

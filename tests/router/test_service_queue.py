@@ -16,7 +16,7 @@ from .accounts import account
 
 
 class Told(QueuedRequest):
-    """Remembers what it was told."""
+    """Remembers how it ended."""
 
     def __init__(self, owner: Account, priority: int = 0, size: int = 1, sequences: int = 1) -> None:
         super().__init__(owner, priority, 1.0, size, "", sequences)
@@ -175,7 +175,7 @@ def test_losing_all_replicas_ends_the_waiting_where_nothing_is_held() -> None:
 
 
 class ServiceQueueMachine(RuleBasedStateMachine):
-    """Whatever happens, each request is told one thing or has left, and what is admitted ends once."""
+    """Each request is admitted or refused once, or has left; each admitted one ends once."""
 
     @initialize(seats=st.one_of(st.none(), st.integers(0, 4)))
     def begin(self, seats: int | None) -> None:

@@ -22,7 +22,7 @@ STEP_S = 0.05
 
 
 class Core:
-    """A script that says so many bytes of the stream, and then stops until it is woken up."""
+    """A script that sends this many bytes of the stream, and then stops until it is woken up."""
 
     def __init__(self, said_bytes: int = 0) -> None:
         self.said_bytes = said_bytes
