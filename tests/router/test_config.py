@@ -1,0 +1,84 @@
+"""The router's configuration: flags, environment, files, exit codes and their messages."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from argosy_router.config import ConfigError
+from argosy_router.main import EXIT_ADDRESS, EXIT_USAGE, build_parser, config_of, main
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ([], {}, "exactly one of"),
+        (["--replica", "http://a:1", "--kubernetes"], {}, "exactly one of"),
+        (["--replica", "http://a:1", "--replica-dns", "http://a:1"], {}, "exactly one of"),
+        (["--replica", "http://a:1", "--host", "0.0.0.0"], {}, "without API keys"),
+        (["--kubernetes"], {}, "ARGOSY_FLEET_KEY"),
+        (["--replica", "http://a:1", "--max-inflight-bytes", "1000"], {}, "--max-inflight-bytes"),
+        (["--fleet-file", "f"], {"ARGOSY_FLEET_KEY": "short"}, "16 bytes"),
+    ],
+)
+def test_unsafe_or_contradictory_configuration_is_refused(
+    flags: list[str], environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(build_parser().parse_args(flags), environment)
+
+
+def test_flags_win_over_the_environment() -> None:
+    environment = {"ARGOSY_ROUTER_API_KEY": "env", "ARGOSY_REPLICA_KEY": "env"}
+    replica = ["--replica", "http://a:1", "--host", "0.0.0.0"]
+    assert config_of(build_parser().parse_args(replica), environment).api_keys == ("env",)
+    flags = [*replica, "--api-key", "a", "--api-key", "b", "--replica-key", "c"]
+    config = config_of(build_parser().parse_args(flags), environment)
+    assert (config.api_keys, config.replica_key) == (("a", "b"), "c")
+
+
+def test_a_file_gives_flags_below_the_environment_and_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text(
+        "replica: [http://a:1, http://b:1]\nqueue-timeout: 5\napi-key: [file]\nmax_inflight_bytes: 64M\n"
+        "access-log: false\nidle-timeout: 7\n"
+    )
+    flags = ["--config", str(path), "--idle-timeout", "8"]
+    config = config_of(build_parser().parse_args(flags), {"ARGOSY_ROUTER_API_KEY": "env"})
+    assert (config.replicas, config.access_log) == (("http://a:1", "http://b:1"), False)
+    assert (config.flow_control.queue_timeout_s, config.server.max_inflight_bytes) == (5.0, 64 << 20)
+    assert (config.api_keys, config.client.idle_timeout_s) == (("env",), 8.0)
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--host", "0.0.0.0", "--replica", "http://a:1"]) == EXIT_USAGE
+    assert "--api-key" in capsys.readouterr().err
+    assert main(["--replica", "ftp://a:1"]) == EXIT_USAGE
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--replica", "http://127.0.0.1:1", "--port", port, "--admin-port", "-1"]) == EXIT_ADDRESS
+
+
+@pytest.mark.parametrize(
+    ("flag", "others"),
+    [("--port", ("--admin-port", "-1")), ("--admin-port", ("--port", "0"))],
+)
+def test_a_taken_port_ends_the_router_with_the_port_and_the_remedy(
+    flag: str, others: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--replica", "http://127.0.0.1:1", flag, port, *others]) == EXIT_ADDRESS
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"argosy router: cannot listen on 127.0.0.1:{port}: the port is taken; ")
+    assert line.endswith(f"choose another port with {flag}")
+
+
+def test_every_flag_has_a_help_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    listed = build_parser().format_help().partition("options:")[2]
+    bare = re.compile(r"^  (--\S+(?: [A-Z]+)?)\n(?!   )", re.MULTILINE)
+    assert bare.findall(listed) == []
