@@ -70,7 +70,7 @@ class FakeRouter:
         services = decode_fleet(self._cluster.fleet() or "{}").services
         return tuple(
             ReplicaReport(
-                service=service.key,
+                service=service.qualified_name,
                 name=pod["metadata"]["name"],
                 uid=pod["metadata"]["uid"],
                 url="http://10.0.0.1:8000",
