@@ -37,7 +37,7 @@ async def test_create_to_ready() -> None:
     status = cluster.isvc()["status"]
     assert (status["replicas"], status["routable"], status["observedGeneration"]) == (2, "2/2", 1)
     (service,) = decode_fleet(cluster.fleet()).services
-    assert (service.key, service.model) == ("team/tiny", "tiny")
+    assert (service.qualified_name, service.model) == ("team/tiny", "tiny")
 
 
 @virtual_time

@@ -18,9 +18,9 @@ def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_all_prefixes_are_warmed_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another they would all go to the engine that a router without knowledge deems the least loaded."""
-    import shared_prefix_load
+    import shared_prefixes
     from open_loop import Answer
-    from shared_prefixes import Arrival
+    from shared_prefix_load import Arrival
 
     bursts: list[list[Arrival]] = []
 
@@ -31,11 +31,11 @@ async def test_all_prefixes_are_warmed_up_at_once(monkeypatch: pytest.MonkeyPatc
             bursts.append(arrivals)
             return [Answer() for _ in arrivals]
 
-    monkeypatch.setattr(shared_prefix_load, "OpenLoop", Client)
-    await shared_prefix_load.rising_load(0, 4.0, "seed", argparse.Namespace(rates=(), seconds=0.0))
-    assert [len(burst) for burst in bursts] == [shared_prefix_load.GROUPS, shared_prefix_load.GROUPS]
+    monkeypatch.setattr(shared_prefixes, "OpenLoop", Client)
+    await shared_prefixes.rising_load(0, 4.0, "seed", argparse.Namespace(rates=(), seconds=0.0))
+    assert [len(burst) for burst in bursts] == [shared_prefixes.GROUPS, shared_prefixes.GROUPS]
     assert {arrival.at_s for burst in bursts for arrival in burst} == {0.0}
-    assert len({arrival.prompt[:1000] for arrival in bursts[0]}) == shared_prefix_load.GROUPS
+    assert len({arrival.prompt[:1000] for arrival in bursts[0]}) == shared_prefixes.GROUPS
 
 
 def test_conversations_are_reproducible_grow_and_share_popular_prompts() -> None:
