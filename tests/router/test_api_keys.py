@@ -48,7 +48,7 @@ def test_only_a_table_without_keys_and_file_is_open() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     {
-        "an unknown term": ("k rpm=5", "terms are"),
+        "an unknown term": ("k rpm=5", "allowed terms"),
         "a word without value": ("k team", "NAME=VALUE"),
         "a term twice": ("k weight=1 weight=2", "each at most once"),
         "no number": ("k requests_per_minute=many", "int"),
