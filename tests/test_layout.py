@@ -189,6 +189,32 @@ def test_the_rule_for_tests_sees_private_names(source: str, count: int) -> None:
     assert len(list(private_accesses(source))) == count
 
 
+def imported_tests(source: str) -> list[str]:
+    """Return the modules named `test_...` from which a module imports."""
+    return [
+        node.module
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+        and node.module is not None
+        and node.module.rpartition(".")[2].startswith("test_")
+    ]
+
+
+def test_no_test_imports_a_test() -> None:
+    """What several tests use is in a module of its own, whose name says what it is."""
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if (names := imported_tests(path.read_text("utf-8")))
+    }
+    assert found == {}
+
+
+def test_the_rule_for_tests_sees_imports() -> None:
+    source = "from .test_queue import x\nfrom tests.router.test_a import y\nfrom .harness import z"
+    assert imported_tests(source) == ["test_queue", "tests.router.test_a"]
+
+
 @pytest.mark.parametrize("folder", sorted(set(PACKAGES.values())))
 def test_a_component_has_no_two_public_classes_of_one_name(folder: str) -> None:
     assert (

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 from aiohttp import ClientError, ClientSession, web
 from builders import CONFIG, isvc_object
-from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes
 from harness import FakeRouter
+from served_cluster import served, until
 
 from argosy_operator import main
 from argosy_operator.cluster import router_watch
@@ -29,45 +26,6 @@ from argosy_operator.process.health import health_app
 from argosy_operator.reconcile.controller import Controller
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
-
-PATIENCE = 60
-
-
-@asynccontextmanager
-async def served(
-    cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[FakeApiServer]:
-    """The fake cluster as KUBECONFIG's cluster."""
-    server = FakeApiServer(cluster)
-    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    kubeconfig = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
-        "users": [{"name": "u", "user": {"token": "t"}}],
-        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-        "current-context": "x",
-    }
-    path = tmp_path / "kubeconfig"
-    path.write_text(json.dumps(kubeconfig))
-    monkeypatch.setenv("KUBECONFIG", str(path))
-    try:
-        yield server
-    finally:
-        await runner.cleanup()
-
-
-async def until(cluster: FakeKubernetes, operator: asyncio.Task[int], condition: Callable[[], bool]) -> None:
-    """Lets the cluster act until the condition holds, while the operator runs."""
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            assert not operator.done(), operator
-            await asyncio.sleep(0.02)
-            cluster.step()
 
 
 async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from chart_rules import fleet_rules, helper_rules
 from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes
 from harness import ROUTER_POD, FakeRouter
-from test_http import served, until
+from served_cluster import served, until
 
 from argosy_operator import main
 from argosy_operator.config import OperatorConfig

@@ -144,3 +144,13 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
             while piece := await reader.read(65536):
                 data += piece
         return data
+
+
+def is_settled(r: Rig) -> bool:
+    """Whether no request is in flight and no replica is charged for one."""
+    loads = [replica.load for replica in r.router.fleet.replicas()]
+    return r.router.requests.inflight == 0 and all(
+        (load.inflight, load.inflight_tokens, load.queued_tokens, load.requests, load.wait_s)
+        == (0, 0, 0, 0, 0)
+        for load in loads
+    )

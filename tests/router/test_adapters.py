@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 
-from argosy_protocol.fleet import FleetDocument
 from argosy_router.auth.accounts import Account
 from argosy_router.auth.terms import KeyTerms
 from argosy_router.discovery import model_discovery
-from argosy_router.discovery.static import StaticDiscovery
-from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.tls import ClientTls
 from argosy_router.proxy.request.model_names import may_use
 
+from .discovered_fleet import PROMPT, routing
 from .fake_engine import Connection, FakeEngine, Received, completion, event
-from .harness import Rig, rig
-
-PROMPT = "The quick brown fox jumps over the lazy dog. " * 60
 
 
 async def answer_by_name(connection: Connection, request: Received) -> None:
@@ -40,23 +31,6 @@ async def answer_by_name(connection: Connection, request: Received) -> None:
 
 def vllm(*adapters: str) -> FakeEngine:
     return FakeEngine(has_telemetry=False, adapters=adapters, script=answer_by_name)
-
-
-@contextlib.asynccontextmanager
-async def routing(*engines: FakeEngine) -> AsyncIterator[Rig]:
-    """A router that asks the engines what they serve."""
-    async with rig(engines, document=FleetDocument(), wait=False) as r:
-        wheel = TimerWheel(asyncio.get_running_loop())
-        static = StaticDiscovery([engine.url for engine in engines], "", wheel, ClientTls())
-        task = asyncio.create_task(static.run(r.router.fleet.apply))
-        try:
-            await r.until(
-                lambda: sum(replica.is_routable for replica in r.router.fleet.replicas()) == len(engines)
-            )
-            yield r
-        finally:
-            task.cancel()
-            wheel.close()
 
 
 async def test_requests_go_to_the_replicas_that_list_the_adapter() -> None:

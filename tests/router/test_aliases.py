@@ -7,9 +7,9 @@ import pytest
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.discovery import model_discovery
 
+from .discovered_fleet import PROMPT, routing
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, chat, rig, service
-from .test_adapters import PROMPT, routing
 
 
 async def answer_by_name(connection: Connection, request: Received) -> None:

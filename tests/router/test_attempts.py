@@ -19,10 +19,9 @@ from argosy_router.proxy.resilience import retry_budget
 from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
-from .harness import DEADLINE_S, Rig, chat, raw, rig, service, until
+from .harness import DEADLINE_S, Rig, chat, is_settled, raw, rig, service, until
+from .raw_requests import request_bytes
 from .resumable_stream import ResumableStream, events, fold
-from .test_charges import is_settled
-from .test_life import request_bytes
 
 STREAM = {**chat(stream=True), "stream_options": {"include_usage": True}}
 

@@ -9,7 +9,7 @@ from argosy_router.config import ClientLimits, ServerLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import raw, read_all, rig
-from .test_life import request_bytes
+from .raw_requests import request_bytes
 
 
 async def test_the_connection_released_last_is_the_next_one_used() -> None:

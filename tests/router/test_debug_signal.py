@@ -8,10 +8,10 @@ from pathlib import Path
 
 from processes import free_port, running, wait_until
 
+from .failure_scripts import never_answer
 from .fake_engine import FakeEngine
 from .harness import until
-from .test_charges import never_answer
-from .test_life import request_bytes
+from .raw_requests import request_bytes
 
 
 async def test_a_router_tells_stacks_tasks_and_ages_of_requests(tmp_path: Path) -> None:

@@ -12,23 +12,12 @@ import pytest
 from argosy.commands.route import main as route_command
 from argosy.errors import CommandError, UsageError
 from argosy_protocol.bearer_keys import internal_key
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
-from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_segments import prompt_segments
 from argosy_protocol.routable_report import ADMIN_KEY_UID
 from argosy_protocol.telemetry import Draining, Load
 
+from .announced_chunks import LONG, chain
 from .fake_engine import MODEL, FakeEngine, completion
 from .harness import Rig, chat, rig
-
-LONG = "a system prompt that many share. " * 60
-
-
-def chain(content: str) -> dict[int, int]:
-    """What an engine that computed this chat would announce."""
-    request = decode_request("chat/completions", json.dumps(chat(content)).encode())
-    hashes = chunk_hashes(prompt_segments(request)[0], chain_seed(MODEL))
-    return {chunk: 64 * (number + 1) for number, chunk in enumerate(hashes)}
 
 
 async def explain(rig: Rig, content: str = "hi", **headers: str) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from uvicorn.server import ServerState as EngineState
 from argosy_router.http.messages import Request, status_line
 from argosy_router.proxy.request.header_policy import forwarded
 
-from .test_framing import REFUSED, SMUGGLED
-from .test_framing_fuzz import Message, TraceCapture, Wire, ours, streams
+from .framing_corpus import REFUSED, SMUGGLED
+from .framing_streams import streams
+from .server_in_memory import Message, Recorder, Wire, ours
 
 TURNS = 20
 """Of the loop, in which the server surely answers one request."""
@@ -65,7 +66,7 @@ async def engine(data: bytes) -> list[Message]:
     return messages
 
 
-class Forwarder(TraceCapture):
+class Forwarder(Recorder):
     """Keeps what a replica would be sent, and the next request right behind it."""
 
     def __init__(self) -> None:

@@ -5,23 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from argosy_protocol.fleet import FleetDocument, ServiceLimits, encode_fleet
+from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import FlowControlLimits
-from argosy_router.discovery.source import snapshot_of
-from argosy_router.fleet.replica import Member
 
-from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally, event
-from .harness import Rig, raw, rig, service
-from .resumable_stream import ResumableStream
-from .test_charges import (
+from .failure_scripts import (
     die_in_the_body,
     die_in_the_stream,
     empty_stream,
@@ -33,8 +27,11 @@ from .test_charges import (
     reset_at_once,
     stall_in_the_stream,
 )
+from .fake_engine import MODEL, Connection, Received, answer_normally, event
+from .harness import Rig, raw, service
+from .limited_fleet import MAX_PARALLEL_REQUESTS, limited
+from .resumable_stream import ResumableStream
 
-SEATS = 4
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "a chat": ("chat/completions", CHAT),
@@ -66,66 +63,6 @@ SCRIPTS: list[Callable[..., Any]] = [
 ]
 
 
-@contextlib.asynccontextmanager
-async def limited(tmp_path: Path, *scripts: Callable[..., Any], **config: Any) -> AsyncIterator[Rig]:
-    """Two replicas, of which only r1 has the adapter and the alias, a key with few seats, a short queue."""
-    keys = tmp_path / "keys"
-    terms = f"max_parallel_requests={SEATS} tokens_per_minute=1000000000"
-    keys.write_text(f"sk-key name=key {terms}\n")
-    engines = [FakeEngine(script=script) for script in scripts]
-    fields = {"limits": ServiceLimits(max_inflight_per_replica=2)}
-    queue = FlowControlLimits(queue_timeout_s=0.5)
-    async with rig(engines, api_keys_file=keys, fields=fields, **{"flow_control": queue, **config}) as r:
-        spec = service(engines, adapters=("sql",), aliases=("small",), **fields)
-        document = FleetDocument(services=(spec,))
-        members = tuple(
-            Member(f"r{n}", "", engine.url, adapters=("sql",) * n, aliases=("small",) * n)
-            for n, engine in enumerate(engines)
-        )
-        snapshot = snapshot_of(document, encode_fleet(document))
-        r.router.fleet.apply(replace(snapshot, members={spec.qualified_name: members}))
-        r.http.headers["authorization"] = "Bearer sk-key"
-        yield r
-        await at_rest(r)
-
-
-def gauges(r: Rig) -> dict[str, float]:
-    figures = {
-        name: r.metric(f'{name}{{model="{MODEL}"}}') for name in ("admitted_requests", "queued_requests")
-    }
-    figures["inflight_body_bytes"] = r.metric("inflight_body_bytes")
-    figures["requests"] = r.router.requests.inflight
-    for replica in r.router.fleet.replicas():
-        load = replica.load
-        figures |= {
-            f"{replica.name} {name}": getattr(load, name)
-            for name in (
-                "inflight",
-                "inflight_sequences",
-                "inflight_tokens",
-                "queued_tokens",
-                "requests",
-                "wait_s",
-            )
-        }
-        figures[f"{replica.name} attempts"] = len(replica.inflight_attempts)
-    return figures
-
-
-async def at_rest(r: Rig) -> None:
-    try:
-        await r.until(lambda: not any(gauges(r).values()))
-    except TimeoutError:
-        assert not {name: value for name, value in gauges(r).items() if value}
-    for engine in r.engines:
-        engine.script = answer_normally
-    # As many as the key has seats at once: one that had been kept would be refused.
-    answers = await asyncio.gather(
-        *(r.http.post("/tokenize", json={"model": MODEL, "prompt": "x"}) for _ in range(SEATS))
-    )
-    assert "rate_limit_exceeded" not in "".join(answer.text for answer in answers)
-
-
 async def ask(r: Rig, kind: str) -> None:
     path, body = KINDS[kind]
     with contextlib.suppress(httpx.HTTPError):
@@ -136,7 +73,7 @@ async def ask(r: Rig, kind: str) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 async def test_after_any_answer(tmp_path: Path, script: Callable[..., Any], kind: str) -> None:
     async with limited(tmp_path, script, script) as r:
-        await asyncio.gather(*(ask(r, kind) for _ in range(SEATS + 2)))
+        await asyncio.gather(*(ask(r, kind) for _ in range(MAX_PARALLEL_REQUESTS + 2)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,10 +88,10 @@ async def test_after_clients_that_left(tmp_path: Path, script: Callable[..., Any
         limited(tmp_path, script, script, flow_control=FlowControlLimits()) as r,
         contextlib.AsyncExitStack() as stack,
     ):
-        for _ in range(SEATS):
+        for _ in range(MAX_PARALLEL_REQUESTS):
             _, writer = await stack.enter_async_context(raw(r.router))
             writer.write(head.encode() + body)
-        await r.until(lambda: r.router.requests.inflight == SEATS)
+        await r.until(lambda: r.router.requests.inflight == MAX_PARALLEL_REQUESTS)
         await r.until(lambda: sum(len(engine.requests) for engine in r.engines) >= 2)
 
 

@@ -13,7 +13,7 @@ from argosy_router.config import ClientLimits
 from argosy_router.proxy.resilience import hedging
 
 from .fake_engine import Connection, Received, Script, answer_normally
-from .harness import raw, read_all, service
+from .harness import is_settled, raw, read_all, service
 from .hedging_rig import (
     STREAM,
     Slow,
@@ -29,9 +29,8 @@ from .hedging_rig import (
     refuse,
     sent,
 )
+from .raw_requests import request_bytes
 from .resumable_stream import ResumableStream, events, fold
-from .test_charges import is_settled
-from .test_life import request_bytes
 
 # who answers
 

@@ -15,10 +15,9 @@ from argosy_router.main import build_parser, config_of
 from argosy_router.proxy.resilience import hedging
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
-from .harness import Rig, rig, service
+from .harness import Rig, is_settled, rig, service
 from .hedging_rig import STREAM, Slow, asking, die, hedged, is_whole, outcomes, overdue, sent
 from .resumable_stream import events, fold
-from .test_charges import is_settled
 
 # how often
 

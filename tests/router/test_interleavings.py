@@ -25,8 +25,8 @@ from argosy_router.proxy.resilience import hedging
 
 from .fake_engine import MODEL, Connection, Received, completion
 from .harness import DEADLINE_S, Rig, service
+from .limited_fleet import MAX_PARALLEL_REQUESTS, limited
 from .resumable_stream import events, fold, length, token
-from .test_gauges_at_rest import SEATS, limited
 
 ENGINES = 3
 STEPS = 80
@@ -180,7 +180,7 @@ class Play:
     # what happens
 
     async def _arrive(self) -> None:
-        if sum(not client.done() for client in self._clients) > SEATS:
+        if sum(not client.done() for client in self._clients) > MAX_PARALLEL_REQUESTS:
             return
         choices = self._rng.randrange(4)
         body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": str(choices)}]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import resource
 import signal
@@ -16,14 +15,8 @@ import pytest
 from argosy_protocol.fleet import FleetDocument, encode_fleet
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
-from .harness import chat, raw, rig, service, until
-
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-
-
-def request_bytes(**fields: object) -> bytes:
-    body = json.dumps(chat(**fields)).encode()  # type: ignore[arg-type]
-    return HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+from .harness import raw, rig, service, until
+from .raw_requests import request_bytes
 
 
 async def test_drain_finishes_running_requests_and_accepts_no_new_ones() -> None:

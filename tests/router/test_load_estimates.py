@@ -16,9 +16,9 @@ from argosy_router.fleet.links.engine_metrics import parse_load
 from argosy_router.prefixes.index import PrefixIndex
 from argosy_router.prompts.length_model import PRIOR_BYTES_PER_TOKEN
 
+from .engine_expositions import EXPOSITIONS, vllm
 from .fake_engine import Connection, FakeEngine, Received, completion
 from .harness import Rig, rig
-from .test_foreign import EXPOSITIONS, vllm
 
 # bytes per token
 

@@ -21,10 +21,10 @@ from argosy_router.auth.terms import KeyTerms
 from argosy_router.ratelimit.key_limits import RateLimited, Reservation
 from argosy_router.ratelimit.token_bucket import PERIOD_S
 
+from .failure_scripts import SCRIPTS, never_answer
 from .fake_engine import MODEL, Connection, FakeEngine, Received
 from .harness import Rig, raw, rig
 from .resumable_stream import ResumableStream
-from .test_charges import SCRIPTS, never_answer
 
 LIMIT = 100_000
 STEP_S = 0.001

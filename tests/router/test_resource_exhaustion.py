@@ -15,7 +15,7 @@ from argosy_router.proxy.upstream.attempt_log import AttemptLog
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import raw, read_all, rig, until
-from .test_uploads import HEAD, body_of, request, several
+from .uploads import HEAD, body_of, request, several
 
 STREAMS_BENCH = Path(__file__).parents[2] / "bench/router/streams.py"
 STREAMS = 1200

@@ -19,7 +19,7 @@ from argosy_router.flow_control.service_queue import HOLD_BACK_S, Bounds, Servic
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, raw, rig
-from .test_life import request_bytes
+from .raw_requests import request_bytes
 
 SEQS = 4
 SEATS = 6

@@ -14,8 +14,7 @@ from argosy_router.main import build_parser, config_of
 
 from .fake_engine import FakeEngine
 from .harness import DEADLINE_S, Rig, raw, rig
-from .test_connection_limit import HEALTH, answer, ask, is_closed, keep, limited_to
-from .test_life import request_bytes
+from .raw_requests import HEALTH, answer, ask, is_closed, keep, limited_to, request_bytes
 
 KEY_LINE = b"\r\nauthorization: Bearer k\r\n"
 HALF_A_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from processes import Server
 
+from .engine_processes import Stream, document, engines
 from .harness import rig
-from .test_migration_engines import Stream, document, engines
 
 __all__ = ["engines"]
 

@@ -26,7 +26,7 @@ from argosy_router.main import EXIT_USAGE, main
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import Rig, chat, read_all, rig
-from .test_life import request_bytes
+from .raw_requests import request_bytes
 
 
 @dataclass(frozen=True)

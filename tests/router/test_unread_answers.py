@@ -15,9 +15,8 @@ from argosy_router.http.server_connection import REQUESTS_PER_TURN, ServerConnec
 
 from .fake_engine import FakeEngine
 from .harness import DEADLINE_S, raw, rig
-from .test_connection_limit import answer
-from .test_framing_fuzz import Clock, Recorder, Wire
-from .test_life import request_bytes
+from .raw_requests import answer, request_bytes
+from .server_in_memory import Clock, Recorder, Wire
 
 KEY_LINE = b"\r\nauthorization: Bearer k\r\n"
 PUBLIC = b"GET /version HTTP/1.1\r\nhost: a\r\nx-request-id: " + b"i" * 128 + b"\r\n\r\n"

@@ -13,7 +13,7 @@ from argosy_router.fleet.links import telemetry_client
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import Rig, raw, rig
-from .test_life import request_bytes
+from .raw_requests import request_bytes
 
 
 class Mortal(FakeEngine):

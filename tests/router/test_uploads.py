@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import json
 import sys
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -17,29 +14,14 @@ from argosy_router.fleet.service import Service
 from argosy_router.proxy.exchange import Exchange
 
 from .fake_engine import Connection, FakeEngine, Received, event
-from .harness import Rig, chat, raw, read_all, rig, until
+from .harness import Rig, raw, read_all, rig, until
+from .uploads import HEAD, body_of, request, several
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 WITH_KEY = HEAD + b"authorization: Bearer k\r\n"
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-def body_of(size: int, **fields: object) -> bytes:
-    return json.dumps(chat("x" * size, **fields)).encode()
-
-
-def request(body: bytes, head: bytes = HEAD) -> bytes:
-    return head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 def held_bytes(r: Rig) -> int:
     return r.router.server.body_memory.held
-
-
-@contextlib.asynccontextmanager
-async def several(r: Rig, number: int) -> AsyncIterator[list[Stream]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(raw(r.router)) for _ in range(number)]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from argosy_router.proxy.upstream.relay import MAX_BUFFERED_BYTES
 
 from .fake_engine import NORMAL_STREAM, Connection, FakeEngine, Received, completion, event
 from .harness import chat, raw, read_all, rig, service
-from .test_life import request_bytes
+from .raw_requests import request_bytes
 
 
 async def reset(connection: Connection, _: Received) -> None:
