@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import uvloop
 
+from .engine_processes import engines as engines  # a fixture
+
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"uvloop": uvloop.new_event_loop}

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from processes import Server
 
-from .engine_processes import Stream, document, engines
+from .engine_processes import Stream, document
 from .harness import rig
-
-__all__ = ["engines"]
 
 STREAMS = 20
 
