@@ -16,10 +16,10 @@ INSTALLED_DEV := .venv/.installed-dev-$(HASH)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev up down test test-compiled attack generate lint e2e bench bench-engine bench-router clean
+.PHONY: help install install-dev up down test test-compiled test-sanitizers attack generate lint e2e bench bench-engine bench-router clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## create .venv with engine, router, operator and command line
 
@@ -59,6 +59,9 @@ test-compiled: $(INSTALLED_DEV) ## compile the router into build/compiled, and r
 	rm -rf build/compiled
 	$(BIN)/python -m argosy_router.compile build/compiled
 	PYTHONPATH=build/compiled $(BIN)/python -P -m pytest tests/router
+
+test-sanitizers: $(INSTALLED_DEV) ## run the tests of the C and C++ sources under address and undefined-behaviour sanitizers
+	bash tests/sanitizers.sh
 
 attack: $(INSTALLED_DEV) ## attack a local fleet for ATTACK_S seconds (an hour) beside clients that must not notice
 	PYTHONPATH=tests:tests/support $(BIN)/python -P -m attack --seconds $(ATTACK_S) $(ATTACK_ARGS)
