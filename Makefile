@@ -16,7 +16,7 @@ INSTALLED_DEV := .venv/.installed-dev-$(HASH)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev up down test test-compiled test-sanitizers attack generate lint e2e bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack generate lint e2e bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ $(INSTALLED_DEV): $(INSTALLED)
 	$(PIP) --group dev
 	@touch $@
 
+wheel: $(INSTALLED_DEV) ## build a wheel with the router compiled for this Python and platform, into dist
+	rm -f dist/argosy-*.whl
+	ARGOSY_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
 up: $(INSTALLED) ## start the local fleet on the tiny model and send it one chat
 	@$(BIN)/argosy up --file examples/quickstart.yaml --detach --port $(PORT)
 	@echo
@@ -55,10 +59,8 @@ down: ## stop the local fleet
 test: $(INSTALLED_DEV) ## run every test that needs no root
 	$(BIN)/python -P -m pytest tests
 
-test-compiled: $(INSTALLED_DEV) ## compile the router into build/compiled, and run its tests on that
-	rm -rf build/compiled
-	$(BIN)/python -m argosy_router.compile build/compiled
-	PYTHONPATH=build/compiled $(BIN)/python -P -m pytest tests/router
+test-wheel: wheel ## install that wheel without the checkout; run a fleet and the router's tests on it
+	PORT=$(PORT) bash tests/installed_wheel.sh
 
 test-sanitizers: $(INSTALLED_DEV) ## run the tests of the C and C++ sources under address and undefined-behaviour sanitizers
 	bash tests/sanitizers.sh
@@ -90,4 +92,4 @@ bench-router: $(INSTALLED_DEV) ## the router's numbers as two tables; SGLANG_ROU
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/router.sh
 
 clean: down ## stop the local fleet and remove what was built, .venv included
-	rm -rf .venv .argosy .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .argosy build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -17,7 +17,18 @@ PAGES = sorted(
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FILE = re.compile(r"`([\w./-]+\.(?:py|h|cc|c|yaml|sh))(?:: \w+)?`")
-_FOLDERS = ("protocol", "engine", "router", "operator", "cli", "crds", "charts", "bench", "tests")
+_FOLDERS = (
+    "protocol",
+    "engine",
+    "router",
+    "operator",
+    "cli",
+    "crds",
+    "charts",
+    "bench",
+    "build_hooks",
+    "tests",
+)
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 
 

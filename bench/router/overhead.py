@@ -5,10 +5,10 @@
 
 `--sglang` is the interpreter of an environment with `sglang-router` installed; without it only ours is measured. With
 `--telemetry` the engines announce their caches to our router; without, it treats them as engines other than ours. With
-`--compiled` our router also runs as compiled by `python -m argosy_router.compile FOLDER`. `--floor` adds two
-baselines: a proxy that only copies bytes (tcp_passthrough.py), and requests sent to an engine directly. Each run
-starts a new router, warms it up, and sends the same bodies; figures are medians over the runs. Absolute figures depend
-on the machine and drift, so compare the ratios.
+`--compiled` our router also runs from FOLDER, an unpacked wheel of `make wheel`. `--floor` adds two baselines: a proxy
+that only copies bytes (tcp_passthrough.py), and requests sent to an engine directly. Each run starts a new router,
+warms it up, and sends the same bodies; figures are medians over the runs. Absolute figures depend on the machine and
+drift, so compare the ratios.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy_router.compile import SOURCE, modules
+from compile_router import ROUTER, modules
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _DOES_NOT_SUSPEND = {"asyncio.timeout", "asyncio.timeout_at"}
@@ -48,9 +48,9 @@ def ends_at_once(context: ast.expr) -> bool:
     return isinstance(context, ast.Call) and ast.unparse(context.func) in _DOES_NOT_SUSPEND
 
 
-@pytest.mark.parametrize("path", modules(SOURCE), ids=str)
+@pytest.mark.parametrize("path", modules(ROUTER), ids=str)
 def test_a_compiled_module_does_not_await_while_it_handles_an_exception(path: Path) -> None:
-    assert suspensions((SOURCE.parent / path).read_text("utf-8")) == []
+    assert suspensions((ROUTER.parent / path).read_text("utf-8")) == []
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from setuptools.errors import CompileError
 
 from argosy_protocol import chunk_hash
 from argosy_protocol.prompt_segments import Segment, SegmentKind
-from argosy_router.compile import SOURCE, in_c
 from argosy_router.native import estimate, ranking
 from argosy_router.prefixes import table
+from compile_router import ROUTER, in_c
 
 SHARDS = 4
 SLOTS = 150
@@ -31,7 +31,7 @@ SLOTS = 150
 def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
     """Builds the modules and imports them by their last name. Without a compiler there are none, and no tests."""
     folder = tmp_path_factory.mktemp("native")
-    extensions = [Extension(path.stem, [str(SOURCE.parent / path)]) for path in in_c(SOURCE)]
+    extensions = [Extension(path.stem, [str(ROUTER.parent / path)]) for path in in_c(ROUTER)]
     command = Distribution({"name": "native", "ext_modules": extensions}).get_command_obj("build_ext")
     command.build_lib, command.build_temp = str(folder), str(folder / "objects")
     command.ensure_finalized()

@@ -1,4 +1,4 @@
-"""Functions and classes that are written in C and in Python; the C is used if it was built (`argosy_router.compile`).
+"""Functions and classes that are written in C and in Python; a compiled router uses the C.
 
 Owns: the choice between the two. Both behave alike: `argosy_protocol.chunk_hash`, `native.estimate`, `native.ranking`
 and `prefixes.table` document them, and tests compare them.
