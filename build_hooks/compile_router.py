@@ -19,7 +19,8 @@ import re
 import shutil
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,14 +131,24 @@ def _build(extensions: list[Extension], output: Path) -> None:
 
     class SideBySide(build_ext):
         def build_extensions(self) -> None:
-            pairs = [(extension, source) for extension in self.extensions for source in extension.sources]
-            pairs.sort(key=lambda pair: -Path(pair[1]).stat().st_size)
+            sources = [
+                (number, source)
+                for number, extension in enumerate(self.extensions)
+                for source in extension.sources
+            ]
+            sources.sort(key=lambda each: -Path(each[1]).stat().st_size)
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 try:
-                    objects = {pair: pool.submit(self.compile_source, *pair) for pair in pairs}
+                    pending = [
+                        (number, pool.submit(self.compile_source, self.extensions[number], source))
+                        for number, source in sources
+                    ]
+                    objects: dict[int, list[str]] = defaultdict(list)
+                    for number, compiled in pending:
+                        objects[number] += compiled.result()
                     links = [
-                        pool.submit(self.link_extension, each, _results(each, objects))
-                        for each in self.extensions
+                        pool.submit(self.link_extension, extension, objects[number])
+                        for number, extension in enumerate(self.extensions)
                     ]
                     for link in links:
                         link.result()
@@ -165,10 +176,6 @@ def _build(extensions: list[Extension], output: Path) -> None:
         command.run()
     except BaseError as error:
         raise SystemExit(f"{error}: install a C compiler and Python's headers, or set CC") from None
-
-
-def _results(extension: Extension, objects: dict[tuple[Extension, str], Future[list[str]]]) -> list[str]:
-    return [path for source in extension.sources for path in objects[extension, source].result()]
 
 
 def main() -> None:
