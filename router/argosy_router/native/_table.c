@@ -383,7 +383,8 @@ static PyObject *Table_match(Table *table, PyObject *argument) {
         PyErr_NoMemory();
         goto end;
     }
-    memcpy(alive, table->live, table->words * sizeof(uint64_t));
+    if (table->words)
+        memcpy(alive, table->live, table->words * sizeof(uint64_t));
     Py_ssize_t length = 0;
     uint32_t tokens = 0; /* of the prefix so far */
     uint64_t is_alive = 0;
