@@ -458,10 +458,12 @@ static PyObject *Table_scrub(Table *table, PyObject *args) {
     if (!PyArg_ParseTuple(args, "IO", &number, &slot_argument))
         return NULL;
     int failed = read_numbers(slot_argument, &slots);
-    uint64_t *gone = PyMem_RawCalloc(table->words + 1, sizeof(uint64_t));
+    Shard *shard = table->shards + (number & (table->shard_count - 1));
+    /* As wide as the rows, which `narrow` leaves wider than `live` until `narrow_shard`. */
+    uint64_t *gone = PyMem_RawCalloc(shard->words + 1, sizeof(uint64_t));
     for (Py_ssize_t index = 0; !failed && gone && index < slots.count; index++) {
         uint64_t slot = number_at(&slots, index);
-        if (slot / 64 < table->words)
+        if (slot / 64 < shard->words)
             gone[slot / 64] |= bit_of((uint32_t)slot);
     }
     release_numbers(&slots);
@@ -469,7 +471,6 @@ static PyObject *Table_scrub(Table *table, PyObject *args) {
         PyMem_RawFree(gone);
         return failed ? NULL : PyErr_NoMemory();
     }
-    Shard *shard = table->shards + (number & (table->shard_count - 1));
     for (uint32_t position = 0; position < shard->size;) {
         if (shard->keys[position]) {
             uint64_t *held = row(shard, position) + 1, touched = 0;
