@@ -9,7 +9,8 @@ FROM ${BASE} AS wheel
 ARG COMPILE=1
 COPY argosy-* /dist/
 RUN mkdir /wheel && if [ "${COMPILE}" = 1 ]; then \
-    apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev \
+    if ! ls /dist/argosy-*.tar.gz >/dev/null; then echo 'build the source archive too (python -m build), or set COMPILE=0' >&2; exit 1; fi \
+ && apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev \
  && python3 -m venv /venv \
  && ARGOSY_COMPILE=1 /venv/bin/pip wheel --no-cache-dir --disable-pip-version-check --no-deps --wheel-dir /wheel /dist/argosy-*.tar.gz; \
     else cp /dist/argosy-*.whl /wheel; fi

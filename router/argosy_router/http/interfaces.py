@@ -28,7 +28,7 @@ class ClientListener(Protocol):
 
 
 class Client(Protocol):
-    """The client of a request, as seen by whatever answers it (`server.ServerConnection` documents each call)."""
+    """The client of a request, as seen by whatever answers it (see `server_connection.ServerConnection`)."""
 
     def attach(self, listener: ClientListener) -> None: ...
 

@@ -1,4 +1,4 @@
-"""TraceCapture of a router's requests as a trace: their arrival times, lengths and shared prefixes.
+"""Captures a router's requests as a trace: their arrival times, lengths and shared prefixes.
 
 Owns: the file being recorded, its size bound, and which data of a request go into it. Must not know: texts of requests
 and answers.
