@@ -26,11 +26,15 @@ class Waiting:
         self.queue = TenantQueue()
         self._count = 0
 
-    def push(self, tenant: str, num_tokens: int = 10, priority: int = 0) -> Request:
+    def new(self, tenant: str, num_tokens: int = 10, priority: int = 0) -> Request:
         self._count += 1
         message = EngineCoreRequest(str(self._count), [1] * num_tokens, SamplingParams(), 0.0, tenant=tenant)
         request = Request(message, BLOCK, False)
         request.queue_key = (priority, 0, self._count)
+        return request
+
+    def push(self, tenant: str, num_tokens: int = 10, priority: int = 0) -> Request:
+        request = self.new(tenant, num_tokens, priority)
         self.queue.push(request)
         return request
 
@@ -148,6 +152,101 @@ def test_no_tenant_gets_ahead_by_more_than_the_largest_requests(
             waiting.push(*arrival)
         shares = [served[tenant] for tenant in backlogged]
         assert max(shares, default=0) - min(shares, default=0) <= 2 * largest
+
+
+def test_a_request_that_has_run_keeps_its_place() -> None:
+    """A stream that was preempted must not wait until other tenants have caught up with what it was charged."""
+    waiting = Waiting()
+    stream = waiting.push("writer", 10)
+    assert waiting.admit() is stream
+    stream.num_cached_tokens = 0  # the scheduler has admitted it
+    for _ in range(3):
+        waiting.push("reader", 10)
+    urgent = waiting.push("reader", 10, priority=-1)
+    waiting.queue.charge("writer", 8000)
+    waiting.queue.push(stream)
+    assert len(waiting.queue) == 5
+    assert stream in list(waiting.queue)
+    assert waiting.admit() is urgent
+    assert waiting.admit() is stream
+    assert waiting.admit_all() == ["reader"] * 3
+
+
+def test_a_call_of_several_sequences_does_not_move_the_turns_of_others() -> None:
+    """Its sequences take slots by the call's share, so its tenant's counter says nothing about turns."""
+    waiting = Waiting()
+    waiting.queue.charge("batches", 1_000_000)
+    for _ in range(2):
+        waiting.push("long", 100)
+    for _ in range(20):
+        waiting.push("short", 10)
+    order = []
+    while len(waiting.queue):
+        sequence = waiting.new("batches", 10)
+        sequence.call_id = "call"
+        waiting.queue.admit(sequence, 10)
+        order.append(waiting.admit().tenant)
+    assert order == ["long", *["short"] * 10, "long", *["short"] * 10]
+
+
+def test_a_newcomer_starts_with_those_that_wait_not_with_a_more_urgent_tenant() -> None:
+    waiting = Waiting()
+    waiting.push("urgent", 10, priority=-1)
+    waiting.queue.charge("urgent", 1_000_000)
+    waiting.push("patient", 10)
+    waiting.push("patient", 10)
+    assert waiting.admit().tenant == "urgent"
+    waiting.push("newcomer", 10)
+    assert waiting.admit_all() == ["patient", "newcomer", "patient"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 60), st.integers(0, 2)), max_size=80))
+def test_the_next_request_is_that_of_the_lowest_rank(events: list[tuple[str, int, int]]) -> None:
+    """The heap of ranks agrees with a search over all that wait, whatever is pushed, charged, removed and admitted."""
+    waiting, present = Waiting(), list[Request]()
+    for tenant, number, priority in events:
+        if number < 35:
+            present.append(waiting.push(tenant, number + 1, priority))
+        elif number < 45:
+            waiting.queue.charge(tenant, number)
+        elif present and number < 50:
+            waiting.queue.remove(present.pop(number % len(present)))
+        elif present:
+            present.remove(waiting.admit())
+        heads: dict[str, Request] = {}
+        for request in sorted(present, key=lambda request: request.queue_key):
+            heads.setdefault(request.tenant, request)
+        expected = min(
+            heads.values(),
+            key=lambda head: (head.queue_key[0], waiting.queue.counter(head.tenant), head.queue_key),
+            default=None,
+        )
+        assert waiting.queue.peek() is expected
+        assert len(waiting.queue) == len(present)
+
+
+def test_each_token_is_charged_once_however_often_a_request_is_preempted() -> None:
+    scheduler = Scheduler(
+        KVCacheManager(14, BLOCK, False, 0.0),
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=8,
+        max_model_len=64,
+        eos_token_ids=frozenset(),
+    )
+    worker = FakeWorker(BLOCK)
+    requests = []
+    for number in range(3):
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        message = EngineCoreRequest(str(number), [1] * 8, params, 0.0, tenant="writer")
+        requests.append(Request(message, BLOCK, False))
+        scheduler.add(requests[-1])
+    while scheduler.has_work:
+        planned = scheduler.schedule()
+        scheduler.update_from_output(planned, worker.execute(planned))
+        scheduler.check()
+    assert scheduler.num_preemptions > 2
+    assert scheduler.waiting.counter("writer") == 3 * (8 + 24)
 
 
 def test_a_tenant_s_short_prompt_does_not_wait_for_another_s_long_ones() -> None:

@@ -1,4 +1,4 @@
-"""Grammar compilation is shared by the tenant that a router names, which no client can choose."""
+"""What the engine divides is shared by the tenant that a router names, which no client can choose."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Any, cast
 
 import pytest
 
+from argosy_engine.api.openai.embeddings import embed
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
+from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.structured.compile_queue import MAX_QUEUED_PER_KEY, CompileQueue
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
+from argosy_protocol.embeddings import EmbeddingRequest
 from argosy_protocol.openai import CompletionRequest
 from core_fakes import BLOCK, FakeExecutor
 
@@ -77,3 +80,29 @@ def test_the_tenant_of_a_request_reaches_the_core(name: str | None) -> None:
     assert told == ["tenant", ""]
     assert serving.answering_as(name, "tenant").check_model("tiny") == (name or "tiny")
     serving.close()
+
+
+async def test_embeddings_and_beam_searches_have_their_tenant_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = EngineArgs.of(model="builtin://tiny", device="cpu", threads=1, num_gpu_blocks_override=64)
+    llm = await AsyncLLM.start(args)
+    told = list[str]()
+    send = llm.client.add_request
+
+    async def add_request(request: EngineCoreRequest) -> None:
+        told.append(request.tenant)
+        await send(request)
+
+    monkeypatch.setattr(llm.client, "add_request", add_request)
+    serving = OpenAIServing(llm, ("tiny",)).answering_as(None, "tenant")
+    try:
+        await embed(serving, EmbeddingRequest(model="tiny", input=["a", "b"]), "1", 10)
+        prompts = llm.renderer.render_completion(CompletionRequest(prompt="The sea"))
+        beams = CompletionRequest(prompt="The sea", use_beam_search=True, n=2, max_tokens=3, temperature=0.0)
+        assert len(await serving.generate(prompts, beams)) == 2
+    finally:
+        serving.close()
+        await llm.close()
+    assert len(told) > 4
+    assert set(told) == {"tenant"}

@@ -61,6 +61,8 @@ _ASLEEP_RETRY_S = 10.0
 _CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that disconnected before its response."""
 
+MAX_TENANT_LENGTH = 64
+"""Routers send 16 characters."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -291,8 +293,13 @@ def _loaded(engine: Engine) -> AsyncLLM:
 
 
 def _serving(engine: Engine, request: Request) -> OpenAIServing:
-    """Return what serves a request: under the model name and for the tenant that a router gave, if one did."""
+    """Return what serves a request: under the model name and for the tenant that a router gave, if one did.
+
+    A tenant that is longer than a router's is ignored, because the core keeps tenants.
+    """
     name, tenant = request.headers.get(headers.MODEL_NAME), request.headers.get(headers.TENANT, "")
+    if len(tenant) > MAX_TENANT_LENGTH:
+        tenant = ""
     if name is None and not tenant:
         return engine.serving
     return engine.serving.answering_as(None if name is None else unquote(name), tenant)

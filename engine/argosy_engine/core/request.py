@@ -58,6 +58,7 @@ class Request:
         "num_announced_chunks",
         "num_cached_blocks",
         "num_cached_tokens",
+        "num_charged_tokens",
         "num_computed_tokens",
         "num_output_placeholders",
         "num_pending_tokens",
@@ -128,6 +129,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1
         """Tokens found in the prefix cache when the request was first scheduled; -1 before that."""
+        self.num_charged_tokens = 0
+        """Tokens, of `num_tokens`, that the tenant has been charged for or got from the cache."""
         self.num_pending_tokens = 0
         """What the request contributes to the scheduler's `queued_uncached_tokens` while it runs."""
         self.num_preemptions = 0
@@ -194,6 +197,11 @@ class Request:
             self.finish_reason = FinishReason.LENGTH
         elif self.repetition is not None and has_minimum and self.repetition.is_met:
             self.finish_reason, self.stop_reason = FinishReason.REPETITION, "repetition_detected"
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the request has been admitted before, even if it waits again."""
+        return self.num_cached_tokens >= 0
 
     def prefill_stats(self) -> PrefillStats:
         """Build the statistics of the prefill; call it when the first token arrives."""

@@ -41,6 +41,7 @@ def pooling_request(
     params: PoolingParams,
     *,
     cache_salt: str | None = None,
+    tenant: str = "",
 ) -> EngineCoreRequest:
     """Make the core's request.
 
@@ -52,7 +53,7 @@ def pooling_request(
     config = input_processor.config
     params.check_dimensions(config.embedding_size, config.is_matryoshka, config.matryoshka_dimensions)
     one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    (request,) = input_processor.process_inputs(prompt, one_token, cache_salt=cache_salt)
+    (request,) = input_processor.process_inputs(prompt, one_token, cache_salt=cache_salt, tenant=tenant)
     request.pooling_params = params
     return request
 

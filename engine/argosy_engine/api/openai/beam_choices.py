@@ -48,9 +48,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 async def beam_choices(
-    llm: AsyncLLM, prompts: Sequence[TokenizedPrompt], request: GenerationRequest
+    llm: AsyncLLM, prompts: Sequence[TokenizedPrompt], request: GenerationRequest, *, tenant: str = ""
 ) -> list[GenerationOutput]:
     """Search the `n` best continuations of each prompt; return them best first, as the choices of one call.
+
+    Args:
+        tenant: the tenant that the tokens are computed for.
 
     Raises:
         InvalidRequest: out of bounds, too long, or has a field that a beam search does not support.
@@ -71,7 +74,7 @@ async def beam_choices(
     round_params = params[0].round_params(llm.config, num_logprobs)
     num_cached: list[int] = []
     while beams := batch.beams:
-        results = await _next_tokens(llm, beams, round_params, request)
+        results = await _next_tokens(llm, beams, round_params, request, tenant)
         num_cached = num_cached or [result.num_cached_tokens for result in results]
         batch.advance(result.logprobs[0] for result in results)
     found = batch.best(llm.renderer.tokenizer, n, skip_special_tokens=request.skip_special_tokens)
@@ -102,14 +105,18 @@ def _params(
 
 
 async def _next_tokens(
-    llm: AsyncLLM, beams: Sequence[TokenizedPrompt], params: SamplingParams, request: GenerationRequest
+    llm: AsyncLLM,
+    beams: Sequence[TokenizedPrompt],
+    params: SamplingParams,
+    request: GenerationRequest,
+    tenant: str,
 ) -> list[GenerationOutput]:
     """Generate one token of each beam, with its alternatives."""
     requests = [
         core_request
         for beam in beams
         for core_request in llm.input_processor.process_inputs(
-            beam, params, cache_salt=request.cache_salt, priority=request.priority
+            beam, params, cache_salt=request.cache_salt, priority=request.priority, tenant=tenant
         )
     ]
     return await llm.collect(requests)

@@ -36,7 +36,9 @@ async def embed(
     # The inputs as the prompts of a completion: the same forms, tokens and cache keys.
     prompts = await serving.render_pool.run(size, llm.renderer.render_completion, request.as_completion())
     requests = [
-        pooling_request(llm.input_processor, prompt, params, cache_salt=request.cache_salt)
+        pooling_request(
+            llm.input_processor, prompt, params, cache_salt=request.cache_salt, tenant=serving.tenant
+        )
         for prompt in prompts
     ]
     outputs: list[GenerationOutput | None] = [None] * len(requests)

@@ -42,7 +42,7 @@ class OpenAIServing:
         self.names = tuple(names)
         self._takes_any_name = takes_any_name
         self._answers_as: str | None = None
-        self._tenant = ""
+        self.tenant = ""
         self.render_pool = RenderPool()
         self._started = int(time.time())
 
@@ -69,7 +69,7 @@ class OpenAIServing:
         """
         serving = copy.copy(self)
         serving._answers_as = name
-        serving._tenant = tenant
+        serving.tenant = tenant
         return serving
 
     def check_model(self, name: str) -> str:
@@ -93,7 +93,7 @@ class OpenAIServing:
     ) -> list[GenerationOutput]:
         """Generate all choices of all prompts, and return them complete."""
         if request.use_beam_search:
-            return await beam_choices(self.llm, prompts, request)
+            return await beam_choices(self.llm, prompts, request, tenant=self.tenant)
         return await self.llm.collect(self.core_requests(prompts, request), request.n or 1)
 
     def core_requests(
@@ -127,7 +127,7 @@ class OpenAIServing:
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 resume=resumed[index * n : index * n + n],
-                tenant=self._tenant,
+                tenant=self.tenant,
             )
         ]
 

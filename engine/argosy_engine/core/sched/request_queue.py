@@ -55,6 +55,9 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._members)
 
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, Request) and self._members.get(request.queue_key) is request
+
     @property
     def num_entries(self) -> int:
         """Number of heap entries, stale ones included."""

@@ -314,9 +314,10 @@ class Scheduler:
         if not self.kv.admit(request, cached_block_ids, num_new, apply_watermark=bool(self.running)):
             return None
         request.num_computed_tokens = num_cached
-        if request.num_cached_tokens < 0:
+        if not request.has_run:
             self._turns.admit(request)
             self.waiting.admit(request, request.num_tokens - num_cached)
+            request.num_charged_tokens = request.num_tokens
             request.num_cached_tokens = num_cached
             request.first_scheduled_at = time.monotonic()
         return num_new
@@ -370,8 +371,7 @@ class Scheduler:
         self.kv.enqueue(request)
         self.num_preemptions += 1
         self._released.append(request.request_id)
-        if request.num_output_tokens:
-            self.waiting.charge(request.tenant, request.num_output_tokens)
+        self._charge_output(request)
         if request.call_id:
             self.waiting.release_slot(request)
         self.waiting.push(request)
@@ -477,12 +477,17 @@ class Scheduler:
         del self.requests[request.request_id]
         self._set_pending(request, 0)
         self._released.append(request.request_id)
-        if request.num_output_tokens:
-            self.waiting.charge(request.tenant, request.num_output_tokens)
+        self._charge_output(request)
         if request.call_id:
             self.waiting.release_slot(request)
         self.in_flight.forget(request.request_id)
         self.kv.free(request, request.num_computed_tokens)
+
+    def _charge_output(self, request: Request) -> None:
+        """Charge the tenant of a request that stops running for the tokens sampled since it was last charged."""
+        if request.has_run and request.num_tokens > request.num_charged_tokens:
+            self.waiting.charge(request.tenant, request.num_tokens - request.num_charged_tokens)
+            request.num_charged_tokens = request.num_tokens
 
     def _set_drafts(self, request: Request, token_ids: list[int]) -> None:
         """Set the drafts of a request that no step in flight counts on."""

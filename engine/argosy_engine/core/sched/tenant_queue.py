@@ -2,12 +2,15 @@
 
 Each tenant has a counter of the tokens that were computed for it. Among tenants whose first request has the same
 priority, the one with the lowest counter goes next, so a tenant that queues many or long prompts delays its own
-requests, not another tenant's. A tenant that comes back gets at least the counter at which the last request was
-admitted, so that being idle earns nothing. Within a tenant the order is that of `RequestQueue`.
+requests, not another tenant's. A tenant that starts to wait gets at least the counter at which the last turn was taken,
+or the lowest of those that wait if that is lower, so that being idle earns nothing. Within a tenant the order is that
+of `RequestQueue`. A request that returns (preempted) keeps its place: it goes before all requests of its priority that
+have not run yet, whatever its tenant has been charged meanwhile.
 
-The router names tenants by their keys, and no client can choose its own; requests without one share a tenant, and with
-one tenant alone this is a `RequestQueue` at the same cost. Source: Sheng et al., "Fairness in Serving Large Language
-Models" (OSDI 2024).
+Routers name tenants by their clients' keys; without a router, whoever calls the engine may name one. Requests without
+a tenant share one, and with one tenant alone this is a `RequestQueue` at nearly the same cost. Calls of several
+sequences share slots with one another without regard to tenants (`CallQueue`), but are charged. Source: Sheng et al.,
+"Fairness in Serving Large Language Models" (OSDI 2024).
 
 Invariant: of two tenants that wait all the time at one priority, neither gets ahead by more than its largest request
 and the other's.
@@ -15,71 +18,137 @@ and the other's.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from itertools import chain
 
 from argosy_engine.core.request import Request
-from argosy_engine.core.sched.request_queue import RequestQueue
+from argosy_engine.core.sched.request_queue import MIN_STALE, RequestQueue
 
 MAX_IDLE_COUNTERS = 1024
 """Counters kept of tenants that do not wait; beyond it, those that no longer matter are dropped."""
 
+_TenantRank = tuple[int, int, int, int]
+"""Order among waiting tenants: priority of the first request, counter, turn and order of arrival of that request."""
+
 
 class TenantQueue:
-    """Waiting requests, grouped by tenant."""
+    """Waiting requests, grouped by tenant.
+
+    Invariant: a waiting tenant's rank is in the heap, or the tenant is in `_changed`; a heap entry that differs from
+    its tenant's rank is stale.
+    """
 
     def __init__(self) -> None:
+        self._returned = RequestQueue()
+        """Requests that have run before."""
         self._tenants: dict[str, RequestQueue] = {}
-        """The queues of the tenants that wait, never empty ones."""
+        """The other requests of the tenants that wait, never empty queues."""
+        self._num_new = 0
+        """Number of requests in `_tenants`."""
         self._counters: dict[str, int] = {}
         self._last = 0
-        """Counter of the tenant that was admitted last, before it was charged."""
+        """Highest counter of a tenant at its turn, before it was charged."""
+        self._changed: set[str] = set()
+        self._tenant_ranks: dict[str, _TenantRank] = {}
+        self._tenant_ranking: list[tuple[_TenantRank, str]] = []
 
     def __len__(self) -> int:
-        return sum(map(len, self._tenants.values()))
+        return self._num_new + len(self._returned)
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over the requests in no particular order."""
-        return chain.from_iterable(self._tenants.values())
+        return chain(self._returned, *self._tenants.values())
 
     @property
     def num_counters(self) -> int:
         """Number of tenants whose counter is kept, those that do not wait included."""
         return len(self._counters)
 
+    def counter(self, tenant: str) -> int:
+        """Return the tokens counted for a tenant, or what a tenant that is not known would start with."""
+        return self._counters.get(tenant, self._last)
+
     def push(self, request: Request) -> None:
-        queue = self._tenants.get(request.tenant)
+        if request.has_run:
+            self._returned.push(request)
+            return
+        tenant = request.tenant
+        queue = self._tenants.get(tenant)
         if queue is None:
-            self._counters[request.tenant] = max(self._last, self._counters.get(request.tenant, 0))
-            queue = self._tenants[request.tenant] = RequestQueue()
+            counters = self._counters
+            floor = min((counters[waiting] for waiting in self._tenants), default=self._last)
+            counters[tenant] = max(min(floor, self._last), counters.get(tenant, 0))
+            queue = self._tenants[tenant] = RequestQueue()
         queue.push(request)
+        self._num_new += 1
+        self._changed.add(tenant)
 
     def peek(self) -> Request | None:
         """Return the request to admit next without removing it, or None."""
-        if len(self._tenants) <= 1:
-            return next((queue.peek() for queue in self._tenants.values()), None)
-        heads = [head for queue in self._tenants.values() if (head := queue.peek()) is not None]
-        counters = self._counters
-        return min(heads, key=lambda head: (head.queue_key[0], counters[head.tenant], head.queue_key))
+        returned, new = self._returned.peek(), self._peek_new()
+        if returned is None or new is None:
+            return returned or new
+        return new if new.queue_key[0] < returned.queue_key[0] else returned
 
     def remove(self, request: Request) -> None:
         """Remove a request. Raises KeyError if it is not in the queue."""
-        queue = self._tenants[request.tenant]
+        if request in self._returned:
+            self._returned.remove(request)
+            return
+        tenant = request.tenant
+        queue = self._tenants[tenant]
         queue.remove(request)
-        if not queue:
-            del self._tenants[request.tenant]
+        self._num_new -= 1
+        if queue:
+            self._changed.add(tenant)
+        else:
+            del self._tenants[tenant]
+            self._changed.discard(tenant)
+            self._tenant_ranks.pop(tenant, None)
 
     def admit(self, request: Request, num_tokens: int) -> None:
         """Charge the tenant of a request that is admitted for the tokens that its prompt needs computed."""
-        self._last = max(self._last, self._counters.get(request.tenant, 0))
+        if not request.call_id:  # calls of several sequences do not wait for their tenant's turn
+            self._last = max(self._last, self._counters.get(request.tenant, 0))
         self.charge(request.tenant, num_tokens)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Count tokens that were computed for a tenant."""
         counters = self._counters
-        counters[tenant] = max(self._last, counters.get(tenant, 0)) + num_tokens
+        counters[tenant] = counters.get(tenant, self._last) + num_tokens
+        if tenant in self._tenants:
+            self._changed.add(tenant)
         if len(counters) > MAX_IDLE_COUNTERS + len(self._tenants):
             self._forget()
+
+    def _peek_new(self) -> Request | None:
+        """Return the request that has not run yet and goes next, or None."""
+        if len(self._tenants) <= 1:
+            return next((queue.peek() for queue in self._tenants.values()), None)
+        for tenant in self._changed:
+            self._update_rank(tenant)
+        self._changed.clear()
+        ranking, ranks = self._tenant_ranking, self._tenant_ranks
+        while ranking:
+            rank, tenant = ranking[0]
+            if ranks.get(tenant) == rank:
+                return self._tenants[tenant].peek()
+            heapq.heappop(ranking)
+        return None
+
+    def _update_rank(self, tenant: str) -> None:
+        head = self._tenants[tenant].peek()
+        assert head is not None, "a tenant that waits has a request"
+        urgency, turn, arrival = head.queue_key
+        rank = urgency, self._counters[tenant], turn, arrival
+        if rank == self._tenant_ranks.get(tenant):
+            return
+        self._tenant_ranks[tenant] = rank
+        heapq.heappush(self._tenant_ranking, (rank, tenant))
+        if len(self._tenant_ranking) > 2 * len(self._tenant_ranks) + MIN_STALE:
+            self._tenant_ranking = [(rank, tenant) for tenant, rank in self._tenant_ranks.items()]
+            heapq.heapify(self._tenant_ranking)
 
     def _forget(self) -> None:
         """Drop the counters of tenants that would start at `_last` anyway; if all are ahead of it, of all that do not
