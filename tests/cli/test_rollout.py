@@ -149,6 +149,18 @@ def test_a_later_failure_halts_as_well() -> None:
     assert next_step(aim, fleet).retire == ("a",)
 
 
+def test_an_old_replica_that_fails_for_a_moment_is_kept_while_no_new_one_works() -> None:
+    """It may be the last one that works: a surge replica can take the memory of the old one, say."""
+    edited = service(replicas=1)
+    new = revision_of(edited)
+    old = Member("a", OLD, False, False, has_failed=True, has_served=True)
+    broken = Member("n", new, False, False, has_failed=True)
+    assert next_step(goal(edited, [old, broken]), [old, broken]) == (0, ())
+    works = broken._replace(is_available=True, has_failed=False)
+    assert next_step(goal(edited, [old, works]), [old, works]) == (0, ("a",))
+    assert next_step(goal(edited, [old]), [old]).retire == ("a",), "it must not block the edit that mends it"
+
+
 @pytest.mark.parametrize(("replicas", "retired"), [(3, ""), (2, ""), (1, "b"), (0, "nba")])
 def test_a_halted_rollout_still_scales_down(replicas: int, retired: str) -> None:
     edited = service(replicas=replicas)

@@ -67,6 +67,8 @@ class Replica:
         self.started = 0.0
         self.ready_since = 0.0
         """Monotonic time at which this process became ready; 0 if it is not ready."""
+        self.has_served = False
+        """Whether a process of it has been ready."""
         self.drained = asyncio.Event()
         """Set by the owner: the router sends no requests to it, and none is running."""
         self._settings = settings
@@ -146,6 +148,7 @@ class Replica:
         """Follow the process until it ends or hangs, or the replica is retired."""
         if await self._becomes_ready(process):
             since = self.ready_since = time.monotonic()
+            self.has_served = True
             self._enter("Ready", f"again; before, {self.last_exit}" if self.last_exit else "")
             try:
                 hung = await self._stays_healthy(process)

@@ -61,6 +61,8 @@ class Member(NamedTuple):
     """Whether its engine is ready, but the router has not reported yet whether it serves."""
     has_failed: bool = False
     """Whether its process ended, and no later one has been ready for `min_ready_s`."""
+    has_served: bool = False
+    """Whether one of its processes has been ready."""
 
 
 class Step(NamedTuple):
@@ -127,7 +129,13 @@ def next_step(goal: Goal, members: Sequence[Member]) -> Step:
     if goal.halted_by:  # only scale down
         return Step(0, (*_surplus(current, goal.replicas), *_surplus(old, goal.replicas)))
 
-    useless = (member for member in old if not (member.is_available or member.is_unreported))
+    # An old replica that fails for a moment may be the last one that works, until a new one has proved itself.
+    is_new_proved = not current or any(member.is_available for member in current)
+    useless = (
+        member
+        for member in old
+        if not (member.is_available or member.is_unreported or (member.has_served and not is_new_proved))
+    )
     retire = [member.name for member in useless]
     retire += _surplus(current, goal.replicas)
     available = sum(member.is_available for member in staying if member.name not in retire)

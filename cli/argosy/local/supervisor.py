@@ -158,6 +158,7 @@ class Supervisor:
                 is_leaving=replica.is_leaving,
                 is_unreported=self._is_unreported(replica),
                 has_failed=replica.has_failed,
+                has_served=replica.has_served,
             )
             for replica in self._replicas_of(key)
         ]
@@ -317,7 +318,7 @@ class Supervisor:
         failed = self._replicas[wanted.halted_by]
         return (
             f"{failed.name} does not become ready ({failed.last_exit}); no further replica is replaced until it is "
-            "ready or the manifest changes"
+            "ready, or the manifest's model, engine or resources change"
         )
 
     def _why(self, status: ServiceStatus, service: InferenceService | None, wanted: Goal | None) -> str:
