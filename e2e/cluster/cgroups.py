@@ -1,7 +1,7 @@
 """The control group under which a node's kubelet keeps its pods, on cgroup v1 and on v2.
 
-A node's kubelet gets a root of its own (`cgroupRoot`), so that two kubelets do not meet and removal is a
-walk.
+A node's kubelet gets a root of its own (`cgroupRoot`), so that kubelets do not interfere, and removing a node only
+deletes one subtree.
 """
 
 from __future__ import annotations

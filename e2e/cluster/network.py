@@ -1,4 +1,4 @@
-"""The cluster's cables: a bridge on the host, one network namespace per node, and the routes between them.
+"""The cluster's network: a bridge on the host, one network namespace per node, and the routes between them.
 
     host  argosy-e2e0 10.200.0.1 --+-- eth0 10.200.0.11 [node-a]  pods 10.244.1.0/24
                                    +-- eth0 10.200.0.12 [node-b]  pods 10.244.2.0/24

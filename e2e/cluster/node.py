@@ -1,6 +1,6 @@
 """A node: namespaces around its own containerd, kubelet and kube-proxy (`node_init.sh` is its process 1).
 
-Killing that one process ends every process of the node at once, as pulling the plug would; starting it again
+Killing that one process ends every process of the node at once, like a power failure; starting it again
 is the machine's reboot. Images survive in the node's data folder; sockets, pod network state and, after a
 `down`, the kubelet's folder do not.
 """

@@ -1,4 +1,4 @@
-"""Running commands, saying what happens, waiting for things: the floor everything else stands on.
+"""Runs commands, prints progress and polls; all other modules of the package use it.
 
 `ClusterError` is the one error of this package: its text says what failed and, where known, the remedy.
 """

@@ -1,4 +1,4 @@
-"""Big things for pods without an image: a folder of this machine as a read-only PersistentVolume.
+"""Mounts a folder of this machine into pods as a read-only PersistentVolume, for what is too large for an image.
 
 PyPI's torch is 5 GB with its CUDA libraries. `site_packages` makes a folder of torch and what it needs, by
 hard links to an environment that has them (no copy, no download) when its Python is the base image's, else by

@@ -1,4 +1,4 @@
-"""The training mix and the held-out cases: which families, in what shares, in what dress."""
+"""The training mix and the held-out cases: the families of conversations, their shares, and how they are formatted."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Conversations as text with a loss weight per span; says what the chat template says.
+"""Conversations as text with a loss weight per span; produces the same text as the chat template.
 
 Invariant (tested): the concatenated spans of a conversation that is not dense equal what
 `chat_template.jinja` makes of its messages.

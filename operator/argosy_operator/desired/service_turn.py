@@ -1,7 +1,7 @@
-"""The turn: a change of the operator's own (a new default image, say) is rolled out to one service at a time.
+"""Staged rollout of the operator's own changes (a new default image, say): decides whether a service has to wait.
 
-Owns the decisions whether a service has to wait for its turn, and whether it has come through it. Must not know which
-service has the turn: `reconcile.rollout_lock` does.
+Only one service at a time rolls out such a change. Owns the decisions whether a service has to wait for its turn, and
+whether it has come through it. Must not know which service has the turn: `reconcile.rollout_lock` does.
 """
 
 from __future__ import annotations
