@@ -30,8 +30,8 @@ def build_parser() -> FlagParser:
     parser = FlagParser(
         "argosy router",
         "One OpenAI endpoint in front of many engines, routed by what they have cached.",
-        epilog="Environment: ARGOSY_ROUTER_API_KEY (like --api-key), ARGOSY_FLEET_KEY (engines' keys derive from it), "
-        "ARGOSY_REPLICA_KEY (like --replica-key). Exit codes: 0 drained, 2 usage, 3 address not available.",
+        epilog="Environment: ARGOSY_ROUTER_API_KEY (one key, like --api-key), ARGOSY_FLEET_KEY (engines' keys derive "
+        "from it), ARGOSY_REPLICA_KEY (like --replica-key). Exit codes: 0 drained, 2 usage, 3 address not available.",
     )
     parser.add_config(RouterConfig)
     return parser

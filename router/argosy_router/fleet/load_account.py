@@ -2,9 +2,9 @@
 
 Owns: the in-flight account and the rates of one replica; it is the `policy.Candidate` that policies see.
 Must not know: how the figures are weighed against a request.
-Invariants: every charge is discharged exactly once, whatever becomes of its request (`Charge.release` may be called
+Invariants: every charge is released exactly once, whatever becomes of its request (`Charge.release` may be called
 more often, but counts once). The figures that policies read are plain attributes, updated by every change, because a
-decision reads those of all replicas while a request changes those of one.
+decision reads all replicas, and reads are far more frequent than changes.
 
 A report is up to a heartbeat old and includes all routers' work. Decisions a millisecond apart must see each other, so
 own dispatches count at once: estimate = max(own recent, reported + own change since the report). "Own recent" leaves

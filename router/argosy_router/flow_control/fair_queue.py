@@ -11,10 +11,11 @@ One that comes back starts at the virtual time of the one that went last, so idl
 removed without being sent costs its account nothing.
 
 Some entries need a replica that has a certain adapter or alias: their `name`. `pop_named` is told for which names there
-is capacity, and passes over entries of other names. An account whose entries are passed over earns no claim by that.
+is capacity, and passes over entries of other names. An account whose entries are passed over does not catch up later.
 
-A full queue does not let one account keep the others out: a new entry evicts the newest entry of the account with the
-most entries for its weight, unless that is its own account, or an entry with a less urgent priority.
+A full queue does not let one account keep the others out. A new entry may evict one of the least urgent priority in the
+queue: the newest entry of the account that has the most entries for its weight there. If that priority is the new
+entry's own, the account must be another one, with more entries for its weight than the new entry's account would have.
 """
 
 from __future__ import annotations

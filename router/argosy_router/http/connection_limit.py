@@ -3,7 +3,7 @@
 Owns: the count, and the order of connections that are idle between two requests or silent (no whole request head yet).
 Must not know: what is said on a connection.
 Invariants: a new connection is refused only while all others have a request that is being read or answered; none of
-those is closed for it. At most `MAX_SURPLUS` refused connections stay open to be told so.
+those is closed for it. At most `MAX_SURPLUS` connections over the limit are kept open long enough to receive a 503.
 
 File descriptors are the scarce resource: each request takes two, the client's connection and the replica's, so the
 default is half of what the process may open (HAProxy's rule). Like nginx, the router closes idle keep-alive connections

@@ -241,7 +241,7 @@ BUILD_INFO = Definition(
     "gauge",
     "build_info",
     ("version", "build"),
-    "Always 1, by version and build: compiled, or pure (Python sources, twice the CPU per request).",
+    "Always 1, by version and build: compiled, or pure (Python sources: 1.2 to 3 times the CPU per request).",
 )
 
 DEFINITIONS = tuple(value for value in list(globals().values()) if isinstance(value, Definition))

@@ -1,6 +1,7 @@
 """The prefix-hash policy: a hash of the prompt's beginning selects the replica, with bounded loads (`bounded_load`).
 
-It needs neither telemetry nor state, and routers agree by construction. Unlike the cost policy it sees neither what is
+It needs no telemetry. Routers agree while no replica exceeds the bound; beyond it, each goes by its own estimate of the
+replicas' requests, so routers under load may choose differently. Unlike the cost policy it sees neither what is
 cached nor how long prompts are.
 """
 

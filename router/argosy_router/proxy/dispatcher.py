@@ -21,7 +21,8 @@ from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.resilience.hedging import Hedging
 
 TTFT_FACTOR = 4.0
-"""A first token is overdue after this many times its expected time: a prediction off by as much raises an alert."""
+"""The first-byte timeout is at least this multiple of the predicted time to first token, unless the request timeout is
+shorter. The alert ArgosyFirstTokenMispredicted has the same factor."""
 
 
 class Dispatcher:

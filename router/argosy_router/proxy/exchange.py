@@ -4,9 +4,9 @@ Owns: which attempts are made, which of their responses becomes the answer, and 
 end. Whether a failed attempt is followed by another one is decided in `resilience.retry_state`.
 Must not know: parsing, discovery, policies, flow control, connections to replicas (`upstream.attempt`), what is written
 to the client (`downstream.answer`).
-Invariants: the client's answer begins once; until the client has something of it a failed attempt may be repeated on
-another replica, after that only a stream can be continued there, from where the client's part ends; every attempt is
-ended; when the client leaves, the replicas' work is aborted at once.
+Invariants: the client's answer begins once. Before the client has received a byte of it, a failed attempt may be
+retried on another replica; after that only a stream can move, and it continues after the last event that the client
+was sent. Every attempt is ended. When the client leaves, the replicas' work is aborted at once.
 
     connecting -> waiting -> (unary)  buffering -> answered
          ^------- failed ---'  |

@@ -25,7 +25,7 @@ class CommentSchedule:
     interval_s: float = 10.0
     """Time between two comments: a sixth of the idle time that common load balancers allow."""
     after_s: float = 15.0
-    """Age from which a request gets comments that was sent but that no replica has accepted. Most failures happen
+    """A request that was sent to a replica and not accepted gets comments once it is this old. Most failures happen
     earlier, and can then still have a status of their own."""
 
 

@@ -2,8 +2,8 @@
 
 Owns: which failure counts against a replica, which one puts it in cooldown.
 Must not know: the bytes of requests and answers, retries; the state of a replica's health is `fleet.health`.
-Invariant: every attempt ends in exactly one of `attempt_failed`, `abandoned` and `answered`, and an ambiguous failure
-in one more of `found_at_fault` and `abandoned`; so a half-open replica's probe is always released.
+Invariant: for every attempt exactly one of `attempt_failed`, `abandoned` and `answered` is called; after an ambiguous
+failure `found_at_fault` or `abandoned` follows, once the blame is known. So a half-open replica's probe always ends.
 
 An error may be the request's fault or the replica's; `fault_attribution` finds out which.
 """

@@ -32,8 +32,8 @@ MAX_MIGRATIONS: Final = 4
 streams of a replica that dies were all admitted. The bound keeps a request that kills engines from killing them all."""
 
 AnswerProgress = Literal["none", "resumable", "unresumable", "complete"]
-"""How much of its answer the client has: nothing; a part that another replica can continue; a part that none can; a
-stream that lacks its end at most."""
+"""How much of its answer the client has: nothing; a part that another replica can continue; a part that none can;
+everything except, perhaps, the end of the stream."""
 NextStep = Literal["leave_to_other", "retry", "migrate", "complete", "interrupt", "give_up", "wait"]
 
 

@@ -6,7 +6,7 @@ Owns: this table, and the errors that stand for its rows. Must not know: retries
 |---|---|---|
 | 429, 503 | is retried elsewhere | is full or shutting down: not at fault, in cooldown for as long as it says |
 | 401, 403 | is retried elsewhere | refuses the router's own key |
-| 502, 504 | is retried elsewhere | is not reached by the proxy in front of it, unless another one fails alike |
+| 502, 504 | is retried elsewhere | is unreachable behind its proxy, unless a second one returns the same status |
 | 500, and all above 504 | is retried elsewhere, then answered | is at fault if another replica can answer |
 | all others | is answered | is healthy |
 

@@ -1,6 +1,6 @@
 """Stream transcript: what the client has of a stream, from which another replica can continue it.
 
-Owns: the token ids that a stream's events carry, and the request that continues behind them.
+Owns: the token ids that a stream's events carry, and the request that continues after them.
 Must not know: connections, replicas, retries.
 Invariants: only whole events count, and only those that the client was sent. An engine's output is a function of the
 ids before it, so what was sent and what a continuation adds are together the stream of an undisturbed run. A stream
