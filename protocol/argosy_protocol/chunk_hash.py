@@ -1,8 +1,8 @@
 """Chunk hashes, by which engine and router identify cached prefixes.
 
 A prompt's segments are split into chunks of `CHUNK_BYTES`; a segment's end always ends its last chunk. Deep inside a
-long segment chunks grow with the offset: from `COARSE_BYTES` on their size doubles whenever the offset does, so that a
-chunk is never more than a 32nd of the prefix that it completes, and 100 KB have 147 hashes instead of 400. Each hash
+long segment chunks grow with the offset: from `COARSE_BYTES` on their size doubles whenever the offset does. There,
+a chunk is at most a 32nd of the prefix that it completes, and 100 KiB in a segment have 146 hashes, not 400. Each hash
 covers everything before its chunk, so that one 64-bit number identifies a whole prefix:
 
     seed = xxh3_64(len|model, len|adapter, len|adapter version, len|cache_salt)

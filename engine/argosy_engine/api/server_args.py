@@ -25,12 +25,14 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     host: Annotated[str, Meta(min_length=1, max_length=253, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on")] = 8000
-    api_key: Annotated[Keys, Meta(description="accepted bearer key; repeatable; also ARGOSY_API_KEY")] = ()
+    api_key: Annotated[
+        Keys, Meta(description="accepted bearer key; repeatable; also ARGOSY_API_KEY, separated by commas")
+    ] = ()
     admin_api_key: Annotated[
         Keys,
         Meta(
-            description="key for /sleep, /wake_up and /reset_prefix_cache, instead of --api-key; repeatable; "
-            "also ARGOSY_ADMIN_API_KEY"
+            description="key for /sleep, /wake_up, /is_sleeping and /reset_prefix_cache, instead of --api-key; "
+            "repeatable; also ARGOSY_ADMIN_API_KEY, separated by commas"
         ),
     ] = ()
     any_model_name: Annotated[

@@ -9,7 +9,7 @@ in it is ignored. Annotations and unknown keywords have no effect on validation 
 `pattern` is matched against the whole string, which is stricter than the search that the standard specifies. Objects
 without `additionalProperties` have no properties but the declared ones, as in OpenAI's strict mode.
 
-The module is pure Python over plain values; `params` bounds the size of the text.
+The module is pure Python over plain values; `structured_outputs_params` bounds the size of the text.
 """
 
 from __future__ import annotations

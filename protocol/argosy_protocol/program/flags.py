@@ -2,7 +2,8 @@
 
 A configuration class is a msgspec struct or a dataclass. Each of its fields is one flag: type, default and bounds come
 from the field, the help text from `msgspec.Meta(description=...)`, and the rest (group, spelling) from `Flag`. A field
-that is itself a configuration class contributes its own fields. Nothing is stated twice.
+that is itself a configuration class contributes its own fields. Descriptions name environment variables, and defaults
+that depend on the device, by hand.
 
 Order of sources: command line, environment, file, default. The keys of a file are flag names, with `-` or `_`; a key
 without a flag is an error.

@@ -1,9 +1,9 @@
 """AuthMiddleware: the ASGI layer that rejects requests without a valid API key before they reach a route.
 
 It denies by default: if the engine has keys, every path but `PUBLIC_PATHS` needs one, also a path that no route has.
-`ADMIN_PATHS` change the engine for all clients. They need an admin key, or, if there is none, one of the engine's keys
-(in a cluster only routers have it); an engine without any key rejects them. Paths are compared as the parser returned
-them, never rebuilt from headers (CVE-2026-48710).
+`ADMIN_PATHS` change the engine for all clients, or tell whether it sleeps. They need an admin key, or, if there is
+none, one of the engine's keys (in a cluster only routers have it); an engine without any key rejects them. Paths are
+compared as the parser returned them, never rebuilt from headers (CVE-2026-48710).
 """
 
 from __future__ import annotations
