@@ -120,7 +120,7 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     kv_cache_memory: CacheQuantity | None = None
     """Size of the KV cache of one replica, such as `2Gi`, between 1M and 63Ti. Excludes gpuMemoryUtilization."""
     gpu_memory_utilization: Annotated[float, Meta(ge=0.05, le=1.0)] | None = None
-    """Share of a GPU's memory that weights, activations and KV cache may take together."""
+    """Share of a GPU's memory that weights, activations and KV cache may take together. Not allowed with device cpu."""
     enable_prefix_caching: bool = True
     """Whether prompts with a common prefix share KV cache blocks. Prefix-aware routing needs it."""
     threads: Threads | None = None
@@ -128,7 +128,8 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=128, extra_json_schema=MAP_BY_NAME)] = ()
     """Environment variables of the engine."""
     shutdown_timeout_seconds: Annotated[int, Meta(ge=0, le=3600)] = 45
-    """How long a stopping replica may take to finish its requests; after that it ends them with an error."""
+    """How long a stopping replica may take to finish its requests. A stream that has not finished by then continues on
+    another replica if one can take it; what cannot move ends with an error."""
 
     @property
     def kv_cache_memory_bytes(self) -> int | None:
@@ -264,8 +265,8 @@ class Router(Struct, frozen=True, kw_only=True, rename="camel"):
 
     policy: RoutingPolicy = "cost"
     """How a replica is chosen: `cost` (cached prefix against load, the default), `least-load`, `prefix-hash` (a hash of
-    the prompt's beginning selects the replica), `session` (header x-session-id, or prompt_cache_key), `round-robin`,
-    `random` or `power-of-two`."""
+    the prompt's beginning selects the replica), `session` (header x-session-id, or prompt_cache_key or session_id in
+    the body), `round-robin`, `random` or `power-of-two`."""
     limits: RouterLimits = RouterLimits()
     """Flow control in each router."""
     hedge_after: Annotated[float, Meta(ge=0, le=100, extra_json_schema=_hedge_rules)] | None = None

@@ -1,4 +1,4 @@
-"""Creates the keys of an installation at the operator's first start: the fleet key, and a key for clients.
+"""Creates the keys of an installation, the fleet key and a key for clients, and restores a fleet key that was deleted.
 
 The chart cannot create them: every upgrade, and every GitOps tool, renders templates without a look at the cluster.
 Invariants: a Secret that exists is never changed, nor read; the Secrets belong to no release and no resource, so that
