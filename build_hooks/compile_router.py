@@ -1,12 +1,12 @@
-"""Compile the router: extension modules for its hot modules, which halve its CPU time per request.
+"""Compile the router: extension modules for its hot modules, which more than halve the CPU time of a short request.
 
     python build_hooks/compile_router.py OUTPUT
 
-OUTPUT gets one extension module for every module that is compiled, in the folders of the package; installed beside the
-sources, Python prefers them. `hatch_build.py` puts them into a wheel. It takes mypy, setuptools and a C compiler.
+OUTPUT gets one extension module for every module that is compiled, in the folders of the package. Python prefers them
+to the sources beside them. `hatch_build.py` puts them into a wheel. Needs mypy, setuptools and a C compiler.
 
 Every module of the router is compiled unless it has a line `# Not compiled: REASON.`, or its package's `__init__` has
-one. mypyc makes annotations binding: where an interpreted router carries a value of another type along, a compiled one
+one. mypyc makes annotations binding: where the interpreted router passes on a value of another type, the compiled one
 raises TypeError. The router's tests run on both.
 """
 

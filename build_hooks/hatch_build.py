@@ -1,4 +1,4 @@
-"""Build hook of hatch: a wheel with the router compiled for this interpreter, where ARGOSY_COMPILE=1 asks for it.
+"""Build hook of hatch: compiles the router into the wheel, for this interpreter, if ARGOSY_COMPILE=1.
 
 Without the variable the wheel is `py3-none-any`, and the router runs from its Python sources.
 """

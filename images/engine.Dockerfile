@@ -1,5 +1,7 @@
-# The engine's image. The build context is a folder that holds the wheel and nothing else:
-#   pip wheel --no-deps --wheel-dir dist . && docker build -f images/engine.Dockerfile -t argosy-engine dist
+# The engine's image. The build context is a folder with one wheel; a source archive beside it is ignored. Not `dist`,
+# which may hold a compiled wheel as well (`make wheel`):
+#   pip wheel --no-deps --wheel-dir dist/images .
+#   docker build -f images/engine.Dockerfile -t argosy-engine dist/images
 # INSTALL_TORCH=0 leaves out torch, and xgrammar which needs it, for clusters that mount them from a volume (PYTHONPATH) to keep
 # images small.
 # PIP_ARGS goes to pip when it installs torch and the rest: an index of CPU builds, say.

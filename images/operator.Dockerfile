@@ -1,5 +1,7 @@
-# The operator's image. The build context is a folder that holds the wheel and nothing else:
-#   pip wheel --no-deps --wheel-dir dist . && docker build -f images/operator.Dockerfile -t argosy-operator dist
+# The operator's image. The build context is a folder with one wheel; a source archive beside it is ignored. Not `dist`,
+# which may hold a compiled wheel as well (`make wheel`):
+#   pip wheel --no-deps --wheel-dir dist/images .
+#   docker build -f images/operator.Dockerfile -t argosy-operator dist/images
 ARG BASE=docker.io/library/python:3.13-slim
 FROM ${BASE}
 COPY argosy-*.whl /dist/

@@ -1,6 +1,9 @@
-# The router's image. The build context is a folder that holds the wheel and the source archive, and nothing else:
-#   python -m build --outdir dist . && docker build -f images/router.Dockerfile -t argosy-router dist
-# COMPILE=0 leaves out the machine code of its hot modules, for a base without apt: a short request then takes twice the CPU.
+# The router's image. The build context is a folder with one wheel and the source archive. Not `dist`, which may hold a
+# compiled wheel as well (`make wheel`):
+#   python -m build --outdir dist/images .
+#   docker build -f images/router.Dockerfile -t argosy-router dist/images
+# COMPILE=0 leaves out the machine code of its hot modules, for a base without apt: a short request then takes more than
+# twice the CPU.
 # It needs no source archive.
 ARG BASE=docker.io/library/python:3.13-slim
 

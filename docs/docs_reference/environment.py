@@ -6,8 +6,9 @@ from docs_reference.markdown import code, page, section, table
 
 VARIABLES = {
     "Engine (`argosy serve`)": {
-        "ARGOSY_API_KEY": "Accepted bearer keys, separated by commas; the same as `--api-key`.",
-        "ARGOSY_ADMIN_API_KEY": "Keys for the administrative routes, separated by commas; as `--admin-api-key`.",
+        "ARGOSY_API_KEY": "Bearer keys that are accepted in addition to those of `--api-key`, separated by commas.",
+        "ARGOSY_ADMIN_API_KEY": "Keys for the administrative routes in addition to those of `--admin-api-key`, "
+        "separated by commas.",
         "ARGOSY_NATIVE": "`0` makes a CPU engine compute with torch instead of the C++ kernels; `debug` builds the "
         "kernels with their assertions.",
         "CXX": "C++ compiler that builds the CPU kernels at first use; otherwise `g++`, then `c++`.",
@@ -16,8 +17,8 @@ VARIABLES = {
         "OMP_WAIT_POLICY": "Set to `PASSIVE` unless given, so that the idle threads of torch do not spin.",
     },
     "Router (`argosy router`)": {
-        "ARGOSY_ROUTER_API_KEY": "A client key, used if no `--api-key` is given. `argosy up` hands it to the router "
-        "that it starts.",
+        "ARGOSY_ROUTER_API_KEY": "One client key (a comma is part of it), used if no `--api-key` is given. `argosy up` "
+        "hands it to the router that it starts.",
         "ARGOSY_REPLICA_KEY": "Bearer key of the engines given by `--replica` or `--replica-dns`; the same as "
         "`--replica-key`.",
         "ARGOSY_FLEET_KEY": "Fleet key, from which the internal keys of services and the key of the admin port are "
