@@ -1,4 +1,4 @@
-"""Runs commands, prints progress and polls; all other modules of the package use it.
+"""Runs commands, prints progress and polls; most modules of the package use it.
 
 `ClusterError` is the one error of this package: its text says what failed and, where known, the remedy.
 """
