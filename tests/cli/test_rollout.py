@@ -156,6 +156,9 @@ def test_an_old_replica_that_fails_for_a_moment_is_kept_while_no_new_one_works()
     old = Member("a", OLD, False, False, has_failed=True, has_served=True)
     broken = Member("n", new, False, False, has_failed=True)
     assert next_step(goal(edited, [old, broken]), [old, broken]) == (0, ())
+    grown = service(replicas=3)
+    assert goal(grown, [old, broken]).halted_by == "n"
+    assert next_step(goal(grown, [old, broken]), [old, broken]).start == 0
     works = broken._replace(is_available=True, has_failed=False)
     assert next_step(goal(edited, [old, works]), [old, works]) == (0, ("a",))
     assert next_step(goal(edited, [old]), [old]).retire == ("a",), "it must not block the edit that mends it"

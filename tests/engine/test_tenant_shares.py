@@ -1,4 +1,4 @@
-"""What the engine divides is shared by the tenant that a router names, which no client can choose."""
+"""What the engine divides is shared by the tenant that a router names for its client."""
 
 from __future__ import annotations
 

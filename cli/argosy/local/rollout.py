@@ -109,13 +109,13 @@ def goal(service: InferenceService, members: Sequence[Member] = (), *, capacity:
 
 
 def _as_the_policy_sees(member: Member, revision: str) -> RolloutReplica:
-    """Describe a member to the policy. An old one that the router has not reported on counts as serving: while the
-    router restarts, there is still something to lose."""
+    """Describe a member to the policy. An old one that the router has not reported on, or that has served and fails for
+    a moment, counts as serving: there is still something to lose."""
     is_new = member.revision == revision
     return RolloutReplica(
         member.name,
         is_new=is_new,
-        is_serving=member.is_available or (not is_new and member.is_unreported),
+        is_serving=member.is_available or (not is_new and (member.is_unreported or member.has_served)),
         has_failed=member.has_failed,
     )
 

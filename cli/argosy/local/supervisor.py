@@ -318,7 +318,7 @@ class Supervisor:
         failed = self._replicas[wanted.halted_by]
         return (
             f"{failed.name} does not become ready ({failed.last_exit}); no further replica is replaced until it is "
-            "ready, or the manifest's model, engine or resources change"
+            "ready, or the manifest's model source, engine settings or GPUs change"
         )
 
     def _why(self, status: ServiceStatus, service: InferenceService | None, wanted: Goal | None) -> str:

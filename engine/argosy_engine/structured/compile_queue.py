@@ -6,8 +6,8 @@ grammars from starving each other:
 - A request is answered by its deadline, counted from its submission, whatever it is waiting for: the queue, the start
   of the backend or the compilation itself.
 - A compilation is dropped, or killed if it runs, when no request waits for it any more.
-- Keys take turns, and each may fill only a part of the queue. The key is the tenant that the router names, which no
-  client can choose (`headers.TENANT`); requests without a tenant share a key.
+- Keys take turns, and each may fill only a part of the queue. The key is the tenant that the router names for
+  its client (`headers.TENANT`); requests without a tenant share a key.
 - A compilation for requests of several keys belongs to each of these keys: it starts at the first turn of any of them,
   continues while a request of any of them waits, and counts for the key that has the fewest long compilations.
 - A compilation that takes longer than `QUANTUM_S` yields its slot and continues at a lower priority. Only a few of them

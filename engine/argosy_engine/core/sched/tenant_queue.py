@@ -13,7 +13,7 @@ sequences share slots with one another without regard to tenants (`CallQueue`), 
 "Fairness in Serving Large Language Models" (OSDI 2024).
 
 Invariant: of two tenants that wait all the time at one priority, neither gets ahead by more than its largest request
-and the other's.
+and the other's, and the output of its running requests, which is charged when they stop running.
 """
 
 from __future__ import annotations
