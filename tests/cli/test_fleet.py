@@ -205,7 +205,8 @@ def test_a_broken_edit_replaces_one_replica_whatever_may_be_unavailable(
     assert fleet.argosy("ps") == 0
     assert capfd.readouterr().out.splitlines()[-1] == (
         "default/tiny: RolloutHalted: tiny-3 does not become ready (exited with code 1 while starting); "
-        "no further replica is replaced until it is ready, or the manifest's model source, engine settings or GPUs change"
+        "no further replica is replaced until it is ready, or the manifest's model source, engine settings or GPUs "
+        "change"
     )
 
     fleet.manifest(replicas=3, rollout=rollout, engine={"env": [{"name": "FAKE_ANSWER", "value": "mended"}]})
