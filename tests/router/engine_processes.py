@@ -130,6 +130,7 @@ class Stream:
 
 
 def fold(raw: bytes) -> dict[str, Any]:
+    """Return what a client of a real engine has in the end, by field and choice; tool calls and reasoning as well."""
     lines = raw.removesuffix(b"\n\n").split(b"\n\n")
     assert lines[-1] == b"data: [DONE]"
     chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1] if not line.startswith(b":")]

@@ -16,9 +16,12 @@ from .harness import DEADLINE_S, Rig, chat, read_all, rig
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 
 
+def request(body: bytes, head: bytes = HEAD) -> bytes:
+    return head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+
+
 def request_bytes(**fields: object) -> bytes:
-    body = json.dumps(chat(**fields)).encode()  # type: ignore[arg-type]
-    return HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    return request(json.dumps(chat(**fields)).encode())  # type: ignore[arg-type]
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"

@@ -15,7 +15,8 @@ from argosy_router.proxy.upstream.attempt_log import AttemptLog
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import raw, read_all, rig, until
-from .uploads import HEAD, body_of, request, several
+from .raw_requests import HEAD, request
+from .uploads import body_of, several
 
 STREAMS_BENCH = Path(__file__).parents[2] / "bench/router/streams.py"
 STREAMS = 1200

@@ -15,7 +15,8 @@ from argosy_router.proxy.exchange import Exchange
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import Rig, raw, read_all, rig, until
-from .uploads import HEAD, body_of, request, several
+from .raw_requests import HEAD, request
+from .uploads import body_of, several
 
 WITH_KEY = HEAD + b"authorization: Bearer k\r\n"
 
