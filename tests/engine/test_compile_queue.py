@@ -33,7 +33,15 @@ class FakeBackend:
         self.killed: list[str] = []
         self.lowered: list[str] = []
         self.is_broken = False
+        self.num_warm_ups = 0
         self.ended = threading.Semaphore(0)
+
+    def warm_up(self) -> None:
+        self.num_warm_ups += 1
+        is_broken = self.is_broken
+        self.ended.release()
+        if is_broken:
+            raise BackendUnavailable("no more processes")
 
     def new_compilation(self) -> FakeCompilation:
         if self.is_broken:
@@ -327,6 +335,18 @@ def test_one_key_cannot_fill_the_queue() -> None:
         rig.submit(f"slow {number}", key="greedy")
     assert rig.submit("slow, one more", key="greedy").wait().is_overload
     assert not rig.submit("slow too", key="modest").is_done
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_backend_is_warmed_up_once_and_its_failure_costs_no_grammar(is_broken: bool) -> None:
+    rig = Rig()
+    rig.backend.is_broken = is_broken
+    rig.queue.warm_up()
+    assert rig.backend.ended.acquire(timeout=30)
+    rig.queue.warm_up()
+    rig.backend.is_broken = False
+    assert not isinstance(rig.submit("grammar").wait(), NoGrammar)
+    assert rig.backend.num_warm_ups == 1
 
 
 def test_closing_answers_everyone() -> None:

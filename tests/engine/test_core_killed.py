@@ -15,7 +15,7 @@ from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from processes import children, is_alive, wait_until
+from processes import is_alive, wait_until, workers
 
 ARGS: dict[str, Any] = {
     "model": "builtin://tiny",
@@ -35,7 +35,7 @@ def test_every_call_of_an_engine_fails_after_its_core_was_killed() -> None:
     try:
         assert isinstance(engine.client, SyncMPClient)
         core = engine.client.pid
-        (worker,) = children(core)
+        (worker,) = workers(core)
         engine.add_request("a", "Once upon a time", FOREVER)
         engine.step()
         os.kill(core, signal.SIGKILL)
@@ -60,7 +60,7 @@ def test_generate_fails_when_the_core_is_killed_under_it(monkeypatch: pytest.Mon
             os.kill(core, signal.SIGKILL)
             return outputs
 
-        assert not children(core)
+        assert not workers(core)
         monkeypatch.setattr(llm.client, "step", step_and_kill)
         with pytest.raises(EngineDead):
             llm.generate(["The sea", "The land"], FOREVER, use_tqdm=False)

@@ -162,6 +162,26 @@ def test_the_process_is_started_again_after_its_end(client: GrammarClient) -> No
     assert client.pid != before
 
 
+def test_a_warm_client_compiles_with_the_process_it_has_started() -> None:
+    client = GrammarClient(ARGS)
+    client.warm_up()
+    warmed = client.pid
+    assert warmed is not None
+    assert compiled(client, "regex", "a|b")
+    assert client.pid == warmed
+    client.close()
+
+
+def test_a_closed_client_starts_no_process() -> None:
+    client = GrammarClient(ARGS)
+    client.close()
+    with pytest.raises(BackendUnavailable, match="shutting down"):
+        client.warm_up()
+    with pytest.raises(OSError, match="shutting down"):
+        client.new_compilation()
+    assert client.pid is None
+
+
 def test_an_unreadable_vocabulary_is_reported(tmp_path: Path) -> None:
     client = GrammarClient(GrammarServerArgs(str(tmp_path), 1024, [EOS], 1))
     try:

@@ -16,7 +16,17 @@ import pytest
 
 from argosy_engine.api.app import Engine
 from argosy_engine.api.serve import drain
-from processes import answers, children, cpu_share, free_port, is_alive, running, wait_until
+from processes import (
+    answers,
+    children,
+    cpu_share,
+    free_port,
+    has_grammar_server,
+    is_alive,
+    running,
+    wait_until,
+    workers,
+)
 from served_engine import FOREVER, SECRET, SERVE_TINY
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,8 +42,9 @@ def test_an_idle_engine_does_not_spin(tmp_path: Path, backend: str) -> None:
     arguments = [*SERVE_TINY, "--port", str(port), "--distributed-executor-backend", backend]
     with running(arguments, tmp_path / "log", port=port) as server:
         processes = [server.process.pid, *(cores := children(server.process.pid))]
-        processes += [worker for core in cores for worker in children(core)]
+        processes += [worker for core in cores for worker in workers(core)]
         assert len(processes) == (2 if backend == "uni" else 3)
+        wait_until(lambda: all(map(has_grammar_server, cores)), "the grammar process, started while idle")
         answer = httpx.post(
             f"{server.url}/v1/completions", json={"prompt": "Once", "max_tokens": 8}, timeout=60
         )
@@ -50,7 +61,7 @@ def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_p
     temporary.mkdir()
     with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
         (core,) = children(server.process.pid)
-        (worker,) = children(core)
+        (worker,) = workers(core)
         assert list(temporary.iterdir()) == []  # a running engine has no files
         assert answers(server.url + "/health")
         os.kill(core, signal.SIGSTOP)
@@ -87,7 +98,7 @@ def test_nothing_outlives_a_killed_server_not_even_a_stopped_core(tmp_path: Path
     arguments = [*SERVE_TINY, "--port", str(port), "--distributed-executor-backend", "mp"]
     with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
         (core,) = children(server.process.pid)
-        (worker,) = children(core)
+        (worker,) = workers(core)
         os.kill(core, signal.SIGSTOP)
         server.stop(signal.SIGKILL)
         wait_until(lambda: not is_alive(core) and not is_alive(worker), "core and worker to end")

@@ -200,6 +200,39 @@ def test_a_newcomer_starts_with_those_that_wait_not_with_a_more_urgent_tenant() 
     assert waiting.admit_all() == ["patient", "newcomer", "patient"]
 
 
+def test_a_newcomer_does_not_profit_from_a_less_urgent_tenant_that_starves() -> None:
+    waiting = Waiting()
+    waiting.push("starved", 10, priority=1)
+    for _ in range(10):
+        waiting.push("busy", 10)
+        waiting.admit()
+    for _ in range(3):
+        waiting.push("busy", 10)
+        waiting.push("newcomer", 10)
+    assert Counter(waiting.admit().tenant for _ in range(4)) == {"busy": 2, "newcomer": 2}
+
+
+def test_a_tenant_that_sent_only_batches_is_charged_from_the_present_level() -> None:
+    waiting = Waiting()
+    for _ in range(10):
+        waiting.push("busy", 10)
+        waiting.admit()
+    sequence = waiting.new("batches", 10)
+    sequence.call_id = "call"
+    waiting.queue.admit(sequence, 10)
+    assert waiting.queue.counter("batches") == waiting.queue.counter("busy")
+
+
+def test_the_largest_debts_are_kept() -> None:
+    waiting = Waiting()
+    for number in range(3 * MAX_IDLE_COUNTERS):
+        waiting.queue.charge(f"tenant {number}", number)
+    debtor = f"tenant {3 * MAX_IDLE_COUNTERS - 1}"
+    assert waiting.queue.counter(debtor) == 3 * MAX_IDLE_COUNTERS - 1
+    assert waiting.queue.counter("tenant 1") == 0
+    assert waiting.queue.num_counters <= MAX_IDLE_COUNTERS
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 60), st.integers(0, 2)), max_size=80))
 def test_the_next_request_is_that_of_the_lowest_rank(events: list[tuple[str, int, int]]) -> None:

@@ -35,6 +35,23 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
+def workers(core: int) -> list[int]:
+    """Return the pids of an engine core's workers: its children but for the process that compiles grammars."""
+    return [pid for pid in children(core) if b"grammar_server" not in _command(pid)]
+
+
+def has_grammar_server(core: int) -> bool:
+    return any(b"grammar_server" in _command(pid) for pid in children(core))
+
+
+def _command(pid: int) -> bytes:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process is running. Zombies count as dead: the process that inherits them will reap them."""
     try:

@@ -100,6 +100,14 @@ class Backend(Protocol):
         """
         ...
 
+    def warm_up(self) -> None:
+        """Do what the first compilation would have to wait for. Blocks; called in a separate thread.
+
+        Raises:
+            BackendUnavailable: it failed; the first compilation will try again.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -170,7 +178,7 @@ class CompileQueue:
         self._expired: OrderedDict[GrammarSpec, float] = OrderedDict()
         """The last specs that did not compile within the deadline -> until when they are refused."""
         self._next_tick = 0.0
-        self._is_closed = False
+        self._is_closed = self._is_warmed_up = False
         self._cache: OrderedDict[GrammarSpec, tuple[CompiledGrammar, int]] = OrderedDict()
         self.cached_bytes = 0
 
@@ -185,6 +193,23 @@ class CompileQueue:
     @property
     def num_queued(self) -> int:
         return len(self._jobs) - self.num_running
+
+    def warm_up(self) -> None:
+        """Let the backend prepare for the first compilation in a thread; later calls do nothing."""
+        if self._is_warmed_up:
+            return
+        self._is_warmed_up = True
+        try:
+            self._start_thread(self._warm_up)
+        except RuntimeError as error:
+            logger.warning("compiling grammars could not be prepared: %s", error)
+
+    def _warm_up(self) -> None:
+        try:
+            self._backend.warm_up()
+        except BackendUnavailable as error:
+            if not self._is_closed:
+                logger.warning("compiling grammars could not be prepared: %s", error)
 
     def submit(self, request_id: str, spec: GrammarSpec, done: Done, key: str = "") -> CompiledGrammar | None:
         """Return the grammar if it is cached; else return None and call `done` when it is compiled or has failed.

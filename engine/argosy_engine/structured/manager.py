@@ -176,6 +176,10 @@ class StructuredOutputManager:
         if grammar is not None:
             self._finished(request_id, grammar)
 
+    def warm_up(self) -> None:
+        """Prepare for the first grammar in the background, once. Call it while the engine is idle."""
+        self.compile_queue.warm_up()
+
     def tick(self) -> None:
         """Check the deadlines of grammars that compile. Call it regularly, even while the engine is idle."""
         self.compile_queue.tick()

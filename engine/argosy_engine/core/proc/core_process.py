@@ -159,6 +159,7 @@ class CoreProcess:
             core.tick()
             if not core.has_work and not self.wait_for_input():
                 core.check_when_idle()
+                core.structured.warm_up()
                 self.output_queue.put(core.idle_outputs())
                 continue
             self.drain_inputs()

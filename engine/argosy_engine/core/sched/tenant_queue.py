@@ -3,9 +3,10 @@
 Each tenant has a counter of the tokens that were computed for it. Among tenants whose first request has the same
 priority, the one with the lowest counter goes next, so a tenant that queues many or long prompts delays its own
 requests, not another tenant's. A tenant that starts to wait gets at least the counter at which the last turn was taken,
-or the lowest of those that wait if that is lower, so that being idle earns nothing. Within a tenant the order is that
-of `RequestQueue`. A request that returns (preempted) keeps its place: it goes before all requests of its priority that
-have not run yet, whatever its tenant has been charged meanwhile.
+or the lowest of those that wait at its priority or a more urgent one if that is lower, so that being idle earns
+nothing. Within a tenant the order is that of `RequestQueue`. A request that returns (preempted) keeps its place: it
+goes before all requests of its priority that have not run yet, whatever its tenant has been charged meanwhile, and if
+it does not fit, they wait for it.
 
 Routers name tenants by their clients' keys; without a router, whoever calls the engine may name one. Requests without
 a tenant share one, and with one tenant alone this is a `RequestQueue` at nearly the same cost. Calls of several
@@ -76,9 +77,7 @@ class TenantQueue:
         tenant = request.tenant
         queue = self._tenants.get(tenant)
         if queue is None:
-            counters = self._counters
-            floor = min((counters[waiting] for waiting in self._tenants), default=self._last)
-            counters[tenant] = max(min(floor, self._last), counters.get(tenant, 0))
+            self._counters[tenant] = self._starting_counter(tenant, request.queue_key[0])
             queue = self._tenants[tenant] = RequestQueue()
         queue.push(request)
         self._num_new += 1
@@ -109,9 +108,12 @@ class TenantQueue:
 
     def admit(self, request: Request, num_tokens: int) -> None:
         """Charge the tenant of a request that is admitted for the tokens that its prompt needs computed."""
-        if not request.call_id:  # calls of several sequences do not wait for their tenant's turn
-            self._last = max(self._last, self._counters.get(request.tenant, 0))
-        self.charge(request.tenant, num_tokens)
+        tenant = request.tenant
+        if not request.call_id:
+            self._last = max(self._last, self._counters.get(tenant, 0))
+        elif tenant not in self._tenants:  # it did not come to the front by its turn
+            self._counters[tenant] = self._starting_counter(tenant, request.queue_key[0])
+        self.charge(tenant, num_tokens)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Count tokens that were computed for a tenant."""
@@ -121,6 +123,25 @@ class TenantQueue:
             self._changed.add(tenant)
         if len(counters) > MAX_IDLE_COUNTERS + len(self._tenants):
             self._forget()
+
+    def _starting_counter(self, tenant: str, urgency: int) -> int:
+        """Return the counter of a tenant that starts to wait with a request of priority `urgency`."""
+        own = self._counters.get(tenant, 0)
+        if own >= self._last:
+            return own
+        return max(own, self._floor(urgency))
+
+    def _floor(self, urgency: int) -> int:
+        """Return the lowest counter of those that wait with this priority or a more urgent one, at most `_last`.
+
+        A less urgent tenant may have waited for so long that its counter says nothing about their turns.
+        """
+        lowest = self._last
+        for tenant, queue in self._tenants.items():
+            head = queue.peek()
+            if head is not None and head.queue_key[0] <= urgency:
+                lowest = min(lowest, self._counters[tenant])
+        return lowest
 
     def _peek_new(self) -> Request | None:
         """Return the request that has not run yet and goes next, or None."""
@@ -151,12 +172,12 @@ class TenantQueue:
             heapq.heapify(self._tenant_ranking)
 
     def _forget(self) -> None:
-        """Drop the counters of tenants that would start at `_last` anyway; if all are ahead of it, of all that do not
-        wait."""
-        waiting, last = self._tenants, self._last
-        kept = {
-            tenant: count for tenant, count in self._counters.items() if tenant in waiting or count > last
-        }
-        if len(kept) > MAX_IDLE_COUNTERS + len(waiting):
-            kept = {tenant: count for tenant, count in kept.items() if tenant in waiting}
-        self._counters = kept
+        """Drop idle tenants' counters: those below any at which a tenant may start, then the lower half of the rest."""
+        waiting = self._tenants
+        floor = min((self._counters[tenant] for tenant in waiting), default=self._last)
+        floor = min(floor, self._last)
+        idle = {tenant: n for tenant, n in self._counters.items() if tenant not in waiting and n > floor}
+        if len(idle) > MAX_IDLE_COUNTERS // 2:
+            by_debt = sorted(idle, key=idle.__getitem__)
+            idle = {tenant: idle[tenant] for tenant in by_debt[len(by_debt) // 2 :]}
+        self._counters = {tenant: self._counters[tenant] for tenant in waiting} | idle
