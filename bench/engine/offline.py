@@ -108,7 +108,7 @@ def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     with log.open("wb") as file:
         return subprocess.Popen(
             [options.vllm_python if name in VLLM else sys.executable, __file__, *flags],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=env, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=env, process_group=0,
         )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def _start(name: str, command: list[str], env: Mapping[str, str], port: int, log
     started = time.perf_counter()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=file, env={**os.environ, **env}, start_new_session=True
+            command, stdout=file, stderr=file, env={**os.environ, **env}, process_group=0
         )
     server = Server(name, f"http://127.0.0.1:{port}", process, log)
     body = b'{"model": "bench", "prompt": [5, 6, 7], "max_tokens": 1}'

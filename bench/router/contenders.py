@@ -55,7 +55,7 @@ class RunningFleet:
             self.engine_commands[number],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,
         )
 
     def stop_restarted(self) -> None:

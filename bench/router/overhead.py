@@ -192,7 +192,7 @@ def process(*command: str, path: str = "") -> Iterator[subprocess.Popen[bytes]]:
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        process_group=0,
         env={**os.environ, **({"PYTHONPATH": path} if path else {})},
     )
     try:

@@ -61,7 +61,7 @@ class Process:
                 [sys.executable, "-P", "-m", *self.arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # in one session, as `argosy up` starts them
             )
 
     def stop(self) -> None:

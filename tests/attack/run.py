@@ -150,11 +150,11 @@ class Run:
         findings = self._canary_findings(records, [phase]) + phase_findings([phase])
         waits = [end - start for record in records for start, end in record.waits]
         outcomes = ", ".join(f"{count} x {what}" for what, count in phase.outcomes.items() if count)
-        return (
+        line = (
             f"{phase.ended - phase.began:5.1f} s  {phase.name:<36} canary {len(records):>3}, longest wait "
-            f"{max(waits, default=0.0):5.2f} s, others' cores {phase.foreign_cores:4.2f}"
-            f"{f'  {len(findings)} FINDINGS' if findings else ''}  [{outcomes}]"
+            f"{max(waits, default=0.0):5.2f} s, others' cores {phase.foreign_cores:4.2f}  [{outcomes}]"
         )
+        return "\n".join([line, *(f"        FINDING: {found.kind}: {found.text}" for found in findings)])
 
     def _canary_findings(self, records: Sequence[Record], phases: Sequence[Phase]) -> list[Finding]:
         return canary_findings(records, phases, self._lag.between, self._patience_s)

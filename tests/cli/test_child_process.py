@@ -1,11 +1,13 @@
-"""A child's log: rotation and tail."""
+"""A child process: its log, and its place among the system's processes."""
 
 from __future__ import annotations
 
+import os
 import stat
+import sys
 from pathlib import Path
 
-from argosy.local.child_process import LogFile, tail
+from argosy.local.child_process import LogFile, Process, tail
 
 
 def test_a_log_never_takes_more_than_twice_its_limit(tmp_path: Path) -> None:
@@ -26,3 +28,12 @@ def test_tail_gives_the_last_lines(tmp_path: Path) -> None:
     path.write_text("".join(f"line {number}\n" for number in range(1000)))
     assert tail(path, 2) == "line 998\nline 999"
     assert tail(tmp_path / "none.log", 2) == ""
+
+
+async def test_a_child_has_a_process_group_but_no_session_of_its_own(tmp_path: Path) -> None:
+    """A signal from the terminal must not reach it, and it must share the session's CPU time with the others."""
+    show = "import os; print(os.getpgid(0) == os.getpid(), os.getsid(0))"
+    path = tmp_path / "log"
+    process = await Process.start([sys.executable, "-c", show], dict(os.environ), path)
+    await process.ended.wait()
+    assert path.read_text().splitlines()[0] == f"True {os.getsid(0)}"

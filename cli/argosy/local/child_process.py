@@ -71,7 +71,9 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
+                # Not a session of its own: Linux gives each session (autogroup) an equal share of the CPUs, and with
+                # many of them a router may wait for seconds beside engines that compute.
+                process_group=0,
             )
         except BaseException:
             log.close()
