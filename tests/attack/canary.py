@@ -43,6 +43,8 @@ class Record:
     waits: tuple[tuple[float, float], ...]
     """Intervals without events: from the request to the first event, and between events."""
     failure: str = ""
+    tokens: int = 0
+    """Tokens of an answer that came in one piece; 0 for streams."""
 
 
 class Canary:
@@ -113,6 +115,7 @@ class Canary:
                 response.ended_at,
                 tuple(itertools.pairwise((began, *(response.arrivals or [response.ended_at])))),
                 _failure(response, expected, read),
+                0 if kind == "stream" else _num_tokens(response),
             )
         )
 
@@ -136,6 +139,13 @@ def _failure(response: Response, expected: str | list[str], read: Callable[[Resp
     if text in expected if isinstance(expected, list) else text == expected:
         return ""
     return f"answered {text[:120]!r}"
+
+
+def _num_tokens(response: Response) -> int:
+    try:
+        return int(response.json()["usage"]["completion_tokens"])
+    except (ValueError, KeyError, TypeError):
+        return 0  # it has failed
 
 
 def answered(response: Response) -> str:

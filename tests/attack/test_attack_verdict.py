@@ -49,6 +49,14 @@ def test_a_wait_is_judged_by_the_attack_it_fell_into_and_without_our_own_lag(
     assert [finding.text for finding in found] == expected
 
 
+@pytest.mark.parametrize(("tokens", "is_found"), [(0, True), (10, True), (20, False)])
+def test_an_answer_in_one_piece_may_take_longer_by_the_pace_of_its_tokens(
+    tokens: int, is_found: bool
+) -> None:
+    answer = Record("unary", 1.0, 3.9, ((1.0, 3.9),), tokens=tokens)
+    assert bool(canary_findings([answer], [QUIET], no_lag)) is is_found
+
+
 def test_retry_hints_may_be_longer_on_a_busy_machine() -> None:
     waited = [record((1.0, 4.0)), record((1.0, 8.0))]
     found = canary_findings(waited, [QUIET], no_lag, patience_s=3.0)

@@ -14,6 +14,9 @@ from .canary import Record
 
 STALL_S = 2.0
 """Longest time that a client may wait for an event while no replica is being killed."""
+PACE_S = 0.05
+"""Time that each token of an answer in one piece may take on top, because its client sees no progress: a stream of 20
+tokens per second has not stalled. Streams, whose events are timed one by one, have no such allowance."""
 MEMORY_WARM_UP_SHARE = 0.3
 """Share of a process's first samples to ignore, while its caches fill and its allocators reach their size."""
 MEMORY_ROTATIONS = 3
@@ -74,13 +77,14 @@ def canary_findings(
         if record.failure:
             found.append(Finding("canary failed", names, f"{record.kind}: {record.failure}"))
         allowed = max((phase.stall_s for phase in around), default=STALL_S)
+        allowed += patience_s + PACE_S * record.tokens
         too_long = [
             (end - start - lag_between(start, end), number)
             for number, (start, end) in enumerate(record.waits)
-            if end - start > allowed + patience_s  # lags are looked up for few of a long run's waits
+            if end - start > allowed  # lags are looked up for few of a long run's waits
         ]
         wait, number = max(too_long, default=(0.0, 0))
-        if wait > allowed + patience_s:
+        if wait > allowed:
             where = "first event" if number == 0 else "next event"
             found.append(Finding("canary stalled", names, f"{record.kind}: {wait:.1f} s for the {where}"))
     return found

@@ -22,7 +22,9 @@ from argosy_engine.structured.compile_queue import BackendUnavailable
 from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.grammar_client import ForkedCompilation, GrammarClient
 from argosy_engine.structured.grammar_messages import GrammarServerArgs
+from argosy_engine.structured.grammar_server import NICENESS
 from argosy_engine.structured.structured_outputs_params import GrammarSpec, StructuredOutputsParams
+from processes import wait_until
 
 EOS = 2
 ARGS = GrammarServerArgs(str(resolve_model("builtin://tiny")), 1024, [EOS], 1)
@@ -129,6 +131,16 @@ def test_a_compilation_whose_priority_is_lowered_before_it_begins_runs(client: G
     assert compilation.run(GrammarSpec("regex", "j")) is not None
 
 
+def test_a_compilation_that_takes_long_makes_way_for_the_engine(client: GrammarClient) -> None:
+    compilation = client.new_compilation()
+    running = begin(compilation)
+    child = child_of(client)
+    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, child) == NICENESS, "a lower priority")
+    compilation.kill()
+    with pytest.raises(BackendUnavailable):
+        running.result(30)
+
+
 def test_a_compilation_killed_before_it_begins_never_runs(client: GrammarClient) -> None:
     compilation = client.new_compilation()
     compilation.kill()
@@ -195,6 +207,7 @@ PARENT = """
 import sys, threading
 from argosy_engine.structured.grammar_client import GrammarClient
 from argosy_engine.structured.grammar_messages import GrammarServerArgs
+from argosy_engine.structured.grammar_server import NICENESS
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 client = GrammarClient(GrammarServerArgs(sys.argv[1], 1024, [2], 1))
 client.new_compilation().run(GrammarSpec("regex", "a"))

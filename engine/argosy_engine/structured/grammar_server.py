@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -42,10 +43,14 @@ logger = logging.getLogger("argosy.structured")
 
 MAX_MEMORY_BYTES = 2 << 30
 """Memory limit of one compilation, beyond what the process has at its start. A large tool catalogue takes 200 MB."""
+BRISK_S = 0.2
+"""How long a compilation runs at the engine's own priority. Most take milliseconds, and at a low priority even these
+would wait for seconds beside an engine that computes on all cores."""
 NICENESS = 10
+"""Niceness after `BRISK_S`."""
 _LONG_NICENESS = 13
-"""Niceness of a long compilation, which gets half the CPU share of a new one. Not the lowest priority: if the engine
-computes on all cores, the compilation would hardly run, and a large schema would miss its deadline."""
+"""Niceness of a long compilation, which gets half the CPU share of a shorter one. Not the lowest priority: if the
+engine computes on all cores, the compilation would hardly run, and a large schema would miss its deadline."""
 
 
 def main() -> None:
@@ -112,7 +117,6 @@ def _fork(
 def _work(socket_: socket.socket, backend: XGrammarBackend, fault: str | None) -> None:
     """Run one job in a forked process: receive, compile, answer."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.nice(NICENESS)
     # If the system runs out of memory, the kernel should kill this process first.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -161,16 +165,22 @@ def _limit_memory() -> None:
 
 
 def _obey(job: socket.socket) -> None:
-    """Lower the priority on request, and end the process when the core closes the job's socket.
+    """Lower the priority after a while and on request, and end the process when the core closes the job's socket.
 
     Runs in a thread, beside the native code.
     """
+    if not select.select([job], [], [], BRISK_S)[0]:
+        _set_niceness(NICENESS)
     while command := job.recv(1):
         if command == LOWER_PRIORITY:
-            for thread in os.listdir("/proc/self/task"):
-                with contextlib.suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, int(thread), _LONG_NICENESS)
+            _set_niceness(_LONG_NICENESS)
     os._exit(1)
+
+
+def _set_niceness(niceness: int) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
 
 
 def _answer(job: socket.socket, kind: bytes, answer: Serialized | TokenTable | str) -> None:
