@@ -204,7 +204,7 @@ def test_helm_test_requests(
 ) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Router", (Router,), router)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        environment = {"ROUTER_URL": f"http://127.0.0.1:{server.server_port}"}
+        environment = {"ROUTER_URL": f"http://127.0.0.1:{server.server_port}", "READY_S": "0"}
         if keys is not None:
             (tmp_path / "api-keys").write_text(keys)
             environment["KEYS_FILE"] = str(tmp_path / "api-keys")

@@ -4,10 +4,13 @@ import json
 import os
 import ssl
 import sys
+import time
 import urllib.error
 import urllib.request
 
 DEADLINE_S = 10
+READY_S = float(os.environ.get("READY_S", "60"))
+"""How long a router that has just been installed may take to become ready."""
 # The certificate is for the name that clients use, which this pod does not know.
 UNVERIFIED = ssl._create_unverified_context()  # noqa: S323
 
@@ -38,8 +41,21 @@ def expect(path: str, status: int, key: str = "") -> bytes:
     return body
 
 
-def main() -> None:
+def wait_until_ready() -> None:
+    deadline = time.monotonic() + READY_S
+    while True:
+        try:
+            if get("/ready")[0] == 200 or time.monotonic() > deadline:
+                break
+        except OSError:  # nothing listens yet
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(1)
     expect("/ready", 200)
+
+
+def main() -> None:
+    wait_until_ready()
     key = ""
     if "KEYS_FILE" in os.environ:
         expect("/v1/models", 401)
