@@ -19,10 +19,10 @@ import pytest
 
 from argosy_engine.models.model_path import resolve_model
 from argosy_engine.structured.compile_queue import BackendUnavailable
-from argosy_engine.structured.grammar import GrammarState
 from argosy_engine.structured.grammar_client import ForkedCompilation, GrammarClient
 from argosy_engine.structured.grammar_messages import GrammarServerArgs
 from argosy_engine.structured.grammar_server import NICENESS
+from argosy_engine.structured.grammar_state import GrammarState
 from argosy_engine.structured.structured_outputs_params import GrammarSpec, StructuredOutputsParams
 from processes import wait_until
 

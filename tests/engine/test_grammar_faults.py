@@ -15,7 +15,7 @@ from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.request_watchdog import Watchdog
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
 from argosy_engine.structured.compile_queue import CompileQueue
-from argosy_engine.structured.grammar import GrammarState
+from argosy_engine.structured.grammar_state import GrammarState
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from core_fakes import BLOCK, FakeExecutor

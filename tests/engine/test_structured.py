@@ -14,8 +14,8 @@ from hypothesis import given, settings
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.models.model_path import resolve_model
-from argosy_engine.structured.grammar import GrammarPhase, GrammarState
 from argosy_engine.structured.grammar_size import MAX_PATTERN_SIZE, expanded_size
+from argosy_engine.structured.grammar_state import GrammarPhase, GrammarState
 from argosy_engine.structured.json_schema import MAX_DEPTH, normalized_schema
 from argosy_engine.structured.reasoning import Reasoning, reasoning_after
 from argosy_engine.structured.structural_tag import normalized_tag, tool_call_tag
@@ -353,8 +353,8 @@ def test_bounded_strings_hold_no_control_characters(backend: XGrammarBackend) ->
 def test_an_ambiguous_grammar_uses_up_its_time(
     backend: XGrammarBackend, spelling: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy_engine.structured.grammar.CPU_S_BASE", 0.02)
-    monkeypatch.setattr("argosy_engine.structured.grammar.CPU_S_PER_TOKEN", 0.001)
+    monkeypatch.setattr("argosy_engine.structured.grammar_state.CPU_S_BASE", 0.02)
+    monkeypatch.setattr("argosy_engine.structured.grammar_state.CPU_S_PER_TOKEN", 0.001)
     state = GrammarState(backend.compile(spec_of('root ::= root root | "a" | ""')), None, (EOS,))
     bitmask = np.zeros((1, 32), np.int32)
     for _ in range(1000):

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from argosy_engine.structured.bounded_thread import BoundedThread, TookTooLong, TooManyStuck
 from argosy_engine.structured.compile_queue import CompileQueue, NoGrammar
-from argosy_engine.structured.grammar import GrammarState
+from argosy_engine.structured.grammar_state import GrammarState
 from argosy_engine.structured.reasoning import Reasoning
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
