@@ -2,12 +2,12 @@
 
 The time in which XGrammar builds automata grows much faster than the text: `.{1,1000}` takes 18 s with a vocabulary of
 100k tokens, and adjacent repetitions without an upper bound (`a*a*a*...`) multiply the states that each step follows.
-The sizes are computed by hand-written scanners in linear time; XGrammar rejects malformed text.
+The sizes are computed by a hand-written scanner in linear time; XGrammar rejects malformed text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from argosy_engine.errors import InvalidRequest
@@ -118,62 +118,73 @@ def expanded_size(pattern: str) -> int:
 
 def pattern_size(pattern: str) -> RepetitionSize:
     """Compute the size of a regular expression."""
-    count = _Count()
-    index = 0
-    while index < len(pattern):
-        char = pattern[index]
-        index += 1
-        if char == "(":
-            count.open_group()
-        elif char == ")":
-            count.close_group()
-        elif char == "{" and (counted := _counts(pattern, index)) is not None:
-            times, is_open, index = counted
-            count.repeat(times, is_open)
-        elif char in "*+":
-            count.repeat(1, True)
-        elif char not in "?|^$":
-            index = _end_of_item(pattern, index, char)
-            count.add_item()
-    return count.size
+    return _size(pattern, _read_pattern)
 
 
 def grammar_size(text: str) -> RepetitionSize:
     """Compute the size of all rules of an EBNF grammar in the GBNF dialect."""
+    return _size(text, _read_grammar)
+
+
+def _size(text: str, read: Callable[[str, int], tuple[int, bool]]) -> RepetitionSize:
+    """Compute the size of an expression. Groups and repetitions look alike in both notations.
+
+    Args:
+        read: reads what else begins at an index; returns the index after it, and whether it is an item.
+    """
     count = _Count()
     index = 0
     while index < len(text):
         char = text[index]
-        index += 1
-        if char == "#":
-            end = text.find("\n", index)
-            index = len(text) if end < 0 else end
-        elif char == "(":
+        if char == "(":
             count.open_group()
+            index += 1
         elif char == ")":
             count.close_group()
-        elif char == "{" and (counted := _counts(text, index)) is not None:
-            times, is_open, index = counted
-            count.repeat(times, is_open)
+            index += 1
         elif char in "*+":
             count.repeat(1, True)
-        elif char == '"':
-            while index < len(text) and text[index] not in '"\n':
-                index += 2 if text[index] == "\\" else 1
             index += 1
-            count.add_item()
-        elif char == "[":
-            index = _end_of_item(text, index, char)
-            count.add_item()
-        elif char.isalnum() or char in "_-.":
-            while index < len(text) and (text[index].isalnum() or text[index] in "_-."):
-                index += 1
-            count.add_item()
+        elif char == "{" and (counted := _counts(text, index + 1)) is not None:
+            times, is_open, index = counted
+            count.repeat(times, is_open)
+        else:
+            index, is_item = read(text, index)
+            if is_item:
+                count.add_item()
     return count.size
 
 
+def _read_pattern(pattern: str, index: int) -> tuple[int, bool]:
+    """Read a character, a class or an escape of a regular expression; `?`, `|`, `^` and `$` are no items."""
+    char = pattern[index]
+    if char in "?|^$":
+        return index + 1, False
+    return _end_of_item(pattern, index + 1, char), True
+
+
+def _read_grammar(text: str, index: int) -> tuple[int, bool]:
+    """Read a string, a class or a name of a grammar; comments, spaces and operators are no items."""
+    char = text[index]
+    index += 1
+    if char == "#":
+        end = text.find("\n", index)
+        return len(text) if end < 0 else end, False
+    if char == '"':
+        while index < len(text) and text[index] not in '"\n':
+            index += 2 if text[index] == "\\" else 1
+        return index + 1, True
+    if char == "[":
+        return _end_of_item(text, index, char), True
+    if char.isalnum() or char in "_-.":
+        while index < len(text) and (text[index].isalnum() or text[index] in "_-."):
+            index += 1
+        return index, True
+    return index, False
+
+
 class _Count:
-    """Counter for a scanner: the sizes of the open groups, and of the item that a repetition would now repeat."""
+    """Counter for the scanner: the sizes of the open groups, and of the item that a repetition would now repeat."""
 
     def __init__(self) -> None:
         self._groups = [NO_REPETITION]
