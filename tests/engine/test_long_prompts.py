@@ -79,7 +79,7 @@ async def test_long_prompts_are_tokenised_in_a_thread(
         is_dead=False,
         heartbeat_age_s=0.0,
         is_sleeping=False,
-        admission=SimpleNamespace(check=lambda num_reqs: None),
+        queue_limits=SimpleNamespace(check=lambda num_reqs: None),
         renderer=SimpleNamespace(render_chat=prompt, render_completion=prompt),
     )
     transport = httpx.ASGITransport(app=build_app(StubEngine(llm)))

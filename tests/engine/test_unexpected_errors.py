@@ -26,7 +26,7 @@ async def answer_of(error: Exception, *, stream: bool) -> httpx.Response:
         is_dead=False,
         heartbeat_age_s=0.0,
         is_sleeping=False,
-        admission=SimpleNamespace(check=lambda num_reqs: None),
+        queue_limits=SimpleNamespace(check=lambda num_reqs: None),
         renderer=SimpleNamespace(render_chat=render_chat),
     )
     transport = httpx.ASGITransport(app=build_app(StubEngine(llm)))

@@ -16,12 +16,12 @@ from typing import Any, Literal
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.errors import EngineAsleep, EngineDead, EngineError, RequestFailed
-from argosy_engine.frontend.admission import AdmissionControl
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.queue_limits import QueueLimits
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 
@@ -39,8 +39,8 @@ class AsyncLLM:
         self.config = client.config
         self.input_processor = input_processor
         self.renderer = input_processor.renderer
-        self.admission = AdmissionControl(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens)
-        self.output_processor = OutputProcessor(self.renderer.tokenizer, self.admission)
+        self.queue_limits = QueueLimits(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens)
+        self.output_processor = OutputProcessor(self.renderer.tokenizer, self.queue_limits)
         self.on_dead: Callable[[], None] | None = None
         self._dead: EngineDead | None = None
         self._last_heard = time.monotonic()
@@ -103,7 +103,7 @@ class AsyncLLM:
         if self._sleep_level:
             raise EngineAsleep("this engine is asleep")
         # The choices of a prompt compute it once.
-        self.admission.check(len(requests), sum(len(leader.prompt_token_ids) for leader in requests[::n]))
+        self.queue_limits.check(len(requests), sum(len(leader.prompt_token_ids) for leader in requests[::n]))
         collector = OutputCollector()
         for index, request in enumerate(requests):
             num_queued_tokens = 0 if index % n else len(request.prompt_token_ids)
@@ -289,7 +289,7 @@ class AsyncLLM:
                 for observer in self.observers:
                     observer.on_core_outputs(outputs)
                 if outputs.stats is not None:
-                    self.admission.prefill_tokens_per_s = outputs.stats.prefill_tokens_per_s
+                    self.queue_limits.prefill_tokens_per_s = outputs.stats.prefill_tokens_per_s
                 await self._process_outputs(outputs.outputs)
         except EngineDead as error:
             self._die(error)

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from argosy_engine.errors import EngineBusy, EngineError, InvalidRequest, RequestFailed
-from argosy_engine.frontend.admission import AdmissionControl
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import RequestOutput
+from argosy_engine.frontend.queue_limits import QueueLimits
 from argosy_engine.frontend.request_state import RequestState
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
@@ -46,10 +46,10 @@ class OutputProcessorOutput:
 class OutputProcessor:
     """
     Args:
-        admission: counts the requests in flight; None: no limit.
+        queue_limits: counts the requests in flight; None: no limit.
     """
 
-    def __init__(self, tokenizer: Tokenizer, admission: AdmissionControl | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, queue_limits: QueueLimits | None = None) -> None:
         self.observers: list[Observer] = []
         self.request_states: dict[str, RequestState] = {}
         """States by the core's id of the request."""
@@ -57,7 +57,7 @@ class OutputProcessor:
         """Set while there is no unfinished request."""
         self.requests_drained.set()
         self._tokenizer = tokenizer
-        self._admission = admission
+        self._queue_limits = queue_limits
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.request_states)
@@ -74,10 +74,10 @@ class OutputProcessor:
         """Expect outputs of a request that is about to be sent to the core.
 
         Args:
-            num_queued_tokens: prompt tokens for admission control to count until the first token.
+            num_queued_tokens: prompt tokens that count against the queue limits until the first token.
         """
-        if self._admission is not None:
-            self._admission.enter(request.request_id, num_queued_tokens)
+        if self._queue_limits is not None:
+            self._queue_limits.enter(request.request_id, num_queued_tokens)
         detokenizer = IncrementalDetokenizer(
             self._tokenizer, request.sampling_params, request.prompt_token_ids
         )
@@ -133,8 +133,8 @@ class OutputProcessor:
             observer.on_tokens(timings, num_tokens, now, is_first)
         if is_first:
             timings.first_token = now
-            if self._admission is not None:
-                self._admission.start(output.request_id)
+            if self._queue_limits is not None:
+                self._queue_limits.start(output.request_id)
         timings.last_token = now
         if finish_reason is not None:
             self.finish(output.request_id, finish_reason)
@@ -150,8 +150,8 @@ class OutputProcessor:
         if not self.request_states:
             self.requests_drained.set()
         if state is not None:
-            if self._admission is not None:
-                self._admission.leave(request_id)
+            if self._queue_limits is not None:
+                self._queue_limits.leave(request_id)
             for observer in self.observers:
                 observer.on_finished(state.timings, state.num_prompt, state.num_output, reason)
         return state

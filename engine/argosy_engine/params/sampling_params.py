@@ -68,7 +68,7 @@ class SamplingParams(
     min_p: float = 0.0
     """Drop tokens whose probability is below this share of the most probable token's; 0 turns it off."""
     seed: int | None = None
-    """Sampling noise is a pure function of (seed, position). None: the request gets a seed at admission."""
+    """Sampling noise is a pure function of (seed, position). None: the input processor draws one for each choice."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

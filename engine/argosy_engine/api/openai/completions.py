@@ -60,5 +60,5 @@ def completion_stream(
 
 
 async def _prompts(serving: OpenAIServing, request: CompletionRequest, size: int) -> list[TokenizedPrompt]:
-    serving.llm.admission.check(request.n or 1)
+    serving.llm.queue_limits.check(request.n or 1)
     return await serving.render_pool.run(size, serving.llm.renderer.render_completion, request)

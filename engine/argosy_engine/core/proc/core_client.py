@@ -216,7 +216,7 @@ class SyncMPClient:
 
 
 def bind(context: zmq.Context[Any], handle: CoreHandle) -> tuple[Any, Any]:
-    """Bind the core's input and output socket. They have no limit: admission bounds what they can hold."""
+    """Bind the core's input and output socket. They have no limit, since queue limits bound what they can hold."""
     input_socket, output_socket = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     input_socket.setsockopt(zmq.SNDHWM, 0)
     input_socket.bind(handle.input_address)

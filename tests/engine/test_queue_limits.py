@@ -1,4 +1,4 @@
-"""Admission at the API server: limits on queued requests and tokens, what counts against them, and the retry hint."""
+"""Queue limits of the API server, on requests and on tokens: what counts against them, and the retry hint."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from argosy_engine.api.openai.openai_serving import to_api_error
 from argosy_engine.errors import EngineBusy, InvalidRequest
-from argosy_engine.frontend.admission import MAX_RETRY_S, AdmissionControl
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.frontend.queue_limits import MAX_RETRY_S, QueueLimits
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
@@ -28,52 +28,52 @@ class Clock:
 
 
 def test_requests_in_flight_are_capped_and_leave_room_when_they_end() -> None:
-    admission = AdmissionControl(2, None)
+    limits = QueueLimits(2, None)
     for name in "ab":
-        admission.check(1)
-        admission.enter(name, 10)
-    admission.start("a")
+        limits.check(1)
+        limits.enter(name, 10)
+    limits.start("a")
     with pytest.raises(EngineBusy, match="2 requests are waiting or running, at most 2 may"):
-        admission.check(1)
-    admission.leave("a")
-    admission.check(1)
+        limits.check(1)
+    limits.leave("a")
+    limits.check(1)
     with pytest.raises(EngineBusy):
-        admission.check(2)
+        limits.check(2)
 
 
 def test_a_request_beyond_the_limits_is_the_client_s_fault() -> None:
-    admission = AdmissionControl(4, None)
-    admission.check(4)
+    limits = QueueLimits(4, None)
+    limits.check(4)
     for num_running in range(3):
         with pytest.raises(InvalidRequest, match="5 choices at once, this engine takes 4"):
-            admission.check(5)
-        admission.enter(str(num_running), 1)
+            limits.check(5)
+        limits.enter(str(num_running), 1)
     with pytest.raises(EngineBusy):
-        admission.check(4)
+        limits.check(4)
 
 
 def test_prompt_tokens_count_until_the_first_token() -> None:
-    admission = AdmissionControl(100, 50)
-    admission.enter("a", 30)
-    admission.check(1, 20)
+    limits = QueueLimits(100, 50)
+    limits.enter("a", 30)
+    limits.check(1, 20)
     with pytest.raises(EngineBusy, match="30 prompt tokens are waiting, at most 50 may"):
-        admission.check(1, 21)
-    admission.start("a")
-    admission.check(1, 50)
-    admission.leave("a")
-    assert admission.num_queued_tokens == admission.num_reqs == 0
+        limits.check(1, 21)
+    limits.start("a")
+    limits.check(1, 50)
+    limits.leave("a")
+    assert limits.num_queued_tokens == limits.num_reqs == 0
 
 
 def test_a_long_prompt_alone_is_not_refused() -> None:
-    admission = AdmissionControl(100, 50)
-    admission.check(1, 5000)
+    limits = QueueLimits(100, 50)
+    limits.check(1, 5000)
 
 
 def test_a_request_that_ends_before_its_first_token_gives_its_tokens_back() -> None:
-    admission = AdmissionControl(100, 50)
-    admission.enter("a", 50)
-    admission.leave("a")
-    assert admission.num_queued_tokens == 0
+    limits = QueueLimits(100, 50)
+    limits.enter("a", 50)
+    limits.leave("a")
+    assert limits.num_queued_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -81,24 +81,24 @@ def test_a_request_that_ends_before_its_first_token_gives_its_tokens_back() -> N
     [(10.0, 40, 2.0), (1000.0, 40, 1.0), (0.01, 40, MAX_RETRY_S), (0.0, 40, 1.0)],
 )
 def test_the_hint_follows_the_measured_prefill_rate(rate: float, tokens: int, expected: float) -> None:
-    admission = AdmissionControl(100, 50)
-    admission.prefill_tokens_per_s = rate
-    admission.enter("a", 30)
+    limits = QueueLimits(100, 50)
+    limits.prefill_tokens_per_s = rate
+    limits.enter("a", 30)
     with pytest.raises(EngineBusy) as refused:
-        admission.check(1, tokens)
+        limits.check(1, tokens)
     assert refused.value.retry_after_s == expected
 
 
 def test_the_hint_follows_the_rate_at_which_requests_end() -> None:
     clock = Clock()
-    admission = AdmissionControl(6, None, clock)
+    limits = QueueLimits(6, None, clock)
     for name in "abcdefghij":
-        admission.enter(name, 1)
+        limits.enter(name, 1)
     for name in "abcd":
         clock.now += 2.0
-        admission.leave(name)
+        limits.leave(name)
     with pytest.raises(EngineBusy) as refused:
-        admission.check(4)
+        limits.check(4)
     # Four ended within six seconds; room for four takes as long as four more.
     assert refused.value.retry_after_s == 6.0
 
@@ -147,7 +147,7 @@ async def test_a_full_engine_refuses_until_a_client_leaves() -> None:
     assert client.aborted == ["a"]
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert llm.admission.num_reqs == llm.admission.num_queued_tokens == 0
+    assert llm.queue_limits.num_reqs == llm.queue_limits.num_queued_tokens == 0
     await llm.close()
 
 

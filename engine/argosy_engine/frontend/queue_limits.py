@@ -1,4 +1,4 @@
-"""AdmissionControl: rejects requests while too many are in flight or queued.
+"""QueueLimits: rejects requests while too many are in flight or queued.
 
 There are two limits, as in vLLM: requests in flight (`--max-num-queued-reqs`, waiting and running) and prompt tokens of
 requests that have no first token yet (`--max-num-queued-tokens`: about the target TTFT times the prefill rate). A
@@ -20,7 +20,7 @@ _FINISHES = 64
 """Number of finished requests from which the completion rate is measured."""
 
 
-class AdmissionControl:
+class QueueLimits:
     """
     Invariant: `num_queued_tokens` is the sum over requests that entered, did not leave and have no first token.
 
