@@ -9,7 +9,7 @@ import pytest
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
 from argosy_engine.core.proc.core_client import InprocClient
-from argosy_engine.executor.base import PendingOutput
+from argosy_engine.executor.abstract import PendingOutput
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput

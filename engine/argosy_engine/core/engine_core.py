@@ -29,7 +29,7 @@ from argosy_engine.core.sched.step_timing import StepTiming
 from argosy_engine.core.sleep_state import SleepState
 from argosy_engine.device_defaults import max_num_mixed_prefill_tokens
 from argosy_engine.errors import EngineDead, UtilityFailed
-from argosy_engine.executor.base import Executor, PendingOutput
+from argosy_engine.executor.abstract import Executor, PendingOutput
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.core_messages import (
     EngineCoreOutputs,

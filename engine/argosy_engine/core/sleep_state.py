@@ -9,7 +9,7 @@ from __future__ import annotations
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.errors import EngineAsleep, UtilityFailed
-from argosy_engine.executor.base import Executor
+from argosy_engine.executor.abstract import Executor
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 
 LEVELS = (1, 2)

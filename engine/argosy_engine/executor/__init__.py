@@ -1,6 +1,6 @@
 """Executors: how the core reaches its workers, with one interface and one implementation per way of running them.
 
-base                the interface
+abstract            the interface, as in vLLM
 factory             chooses the implementation
 uniproc_executor    one worker in the core's process
 multiproc_executor  a process per worker

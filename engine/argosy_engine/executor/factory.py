@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.executor.base import Executor
+from argosy_engine.executor.abstract import Executor
 
 
 def make_executor(args: EngineArgs) -> Executor:

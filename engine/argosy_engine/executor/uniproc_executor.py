@@ -6,7 +6,7 @@ from typing import Any
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import UtilityFailed
-from argosy_engine.executor.base import PendingOutput
+from argosy_engine.executor.abstract import PendingOutput
 from argosy_engine.executor.worker_class import public_method, worker_class
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import SchedulerOutput
