@@ -27,7 +27,7 @@ from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.models import layers
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.decoder import Decoder
+from argosy_engine.models.llama import Llama
 from argosy_engine.models.llama_config import LlamaConfig
 from argosy_engine.models.weights import DummyWeights
 from argosy_engine.native import build, library
@@ -186,7 +186,7 @@ def test_all_layers_in_one_call_equal_the_layers_one_by_one(
     ]
     results: list[list[torch.Tensor]] = []
     for is_whole in (True, False):
-        model = Decoder(config, DummyWeights(dtype, torch.device("cpu"), 3), 1200)
+        model = Llama(config, DummyWeights(dtype, torch.device("cpu"), 3), 1200)
         assert model.native is not None
         if not is_whole:
             model.native = None

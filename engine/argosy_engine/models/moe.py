@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from argosy_engine.models.decoder import GatedMLP
+from argosy_engine.models.llama import GatedMLP
 from argosy_engine.models.weights import Weights
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argosy_engine.models.decoder import MLP, Decoder
+from argosy_engine.models.llama import MLP, Llama
 from argosy_engine.models.llama_config import Qwen3MoeConfig
 from argosy_engine.models.moe import SparseMLP
 from argosy_engine.models.weights import Weights
 
 
-class Qwen3Moe(Decoder):
+class Qwen3Moe(Llama):
     config: Qwen3MoeConfig
 
     def make_mlp(self, weights: Weights, prefix: str, index: int) -> MLP:

@@ -61,7 +61,7 @@ class _Family(NamedTuple):
     model: str
 
 
-_LLAMA = _Family("llama_config:LlamaConfig", "decoder:Decoder")
+_LLAMA = _Family("llama_config:LlamaConfig", "llama:Llama")
 _GEMMA = _Family("gemma_config:GemmaConfig", "gemma:Gemma")
 _FAMILIES = {
     "GPT2LMHeadModel": _Family("gpt2_config:GPT2Config", "gpt2:GPT2"),

@@ -1,4 +1,4 @@
-// All layers of a Llama-style decoder in one call: what models/decoder.py does layer by layer.
+// All layers of a Llama-style decoder in one call: what models/llama.py does layer by layer.
 //
 // Between the attention of one layer and that of the next, rows are independent. kChunkRows of them pass through the
 // projections, norms and MLP together, so that intermediate results stay in the CPU cache.

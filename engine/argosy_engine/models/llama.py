@@ -1,4 +1,4 @@
-"""Llama-style decoder, shared by Llama, Mistral, Qwen2 and Qwen3, which differ only in their configs.
+"""Llama: the decoder shared by Llama, Mistral, Qwen2 and Qwen3, which differ only in their configs.
 
 The input is a step's flattened batch of T tokens; the attention backend writes and reads the KV cache. Projections are
 fused (q, k, v; gate, up), so a layer takes four matrix products.
@@ -138,7 +138,7 @@ class DecoderLayer:
         return self.output(self.attention(q, kv_cache, meta).reshape(x.shape[0], -1))
 
 
-class Decoder:
+class Llama:
     """Embedding, decoder layers, final norm and output head.
 
     Args:
