@@ -137,7 +137,7 @@ class ServerLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientLimits:
+class UpstreamLimits:
     """Limits and deadlines of a connection to a replica."""
 
     connect_timeout_s: Annotated[float, _NO_FLAG] = 1.0
@@ -340,7 +340,7 @@ class RouterConfig:
     ] = DEFAULT_INDEX_MEMORY
     flow_control: FlowControlLimits = field(default_factory=FlowControlLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
-    client: ClientLimits = field(default_factory=ClientLimits)
+    upstream: UpstreamLimits = field(default_factory=UpstreamLimits)
     request_timeout_s: Annotated[
         float,
         Meta(

@@ -32,7 +32,7 @@ from argosy_router.fleet.fleet import Fleet, FleetSnapshot
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server_connection import ServerConnection, ServerState
-from argosy_router.http.tls import ClientTls, ServerTls
+from argosy_router.http.tls import ServerTls, UpstreamTls
 from argosy_router.http.tls import watch as watch_tls
 from argosy_router.http.tls_listener import TlsListener
 from argosy_router.metrics import definitions as define
@@ -84,7 +84,7 @@ class Router:
         self._replica_tls = _replica_tls(config)
         self.fleet = Fleet(
             self.wheel,
-            config.client,
+            config.upstream,
             tls=self._replica_tls,
             fleet_key=config.fleet_key,
             index_memory=config.index_memory,
@@ -401,14 +401,14 @@ def _admin_tls(config: RouterConfig) -> ServerTls | None:
     return _server_tls(replace(config, ssl_ca_certs=None))
 
 
-def _replica_tls(config: RouterConfig) -> ClientTls:
+def _replica_tls(config: RouterConfig) -> UpstreamTls:
     """TLS towards https replicas.
 
     Raises:
         ConfigError: the file cannot be used.
     """
     try:
-        return ClientTls(config.replica_ca_certs, verifies=not config.replica_insecure)
+        return UpstreamTls(config.replica_ca_certs, verifies=not config.replica_insecure)
     except OSError as error:
         raise ConfigError(f"--replica-ca-certs: {error}") from None
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.tls import ClientTls
+from argosy_router.http.tls import UpstreamTls
 
 from .fake_engine import FakeEngine
 from .harness import Rig, rig
@@ -22,7 +22,7 @@ async def routing(*engines: FakeEngine) -> AsyncIterator[Rig]:
     """A router that asks the engines what they serve."""
     async with rig(engines, document=FleetDocument(), wait=False) as r:
         wheel = TimerWheel(asyncio.get_running_loop())
-        static = StaticDiscovery([engine.url for engine in engines], "", wheel, ClientTls())
+        static = StaticDiscovery([engine.url for engine in engines], "", wheel, UpstreamTls())
         task = asyncio.create_task(static.run(r.router.fleet.apply))
         try:
             await r.until(

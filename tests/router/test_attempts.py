@@ -9,12 +9,12 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.telemetry import Draining, Load
-from argosy_router.config import ClientLimits
-from argosy_router.http.client import ClientConnection
+from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.pool import ConnectionPool
-from argosy_router.http.tls import ClientTls
+from argosy_router.http.tls import UpstreamTls
+from argosy_router.http.upstream_connection import UpstreamConnection
 from argosy_router.proxy.resilience import retry_budget
 from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
 
@@ -86,9 +86,9 @@ async def test_a_head_is_no_first_token() -> None:
         connection.chunk(event("hello", "stop") + DONE)
         connection.end_stream()
 
-    impatient = ClientLimits(idle_timeout_s=0.05)
+    impatient = UpstreamLimits(idle_timeout_s=0.05)
     engine = FakeEngine(script=late)
-    async with rig([engine], first_byte_timeout_s=DEADLINE_S, client=impatient) as r:
+    async with rig([engine], first_byte_timeout_s=DEADLINE_S, upstream=impatient) as r:
         asking = asyncio.create_task(r.chat(stream=True))
         await r.until(lambda: len(engine.requests) == 1)
         await asyncio.sleep(3 * impatient.idle_timeout_s)  # time has to pass: it is what must not matter
@@ -271,7 +271,7 @@ class Connecting:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def on_connected(self, connection: ClientConnection) -> None:
+    def on_connected(self, connection: UpstreamConnection) -> None:
         self.told.append("connected")
 
     def on_connect_failed(self, error: ConnectFailed) -> None:
@@ -284,7 +284,7 @@ async def test_removing_a_replica_fails_pending_connects_to_it(turns: int) -> No
     loop = asyncio.get_running_loop()
     async with FakeEngine() as engine:
         wheel = TimerWheel(loop)
-        pool = ConnectionPool(engine.url, ClientLimits(), wheel, ClientTls())
+        pool = ConnectionPool(engine.url, UpstreamLimits(), wheel, UpstreamTls())
         waiter = Connecting()
         pool.acquire(waiter)
         for _ in range(turns):
@@ -307,8 +307,8 @@ async def test_a_client_that_leaves_during_a_retry_ends_it(
         connection.die()
 
     engines = [FakeEngine(script=begin), FakeEngine(script=script)]
-    limits = ClientLimits(connect_timeout_s=30.0)
-    async with rig(engines, policy="round-robin", client=limits) as r:
+    limits = UpstreamLimits(connect_timeout_s=30.0)
+    async with rig(engines, policy="round-robin", upstream=limits) as r:
         second = r.replica(1)
         port, second.pool.port = second.pool.port, black_hole
         async with raw(r.router) as (reader, writer):

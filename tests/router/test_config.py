@@ -50,7 +50,7 @@ def test_a_file_gives_flags_below_the_environment_and_the_command_line(tmp_path:
     config = config_of(build_parser().parse_args(flags), {"ARGOSY_ROUTER_API_KEY": "env"})
     assert (config.replicas, config.access_log) == (("http://a:1", "http://b:1"), False)
     assert (config.flow_control.queue_timeout_s, config.server.max_inflight_bytes) == (5.0, 64 << 20)
-    assert (config.api_keys, config.client.idle_timeout_s) == (("env",), 8.0)
+    assert (config.api_keys, config.upstream.idle_timeout_s) == (("env",), 8.0)
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from argosy_router.config import ClientLimits, ServerLimits
+from argosy_router.config import ServerLimits, UpstreamLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import raw, read_all, rig
@@ -36,7 +36,7 @@ async def test_the_connection_released_last_is_the_next_one_used() -> None:
 
 
 async def test_an_upstream_connection_is_closed_once_it_was_idle_too_long() -> None:
-    async with rig([FakeEngine()], client=ClientLimits(keep_alive_s=0.05)) as r:
+    async with rig([FakeEngine()], upstream=UpstreamLimits(keep_alive_s=0.05)) as r:
         engine, pool = r.engines[0], r.replica(0).pool
         before, standing = engine.connections, len(engine.writers)
         for number in range(2):
@@ -57,7 +57,7 @@ async def test_a_replica_is_not_silent_while_its_client_is_behind() -> None:
     async with (
         rig(
             [FakeEngine(script=fall_silent)],
-            client=ClientLimits(idle_timeout_s=0.3),
+            upstream=UpstreamLimits(idle_timeout_s=0.3),
             server=ServerLimits(write_buffer_bytes=1024),
         ) as r,
         raw(r.router) as (reader, writer),

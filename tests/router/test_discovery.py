@@ -23,7 +23,7 @@ from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.tls import ClientTls
+from argosy_router.http.tls import UpstreamTls
 
 from .fake_api_server import FakeApiServer
 from .fake_engine import FakeEngine
@@ -68,7 +68,7 @@ async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
     ):
         await late.stop()
         urls = [engine.url for engine in (first, second, late)]
-        async with following(StaticDiscovery(urls, "", wheel, ClientTls())) as published:
+        async with following(StaticDiscovery(urls, "", wheel, UpstreamTls())) as published:
             await until(lambda: len(published.members.get("static/tiny", ())) == 2)
             assert published[-1].document.services[0].aliases == ("small",)
             await late.start()
@@ -81,7 +81,7 @@ async def test_a_static_replica_may_come_back_with_another_model(monkeypatch: py
     wheel = TimerWheel(asyncio.get_running_loop())
     async with (
         FakeEngine() as engine,
-        following(StaticDiscovery([engine.url], "", wheel, ClientTls())) as published,
+        following(StaticDiscovery([engine.url], "", wheel, UpstreamTls())) as published,
     ):
         await until(lambda: "static/tiny" in published.members)
         engine.model, engine.key = "other", "secret"
@@ -102,7 +102,7 @@ async def test_a_static_replica_that_does_not_tell_its_models_is_logged_once(
     wheel = TimerWheel(asyncio.get_running_loop())
     async with (
         FakeEngine(key="secret") as engine,
-        following(StaticDiscovery([engine.url], "wrong", wheel, ClientTls())) as published,
+        following(StaticDiscovery([engine.url], "wrong", wheel, UpstreamTls())) as published,
     ):
         await until(lambda: engine.connections > 3)
         assert len(caplog.messages) == 1
@@ -119,7 +119,7 @@ async def test_a_static_replica_that_does_not_tell_its_models_is_logged_once(
 )
 async def test_replica_urls_are_checked(url: str) -> None:
     with pytest.raises(ValueError):
-        StaticDiscovery([url], "", TimerWheel(asyncio.get_running_loop()), ClientTls())
+        StaticDiscovery([url], "", TimerWheel(asyncio.get_running_loop()), UpstreamTls())
 
 
 # DNS
@@ -147,7 +147,7 @@ class Zone:
 async def resolving(zone: Zone, port: int, host: str = "engines") -> AsyncIterator[Published]:
     wheel = TimerWheel(asyncio.get_running_loop())
     url = f"http://{host}:{port}"
-    discovery = DnsDiscovery([url], "", wheel, ClientTls(), resolve=zone.resolve, resolve_s=0.001)
+    discovery = DnsDiscovery([url], "", wheel, UpstreamTls(), resolve=zone.resolve, resolve_s=0.001)
     async with following(discovery) as published:
         yield published
     wheel.close()

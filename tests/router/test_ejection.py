@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from argosy_router.config import ClientLimits
+from argosy_router.config import UpstreamLimits
 from argosy_router.fleet.health.ejection_limits import panics
 from argosy_router.fleet.health.replica_health import BASE_EJECTION_S, ReplicaHealth
 from argosy_router.fleet.links import telemetry_client
@@ -75,8 +75,8 @@ async def test_an_engine_without_room_for_a_reader_is_routed_by_history() -> Non
 
 
 async def test_a_black_hole_takes_the_connect_deadline(black_hole: int) -> None:
-    limits = ClientLimits(connect_timeout_s=0.1)
-    async with rig([FakeEngine(), FakeEngine()], policy="round-robin", client=limits) as r:
+    limits = UpstreamLimits(connect_timeout_s=0.1)
+    async with rig([FakeEngine(), FakeEngine()], policy="round-robin", upstream=limits) as r:
         r.replica(0).pool.port = black_hole
         answers = [await asyncio.wait_for(r.chat(str(number)), 5) for number in range(8)]
         assert {(a.status_code, a.headers["x-argosy-replica"]) for a in answers} == {(200, "r1")}

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from argosy_protocol.fleet import FleetDocument
-from argosy_router.config import ClientLimits
+from argosy_router.config import UpstreamLimits
 from argosy_router.proxy.resilience import hedging
 
 from .fake_engine import Connection, Received, Script, answer_normally
@@ -166,7 +166,7 @@ async def test_a_client_that_leaves_aborts_both() -> None:
 
 
 async def test_a_connection_made_after_the_race_is_dropped(black_hole: int) -> None:
-    async with hedged(answer_normally, answer_normally, client=ClientLimits(connect_timeout_s=30.0)) as r:
+    async with hedged(answer_normally, answer_normally, upstream=UpstreamLimits(connect_timeout_s=30.0)) as r:
         r.replica(0).pool.port = black_hole
         answer = await r.chat(stream=True)
         assert is_whole(answer)

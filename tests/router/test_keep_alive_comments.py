@@ -191,4 +191,4 @@ def test_the_times_are_checked(flags: list[str]) -> None:
 def test_the_times_can_be_set() -> None:
     flags = ["--replica", "http://127.0.0.1:1", "--idle-timeout", "120", "--keep-alive-after", "5"]
     config = config_of(build_parser().parse_args(flags), {})
-    assert (config.client.idle_timeout_s, config.flow_control.keep_alive_after_s) == (120.0, 5.0)
+    assert (config.upstream.idle_timeout_s, config.flow_control.keep_alive_after_s) == (120.0, 5.0)

@@ -14,7 +14,7 @@ from argosy_protocol.errors import InternalError, Unavailable
 from argosy_protocol.fleet import ServiceLimits
 from argosy_protocol.headers import RESPONSE_ID, RESUME
 from argosy_protocol.openai import CompletionRequest, StreamOptions
-from argosy_router.config import ClientLimits
+from argosy_router.config import UpstreamLimits
 from argosy_router.proxy.request.stream_shape import StreamShape, resumable_shape
 from argosy_router.proxy.upstream import stream_transcript
 from argosy_router.proxy.upstream.stream_transcript import Transcript
@@ -316,7 +316,7 @@ async def test_a_stream_that_stalls_is_migrated() -> None:
         await connection.gone()
 
     engines = [FakeEngine(script=stall), FakeEngine(script=ResumableStream())]
-    async with rig(engines, policy="round-robin", client=ClientLimits(idle_timeout_s=0.05)) as r:
+    async with rig(engines, policy="round-robin", upstream=UpstreamLimits(idle_timeout_s=0.05)) as r:
         contents = [fold(await ask(r, path, body)) for _ in range(2)]
         assert contents[0] == contents[1]
         assert len(engines[0].requests) == 1

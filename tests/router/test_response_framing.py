@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from argosy_router.config import ClientLimits
-from argosy_router.http.client import ClientConnection
+from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import UpstreamError
 from argosy_router.http.messages import Headers
+from argosy_router.http.upstream_connection import UpstreamConnection
 
 from .fake_engine import Connection, FakeEngine, Received, completion, event
 from .harness import chat, rig
@@ -326,8 +326,8 @@ class Wire:
         self.error: UpstreamError | None = None
         self.answers = 0
         self.is_idle = False
-        self.connection = ClientConnection(
-            ClientLimits(),
+        self.connection = UpstreamConnection(
+            UpstreamLimits(),
             TimerWheel(asyncio.get_running_loop()),
             on_idle=self._on_idle,
             on_closed=lambda _: None,
@@ -335,7 +335,7 @@ class Wire:
         self.connection.connection_made(self)  # type: ignore[arg-type]
         self.connection.send(self, b"", 10.0)
 
-    def _on_idle(self, _: ClientConnection) -> None:
+    def _on_idle(self, _: UpstreamConnection) -> None:
         self.is_idle = True
 
     def receive(self, *pieces: bytes) -> Wire:

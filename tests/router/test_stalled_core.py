@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from argosy_protocol.telemetry import Load
-from argosy_router.config import ClientLimits
+from argosy_router.config import UpstreamLimits
 from argosy_router.fleet.health.core_stall import MIN_STALL_S, STALL_STEPS, SUSPECT_STEP_AGE_S, stall_bound_s
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
@@ -198,8 +198,8 @@ def test_the_bound_follows_the_core_s_own_steps(longest_s: float, bound_s: float
 )
 async def test_a_pause_is_no_fault_while_the_engine_computes(load: dict[str, Any], is_blamed: bool) -> None:
     engines = [FakeEngine(script=Core(400)), healthy(), healthy()]
-    limits = ClientLimits(idle_timeout_s=0.1)
-    async with rig(engines, policy="round-robin", client=limits) as r:
+    limits = UpstreamLimits(idle_timeout_s=0.1)
+    async with rig(engines, policy="round-robin", upstream=limits) as r:
         for _ in range(12):
             await tell(r, **load)
             fold((await r.chat("tell", stream=True)).content)

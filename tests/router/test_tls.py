@@ -16,7 +16,7 @@ import pytest
 from argosy.commands.route import main as route_command
 from argosy.errors import CommandError
 from argosy_router.admin import app
-from argosy_router.config import ClientLimits, ConfigError, RouterConfig, ServerLimits
+from argosy_router.config import ConfigError, RouterConfig, ServerLimits, UpstreamLimits
 from argosy_router.http import tls
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import ConnectFailed
@@ -382,7 +382,7 @@ async def test_a_replica_may_be_reached_by_address_and_known_by_name(
     ca = authority("ca")
     wheel = TimerWheel(asyncio.get_running_loop())
     async with TlsEngine(ca.issue("engine", san="DNS:engines.local")) as engine:
-        pool = ConnectionPool(engine.url, ClientLimits(), wheel, tls.ClientTls(ca.ca), "engines.local")
+        pool = ConnectionPool(engine.url, UpstreamLimits(), wheel, tls.UpstreamTls(ca.ca), "engines.local")
         assert (await fetch(pool, "/health", "", 5.0)).status == 200
         assert pool.authority == f"engines.local:{engine.port}"
     wheel.close()

@@ -17,7 +17,7 @@ from argosy_protocol.errors import (
     Unavailable,
 )
 from argosy_protocol.fleet import FleetDocument
-from argosy_router.config import ClientLimits
+from argosy_router.config import UpstreamLimits
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.resilience import retry_budget
 from argosy_router.proxy.upstream.relay import MAX_BUFFERED_BYTES
@@ -215,7 +215,7 @@ async def test_a_stalled_stream_ends_with_an_error_event() -> None:
         connection.chunk(event("hel"))
         await connection.gone()
 
-    async with rig([FakeEngine(script=stall)], client=ClientLimits(idle_timeout_s=0.1)) as r:
+    async with rig([FakeEngine(script=stall)], upstream=UpstreamLimits(idle_timeout_s=0.1)) as r:
         content = (await r.chat(stream=True)).content
         assert content.startswith(event("hel") + b'data: {"error":')
 

@@ -17,7 +17,7 @@ from argosy_router.discovery.source import Publish
 from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import split_url
-from argosy_router.http.tls import ClientTls
+from argosy_router.http.tls import UpstreamTls
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class DnsDiscovery:
         urls: Sequence[str],
         key: str,
         wheel: TimerWheel,
-        tls: ClientTls,
+        tls: UpstreamTls,
         *,
         resolve: Resolve | None = None,
         resolve_s: float = RESOLVE_S,

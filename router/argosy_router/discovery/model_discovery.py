@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from argosy_protocol.fleet import FleetDocument, FleetService, ModelName, encode_fleet
-from argosy_router.config import ClientLimits
+from argosy_router.config import UpstreamLimits
 from argosy_router.discovery.source import Publish, revision_of
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
@@ -24,7 +24,7 @@ from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import UpstreamError
 from argosy_router.http.fetch import fetch
 from argosy_router.http.pool import ConnectionPool
-from argosy_router.http.tls import ClientTls
+from argosy_router.http.tls import UpstreamTls
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,9 @@ class ModelDiscovery:
     `namespace` is given to the services; `key` is the replicas' bearer key.
     """
 
-    def __init__(self, namespace: str, key: str, wheel: TimerWheel, tls: ClientTls, publish: Publish) -> None:
+    def __init__(
+        self, namespace: str, key: str, wheel: TimerWheel, tls: UpstreamTls, publish: Publish
+    ) -> None:
         self._namespace = namespace
         self._key = key
         self._wheel = wheel
@@ -85,7 +87,7 @@ class ModelDiscovery:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _ask(self, member: Member) -> None:
-        pool = ConnectionPool(member.url, ClientLimits(), self._wheel, self._tls, member.hostname)
+        pool = ConnectionPool(member.url, UpstreamLimits(), self._wheel, self._tls, member.hostname)
         reported = ""
         while True:
             served: _Served | None = None

@@ -15,7 +15,7 @@ from argosy_router.discovery.source import Publish
 from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import split_url
-from argosy_router.http.tls import ClientTls
+from argosy_router.http.tls import UpstreamTls
 
 
 class StaticDiscovery:
@@ -25,7 +25,7 @@ class StaticDiscovery:
         ValueError: a URL is not `http://HOST:PORT` or `https://HOST:PORT`.
     """
 
-    def __init__(self, urls: Sequence[str], key: str, wheel: TimerWheel, tls: ClientTls) -> None:
+    def __init__(self, urls: Sequence[str], key: str, wheel: TimerWheel, tls: UpstreamTls) -> None:
         for url in urls:
             split_url(url)
         kept = dict.fromkeys(url.rstrip("/") for url in urls)

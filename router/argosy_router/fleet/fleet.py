@@ -19,14 +19,14 @@ from xxhash import xxh3_64_intdigest
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument, FleetService, NameTable, resolve_names
 from argosy_protocol.routable_report import RoutableReport
-from argosy_router.config import DEFAULT_INDEX_MEMORY, ClientLimits
+from argosy_router.config import DEFAULT_INDEX_MEMORY, UpstreamLimits
 from argosy_router.fleet.links.telemetry_client import TelemetryClient
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import FirstByteTimeout
 from argosy_router.http.pool import ConnectionPool
-from argosy_router.http.tls import ClientTls
+from argosy_router.http.tls import UpstreamTls
 from argosy_router.prefixes.index import SHARDS
 from argosy_router.prefixes.index_memory import shares
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
@@ -57,9 +57,9 @@ class Fleet:
     def __init__(
         self,
         wheel: TimerWheel,
-        limits: ClientLimits,
+        limits: UpstreamLimits,
         *,
-        tls: ClientTls | None = None,
+        tls: UpstreamTls | None = None,
         fleet_key: bytes = b"",
         index_memory: int = DEFAULT_INDEX_MEMORY,
         policy: str = "",
@@ -67,7 +67,7 @@ class Fleet:
     ) -> None:
         self._wheel = wheel
         self._limits = limits
-        self._tls = tls or ClientTls()
+        self._tls = tls or UpstreamTls()
         self._fleet_key = fleet_key
         self._index_memory = index_memory
         self.policy = policy

@@ -6,16 +6,17 @@ Invariant: whatever llhttp accepts although RFC 9112 forbids it, or we do not su
 upgrades, transfer codings other than chunked), is refused here, so that no two hops can disagree about where a message
 ends.
 
-    server_connection  one client's connection: order of requests, deadlines, responses
-    request_reader     parses and checks the requests of a connection
-    connection_limit   how many clients may be connected, and which connections close to admit others
-    body_memory        bound on the memory of request bodies
-    read_coalescing    one turn of the event loop per interval while many streams send
-    tls, tls_listener  certificates that are reloaded; handshakes within the connection limit
-    client, pool       connections to replicas
-    fetch              small GET requests to replicas
-    sse                event boundaries of a stream
-    interfaces         between a server, its application and what answers a request
-    messages, errors   requests, headers and status lines; errors between router and replica
-    deadlines          timer wheel
+    server_connection    one client's connection: order of requests, deadlines, responses
+    request_reader       parses and checks the requests of a connection
+    connection_limit     how many clients may be connected, and which connections close to admit others
+    body_memory          bound on the memory of request bodies
+    read_coalescing      one turn of the event loop per interval while many streams send
+    tls, tls_listener    certificates that are reloaded; handshakes within the connection limit
+    upstream_connection  one connection to a replica: requests, deadlines, responses
+    pool                 keep-alive connections to one replica
+    fetch                small GET requests to replicas
+    sse                  event boundaries of a stream
+    interfaces           between a server, its application and what answers a request
+    messages, errors     requests, headers and status lines; errors between router and replica
+    deadlines            timer wheel
 """

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from argosy_router.http.client import ClientConnection
 from argosy_router.http.errors import ConnectionLost, MalformedResponse, UpstreamError
 from argosy_router.http.messages import Headers
 from argosy_router.http.pool import ConnectionPool
+from argosy_router.http.upstream_connection import UpstreamConnection
 
 KEEP_S = 4.0
 """Shorter than the shortest keep-alive timeout among engines' servers (uvicorn: 5 s)."""
@@ -78,7 +78,7 @@ class Fetcher:
         self._pool = pool
         self._key = key
         self._keep_s = keep_s
-        self._kept: ClientConnection | None = None
+        self._kept: UpstreamConnection | None = None
 
     async def get(self, path: str, timeout_s: float, limit: int = 1 << 20) -> Response:
         """GET `path`.
@@ -98,22 +98,22 @@ class Fetcher:
         if connection is not None:
             connection.abort()
 
-    def _keep(self, connection: ClientConnection) -> None:
+    def _keep(self, connection: UpstreamConnection) -> None:
         self._kept = connection
         connection.expire_after(self._keep_s)
 
-    async def _get(self, connection: ClientConnection, path: str, timeout_s: float, limit: int) -> Response:
+    async def _get(self, connection: UpstreamConnection, path: str, timeout_s: float, limit: int) -> Response:
         return await _get(connection, self._pool, path, self._key, timeout_s, limit, lambda: self._kept)
 
 
 async def _get(
-    connection: ClientConnection,
+    connection: UpstreamConnection,
     pool: ConnectionPool,
     path: str,
     key: str,
     timeout_s: float,
     limit: int,
-    kept: Callable[[], ClientConnection | None] = lambda: None,
+    kept: Callable[[], UpstreamConnection | None] = lambda: None,
 ) -> Response:
     """Send one request; afterwards close the connection, unless it is the one that `kept` returns."""
     collector = _Collector(limit)

@@ -14,17 +14,17 @@ from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from argosy_router.config import ClientLimits
-from argosy_router.http.client import ClientConnection
+from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.errors import ConnectFailed, UpstreamError
-from argosy_router.http.tls import ClientTls
+from argosy_router.http.tls import UpstreamTls
+from argosy_router.http.upstream_connection import UpstreamConnection
 
 
 class Waiter(Protocol):
     """Callbacks of a caller of `acquire`. Exactly one of the two is called, perhaps before `acquire` returns."""
 
-    def on_connected(self, connection: ClientConnection) -> None: ...
+    def on_connected(self, connection: UpstreamConnection) -> None: ...
 
     def on_connect_failed(self, error: ConnectFailed) -> None: ...
 
@@ -36,7 +36,7 @@ class ConnectionPool:
     """
 
     def __init__(
-        self, url: str, limits: ClientLimits, wheel: TimerWheel, tls: ClientTls, hostname: str = ""
+        self, url: str, limits: UpstreamLimits, wheel: TimerWheel, tls: UpstreamTls, hostname: str = ""
     ) -> None:
         self.is_tls, self.host, self.port = split_url(url)
         self._tls = tls
@@ -47,8 +47,8 @@ class ConnectionPool:
         self.authority_bytes = self.authority.encode("latin-1")
         self._limits = limits
         self._wheel = wheel
-        self._idle: list[ClientConnection] = []
-        self.connections: set[ClientConnection] = set()
+        self._idle: list[UpstreamConnection] = []
+        self.connections: set[UpstreamConnection] = set()
         """Idle or carrying a request; connections from `connect` are not included."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -70,7 +70,9 @@ class ConnectionPool:
         if task.cancelled():
             waiter.on_connect_failed(ConnectFailed("replica was removed"))
 
-    async def connect(self, on_idle: Callable[[ClientConnection], None] | None = None) -> ClientConnection:
+    async def connect(
+        self, on_idle: Callable[[UpstreamConnection], None] | None = None
+    ) -> UpstreamConnection:
         """Open a connection that belongs to the caller and never enters the pool.
 
         Args:
@@ -79,14 +81,14 @@ class ConnectionPool:
         Raises:
             ConnectFailed: refused, unreachable, or slower than the connect deadline.
         """
-        return await self._open(on_idle or ClientConnection.abort)
+        return await self._open(on_idle or UpstreamConnection.abort)
 
-    async def _open(self, on_idle: Callable[[ClientConnection], None]) -> ClientConnection:
+    async def _open(self, on_idle: Callable[[UpstreamConnection], None]) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: ClientConnection(self._limits, self._wheel, on_idle, self._on_closed),
+                    lambda: UpstreamConnection(self._limits, self._wheel, on_idle, self._on_closed),
                     self.host,
                     self.port,
                     ssl=self._tls.context if self.is_tls else None,
@@ -101,7 +103,7 @@ class ConnectionPool:
             raise ConnectFailed(f"connect failed: {error}") from None
         return connection
 
-    def release(self, connection: ClientConnection) -> None:
+    def release(self, connection: UpstreamConnection) -> None:
         """Return a connection to the pool between two requests."""
         if self._is_closed or len(self._idle) >= self._limits.max_idle_connections:
             connection.abort()
@@ -126,7 +128,7 @@ class ConnectionPool:
     def idle(self) -> int:
         return len(self._idle)
 
-    def _on_closed(self, connection: ClientConnection) -> None:
+    def _on_closed(self, connection: UpstreamConnection) -> None:
         self.connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)

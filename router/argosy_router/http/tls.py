@@ -67,7 +67,7 @@ class ServerTls:
         return context
 
 
-class ClientTls:
+class UpstreamTls:
     """How replicas' certificates are verified: by the authorities in `ca_certs`, else by the system's; not at all if
     `verifies` is false.
 
@@ -113,7 +113,7 @@ def _refuse_password() -> str:
     raise ssl.SSLError("the private key is encrypted: give one without a password")
 
 
-async def watch(tls: ServerTls | ClientTls, poll_s: float = POLL_S) -> None:
+async def watch(tls: ServerTls | UpstreamTls, poll_s: float = POLL_S) -> None:
     """Reload whenever a file has changed, until cancelled.
 
     Polls with `stat`, which sees both files replaced by a rename (mounted Secrets) and files written in place.

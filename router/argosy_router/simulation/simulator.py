@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from argosy_protocol.fleet import FleetService
-from argosy_router.config import ClientLimits
+from argosy_router.config import UpstreamLimits
 from argosy_router.fleet.load_account import Charge
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import ConnectionPool
-from argosy_router.http.tls import ClientTls
+from argosy_router.http.tls import UpstreamTls
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 from argosy_router.prompts.prompt_hash import Prompt
 from argosy_router.simulation.simulated_engine import CacheChange, EngineModel, Job, SimulatedEngine
@@ -53,7 +53,7 @@ def unused_pool(url: str) -> ConnectionPool:
     """Connection pool of a replica to which nothing is ever sent."""
     loop = asyncio.new_event_loop()
     loop.close()
-    return ConnectionPool(url, ClientLimits(), TimerWheel(loop), ClientTls())
+    return ConnectionPool(url, UpstreamLimits(), TimerWheel(loop), UpstreamTls())
 
 
 class SimulatedRouter:

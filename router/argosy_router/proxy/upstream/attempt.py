@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Choice
-from argosy_router.http.client import ClientConnection
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.messages import Headers, first_value
+from argosy_router.http.upstream_connection import UpstreamConnection
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.header_policy import returned as returned_headers
 from argosy_router.proxy.upstream.attempt_log import AttemptRecord
@@ -98,7 +98,7 @@ class Attempt:
         """Whether a part of its response was forwarded to the client."""
         self.is_over = False
         self._is_paused = False
-        self._connection: ClientConnection | None = None
+        self._connection: UpstreamConnection | None = None
         self._overdue: Deadline | None = None
         self._prefill_end: Deadline | None = None
 
@@ -172,7 +172,7 @@ class Attempt:
 
     # the connection
 
-    def on_connected(self, connection: ClientConnection) -> None:
+    def on_connected(self, connection: UpstreamConnection) -> None:
         if self.is_over:  # while we connected
             self.replica.pool.release(connection)
             return

@@ -1,4 +1,4 @@
-"""Client side of a connection to a replica: send a request, report the response as it arrives.
+"""Upstream connection: sends requests to a replica, and reports each response as it arrives.
 
 Owns: one connection to a replica and its deadlines.
 Must not know: why the request is sent, retries, metrics.
@@ -14,7 +14,7 @@ from typing import Final, Protocol, cast
 
 import httptools
 
-from argosy_router.config import ClientLimits
+from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.errors import (
     ConnectionLost,
@@ -43,15 +43,15 @@ class ResponseSink(Protocol):
     def on_failed(self, error: UpstreamError) -> None: ...
 
 
-class ClientConnection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """One connection to a replica."""
 
     def __init__(
         self,
-        limits: ClientLimits,
+        limits: UpstreamLimits,
         wheel: TimerWheel,
-        on_idle: Callable[[ClientConnection], None],
-        on_closed: Callable[[ClientConnection], None],
+        on_idle: Callable[[UpstreamConnection], None],
+        on_closed: Callable[[UpstreamConnection], None],
     ) -> None:
         self._limits = limits
         self._on_idle = on_idle
