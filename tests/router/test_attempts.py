@@ -11,10 +11,10 @@ from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.telemetry import Draining, Load
 from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import UpstreamTls
 from argosy_router.http.upstream_connection import UpstreamConnection
+from argosy_router.http.upstream_errors import ConnectFailed
 from argosy_router.proxy.resilience import retry_budget
 from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
 

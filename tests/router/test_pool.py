@@ -8,10 +8,10 @@ import pytest
 
 from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import UpstreamTls
 from argosy_router.http.upstream_connection import UpstreamConnection
+from argosy_router.http.upstream_errors import ConnectFailed
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".b"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from argosy_router.fleet.replica_errors import CoreStalled
-from argosy_router.http.errors import ConnectFailed, ConnectionLost, FirstByteTimeout, UpstreamError
+from argosy_router.http.upstream_errors import ConnectFailed, ConnectionLost, FirstByteTimeout, UpstreamError
 from argosy_router.proxy.resilience.fault_attribution import FaultAttribution
 from argosy_router.proxy.resilience.retry_budget import MAX_CREDIT, RESERVED_CREDIT, RetryBudget
 from argosy_router.proxy.resilience.retry_state import (

@@ -19,9 +19,9 @@ from argosy_router.admin import app
 from argosy_router.config import ConfigError, RouterConfig, ServerLimits, UpstreamLimits
 from argosy_router.http import tls
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.errors import ConnectFailed
 from argosy_router.http.fetch import fetch
 from argosy_router.http.pool import ConnectionPool
+from argosy_router.http.upstream_errors import ConnectFailed
 from argosy_router.main import EXIT_USAGE, main
 
 from .fake_engine import Connection, FakeEngine, Received, event

@@ -21,10 +21,10 @@ from argosy_router.discovery.source import Publish, revision_of
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.errors import UpstreamError
 from argosy_router.http.fetch import fetch
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import UpstreamTls
+from argosy_router.http.upstream_errors import UpstreamError
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from argosy_router.fleet.links.telemetry_client import TelemetryClient
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.errors import FirstByteTimeout
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import UpstreamTls
+from argosy_router.http.upstream_errors import FirstByteTimeout
 from argosy_router.prefixes.index import SHARDS
 from argosy_router.prefixes.index_memory import shares
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes

@@ -7,7 +7,7 @@ Must not know: attempts, retries.
 
 from __future__ import annotations
 
-from argosy_router.http.errors import UpstreamError
+from argosy_router.http.upstream_errors import UpstreamError
 
 
 class CoreStalled(UpstreamError):

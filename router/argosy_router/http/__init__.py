@@ -17,6 +17,7 @@ ends.
     fetch                small GET requests to replicas
     sse                  event boundaries of a stream
     interfaces           between a server, its application and what answers a request
-    messages, errors     requests, headers and status lines; errors between router and replica
+    upstream_errors      how a replica fails to respond: not connected, lost, too late, malformed
+    messages             requests, headers and status lines
     deadlines            timer wheel
 """

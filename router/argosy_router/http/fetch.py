@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from argosy_router.http.errors import ConnectionLost, MalformedResponse, UpstreamError
 from argosy_router.http.messages import Headers
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.upstream_connection import UpstreamConnection
+from argosy_router.http.upstream_errors import ConnectionLost, MalformedResponse, UpstreamError
 
 KEEP_S = 4.0
 """Shorter than the shortest keep-alive timeout among engines' servers (uvicorn: 5 s)."""

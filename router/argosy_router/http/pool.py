@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.tls import UpstreamTls
 from argosy_router.http.upstream_connection import UpstreamConnection
+from argosy_router.http.upstream_errors import ConnectFailed, UpstreamError
 
 
 class Waiter(Protocol):

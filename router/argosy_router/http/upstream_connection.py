@@ -16,14 +16,14 @@ import httptools
 
 from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.http.errors import (
+from argosy_router.http.messages import Headers
+from argosy_router.http.upstream_errors import (
     ConnectionLost,
     FirstByteTimeout,
     IdleTimeout,
     MalformedResponse,
     UpstreamError,
 )
-from argosy_router.http.messages import Headers
 
 _JOIN_BELOW_BYTES: Final = 16 * 1024
 """Below this, copying costs less than a second buffer in the system call."""

@@ -32,7 +32,7 @@ from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.errors import (
+from argosy_router.http.upstream_errors import (
     ConnectFailed,
     FirstByteTimeout,
     UpstreamError,

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from argosy_router.fleet.links.engine_metrics import parse_load
 from argosy_router.fleet.replica import Replica
-from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.http.fetch import Fetcher
+from argosy_router.http.upstream_errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 
 log = logging.getLogger(__name__)
 

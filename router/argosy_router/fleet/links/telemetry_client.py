@@ -40,10 +40,10 @@ from argosy_protocol.telemetry import (
 )
 from argosy_router.fleet.links.foreign_poller import ForeignPoller
 from argosy_router.fleet.replica import Replica
-from argosy_router.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.http.fetch import request_head
 from argosy_router.http.messages import Headers, first_value
 from argosy_router.http.upstream_connection import UpstreamConnection
+from argosy_router.http.upstream_errors import ConnectFailed, FirstByteTimeout, IdleTimeout, UpstreamError
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from argosy_router.fleet.health.replica_health import CONSECUTIVE_FAILURES
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Service
-from argosy_router.http.errors import (
+from argosy_router.http.upstream_errors import (
     ConnectFailed,
     ConnectionLost,
     IdleTimeout,

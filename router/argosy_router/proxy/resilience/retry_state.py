@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from argosy_router.http.errors import ConnectionLost, UpstreamError
+from argosy_router.http.upstream_errors import ConnectionLost, UpstreamError
 from argosy_router.proxy.resilience.fault_attribution import FaultAttribution
 from argosy_router.proxy.resilience.retry_budget import RetryBudget
 from argosy_router.proxy.upstream.response_status import Refused

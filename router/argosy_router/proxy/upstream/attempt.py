@@ -12,9 +12,9 @@ from collections.abc import Callable
 from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.http.errors import ConnectFailed, UpstreamError
 from argosy_router.http.messages import Headers, first_value
 from argosy_router.http.upstream_connection import UpstreamConnection
+from argosy_router.http.upstream_errors import ConnectFailed, UpstreamError
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.header_policy import returned as returned_headers
 from argosy_router.proxy.upstream.attempt_log import AttemptRecord

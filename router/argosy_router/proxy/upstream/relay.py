@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from argosy_router.http.errors import ConnectionLost, MalformedResponse, UpstreamError
 from argosy_router.http.sse import EventCutter, EventTooLarge, without_comments
+from argosy_router.http.upstream_errors import ConnectionLost, MalformedResponse, UpstreamError
 from argosy_router.proxy.upstream.response_status import Refused
 from argosy_router.proxy.upstream.stream_transcript import DONE, Transcript
 from argosy_router.proxy.upstream.usage_scan import (

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 
-from argosy_router.http.errors import UpstreamError
+from argosy_router.http.upstream_errors import UpstreamError
 
 CONSECUTIVE_ERRORS = 5
 """Responses of 500 in a row, to requests that other replicas could answer, before ejection; Envoy's default."""
