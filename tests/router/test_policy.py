@@ -10,7 +10,7 @@ import pytest
 from argosy_router.policy import POLICIES, Decision, RouteRequest
 from argosy_router.policy.bounded_load import bound
 from argosy_router.policy.cost import COLD_SLACK, cost
-from argosy_router.policy.interface import Candidate
+from argosy_router.policy.policy_interface import Candidate
 from argosy_router.policy.rate_priors import PRIOR, Rates, assumed
 from argosy_router.policy.rendezvous import favourite, weights
 from argosy_router.policy.wait_model import waiting_s

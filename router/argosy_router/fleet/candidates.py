@@ -16,7 +16,7 @@ from argosy_protocol.errors import TooManyRequests, Unavailable
 from argosy_protocol.fleet import FleetService
 from argosy_router.fleet.health.ejection_limits import panics
 from argosy_router.fleet.replica import Replica
-from argosy_router.policy.interface import Candidate
+from argosy_router.policy.policy_interface import Candidate
 from argosy_router.prefixes.index import PrefixIndex
 
 BATCHES_PER_REPLICA: Final = 1.5

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from argosy_router.policy.interface import Candidate
+from argosy_router.policy.policy_interface import Candidate
 from argosy_router.policy.rate_priors import PRIOR, PRIOR_MAX_NUM_SEQS, Rates
 from argosy_router.policy.wait_model import waiting_s
 

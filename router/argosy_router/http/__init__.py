@@ -16,7 +16,7 @@ ends.
     pool                 keep-alive connections to one replica
     fetch                small GET requests to replicas
     sse                  event boundaries of a stream
-    interfaces           between a server, its application and what answers a request
+    server_interface     between a server, its application and what answers a request
     upstream_errors      how a replica fails to respond: not connected, lost, too late, malformed
     messages             requests, headers and status lines
     deadlines            timer wheel

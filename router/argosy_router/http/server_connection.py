@@ -19,10 +19,10 @@ from argosy_router.config import ServerLimits
 from argosy_router.http.body_memory import BodyMemory
 from argosy_router.http.connection_limit import AddressGroups, ConnectionLimit
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.http.interfaces import Application, ClientListener
 from argosy_router.http.messages import Request, status_line
 from argosy_router.http.read_coalescing import ReadCoalescer
 from argosy_router.http.request_reader import Phase, RequestReader
+from argosy_router.http.server_interface import Application, ClientListener
 
 REQUESTS_PER_TURN = 16
 """Requests answered on one connection per turn of the event loop (some 50 us each). Further pipelined requests wait

@@ -6,7 +6,7 @@ Invariant: a policy chooses only among the candidates it is given; randomness co
 To add a policy, write a module with `choose` and `terms`, register it here, and add its name to
 `argosy_protocol.fleet.RoutingPolicy`.
 
-Shared by policies: `interface` (requests, candidates, decisions), `wait_model` (cost of a replica's load),
+Shared by policies: `policy_interface` (requests, candidates, decisions), `wait_model` (cost of a replica's load),
 `rate_priors` (assumed speed of unmeasured replicas), `rendezvous` and `bounded_load` (hashing).
 """
 
@@ -21,7 +21,7 @@ from argosy_router.policy import (
     round_robin,
     session,
 )
-from argosy_router.policy.interface import Candidate, Decision, Policy, RouteRequest
+from argosy_router.policy.policy_interface import Candidate, Decision, Policy, RouteRequest
 
 POLICIES: dict[str, Policy] = {
     "cost": Policy(cost.choose, cost.terms),

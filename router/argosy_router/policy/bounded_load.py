@@ -11,7 +11,7 @@ Must not know: what a key stands for.
 
 from __future__ import annotations
 
-from argosy_router.policy.interface import Candidate
+from argosy_router.policy.policy_interface import Candidate
 from argosy_router.policy.rendezvous import favourite
 
 LOAD_FACTOR = 1.25

@@ -29,7 +29,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from argosy_router.policy.interface import MIN_HIT_TOKENS, Candidate, Decision, RouteRequest, decide
+from argosy_router.policy.policy_interface import MIN_HIT_TOKENS, Candidate, Decision, RouteRequest, decide
 from argosy_router.policy.rendezvous import favourite
 from argosy_router.policy.wait_model import waiting_terms
 

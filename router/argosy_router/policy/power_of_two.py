@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from argosy_router.policy.interface import Candidate, Decision, RouteRequest, decide
+from argosy_router.policy.policy_interface import Candidate, Decision, RouteRequest, decide
 from argosy_router.policy.wait_model import waiting_terms
 
 

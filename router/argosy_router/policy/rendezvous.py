@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import xxhash
 
 from argosy_router.native.accelerated import first_ranked
-from argosy_router.policy.interface import Candidate
+from argosy_router.policy.policy_interface import Candidate
 
 _MASK = (1 << 64) - 1
 _xxh3 = xxhash.xxh3_64_intdigest

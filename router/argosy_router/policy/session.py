@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from argosy_router.policy import bounded_load, cost
-from argosy_router.policy.interface import Candidate, Decision, RouteRequest, decide
+from argosy_router.policy.policy_interface import Candidate, Decision, RouteRequest, decide
 
 
 def choose(request: RouteRequest, candidates: list[Candidate], rng: random.Random) -> Decision:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from argosy_router.policy.interface import Candidate
+from argosy_router.policy.policy_interface import Candidate
 
 EXPECTED_OUTPUT_TOKENS: Final = 64
 """Decode steps that a new request shares with the running ones: half a short answer, as they end meanwhile."""

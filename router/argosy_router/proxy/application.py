@@ -29,8 +29,8 @@ from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.auth.keys import KeyTable
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
-from argosy_router.http.interfaces import Client
 from argosy_router.http.messages import Request
+from argosy_router.http.server_interface import Client
 from argosy_router.metrics.registry import CONTENT_TYPE
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.downstream.error_headers import error_headers

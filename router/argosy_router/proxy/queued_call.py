@@ -13,7 +13,7 @@ from collections.abc import Callable
 from argosy_protocol.errors import ApiError
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.flow_control.queued_request import QueuedRequest
-from argosy_router.http.interfaces import Client
+from argosy_router.http.server_interface import Client
 from argosy_router.proxy.exchange import Exchange
 
 

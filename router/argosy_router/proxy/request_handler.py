@@ -14,7 +14,7 @@ import time
 from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.interfaces import Client
+from argosy_router.http.server_interface import Client
 from argosy_router.proxy.accounting.outcome import RequestOutcome
 from argosy_router.proxy.accounting.rate_limit_charges import RateLimitCharges
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting

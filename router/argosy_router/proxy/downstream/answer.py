@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from argosy_protocol.errors import ApiError, InternalError
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.http.interfaces import Client
+from argosy_router.http.server_interface import Client
 from argosy_router.proxy.accounting.outcome import RequestOutcome
 from argosy_router.proxy.downstream.commented_stream import (
     COMMENT,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from argosy_router.http.interfaces import Client, ClientListener
+from argosy_router.http.server_interface import Client, ClientListener
 
 STREAM_HEADERS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 COMMENT = b": keep-alive\n\n"

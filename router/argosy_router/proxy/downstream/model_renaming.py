@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from argosy_router.http.interfaces import Client, ClientListener
+from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.proxy.request.model_names import Renaming
 
 

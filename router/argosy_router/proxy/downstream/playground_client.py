@@ -13,8 +13,8 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from argosy_router.http.interfaces import ClientListener
 from argosy_router.http.messages import Headers
+from argosy_router.http.server_interface import ClientListener
 
 MAX_HELD_BYTES = 256 * 1024
 
