@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from argosy_router.auth.accounts import Account
-from argosy_router.auth.terms import KeyTerms
+from argosy_router.auth.key_terms import KeyTerms
 
 
 def account(name: str = "a", **terms: Any) -> Account:

@@ -14,7 +14,7 @@ import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits, encode_fleet
 from argosy_router.auth.accounts import Account
-from argosy_router.auth.terms import KeyTerms
+from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.config import FlowControlLimits
 from argosy_router.discovery.source import snapshot_of
 from argosy_router.fleet.fleet import FleetSnapshot

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from argosy_router.auth.accounts import Account
-from argosy_router.auth.terms import KeyTerms
+from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.discovery import model_discovery
 from argosy_router.proxy.request.model_names import may_use
 

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from argosy_router.auth.accounts import AnonymousAccount
-from argosy_router.auth.keys import KeyFileError, KeyTable, parse_line
+from argosy_router.auth.key_table import KeyFileError, KeyTable, parse_line
 from argosy_router.ratelimit.key_limits import RateLimited
 
 from .accounts import account

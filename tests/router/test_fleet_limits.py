@@ -18,8 +18,8 @@ from kubernetes.aio import client as kubernetes_client
 
 from argosy_protocol.fleet import FleetDocument, FleetService, encode_fleet
 from argosy_router.auth.accounts import Account
-from argosy_router.auth.keys import KeyTable
-from argosy_router.auth.terms import KeyTerms
+from argosy_router.auth.key_table import KeyTable
+from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.discovery.kubernetes import KubernetesDiscovery
 from argosy_router.main import build_parser, config_of

@@ -12,7 +12,7 @@ import pytest
 from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.openai import decode_request
 from argosy_protocol.prompt_segments import prompt_segments
-from argosy_router.auth.keys import KeyTable
+from argosy_router.auth.key_table import KeyTable
 
 from .fake_engine import MODEL, FakeEngine
 from .harness import Rig, chat, rig

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from argosy_protocol.telemetry import Load
 from argosy_router.auth.accounts import Account
-from argosy_router.auth.terms import KeyTerms
+from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.ratelimit.key_limits import RateLimited, Reservation
 from argosy_router.ratelimit.token_bucket import PERIOD_S
 

@@ -13,7 +13,7 @@ from argosy_protocol.errors import ApiError
 from argosy_protocol.fleet import ServiceLimits
 from argosy_protocol.telemetry import Load
 from argosy_router.auth.accounts import Account
-from argosy_router.auth.terms import KeyTerms
+from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.flow_control.queued_request import QueuedRequest
 from argosy_router.flow_control.service_queue import HOLD_BACK_S, Bounds, ServiceQueue
 

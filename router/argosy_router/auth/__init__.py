@@ -3,8 +3,8 @@
 Owns: API keys and their terms, accounts.
 Must not know: sockets, HTTP, replicas, queues; time is passed in.
 
-    keys      API key -> account
-    key_file  the file that the keys are read from
-    terms     the terms of a key in that file
-    accounts  an account's models, priority, cache and limits
+    key_table  API key -> account
+    key_file   the file that the keys are read from
+    key_terms  the terms of a key in that file
+    accounts   an account's models, priority, cache and limits
 """

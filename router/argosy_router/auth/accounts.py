@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 
-from argosy_router.auth.terms import KeyTerms
+from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.ratelimit.key_limits import KeyLimits, Reservation
 
 MAX_PRIORITY = (1 << 31) - 1

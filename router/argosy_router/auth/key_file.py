@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from argosy_router.auth.keys import MAX_FILE_BYTES, KeyTable
+from argosy_router.auth.key_table import MAX_FILE_BYTES, KeyTable
 
 log = logging.getLogger(__name__)
 

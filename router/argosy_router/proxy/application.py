@@ -26,7 +26,7 @@ from argosy_protocol.errors import (
 )
 from argosy_protocol.openai import ModelCard, ModelList
 from argosy_router.auth.accounts import ANONYMOUS, Account
-from argosy_router.auth.keys import KeyTable
+from argosy_router.auth.key_table import KeyTable
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Request

@@ -6,7 +6,7 @@ or a key file never admits clients without a key, whatever happens to the file; 
 no other.
 
 A key file has one key per line: the key itself, or `sha256:` and its digest in hexadecimal, then its terms
-(`terms.KeyTerms`) as NAME=VALUE in any order. `#` begins a comment line.
+(`key_terms.KeyTerms`) as NAME=VALUE in any order. `#` begins a comment line.
 
     sha256:5994471abb01112afcc18159f6cc74b4f511b99806da59b3caf5a9c173cacfc5 name=shop models=tiny,large weight=2
     sk-a-plain-key name=batch tokens_per_minute=100000 priority=10
@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import msgspec
 
 from argosy_router.auth.accounts import ANONYMOUS, Account
-from argosy_router.auth.terms import KeyTerms
+from argosy_router.auth.key_terms import KeyTerms
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """A hundred thousand keys; a Kubernetes Secret holds one."""
