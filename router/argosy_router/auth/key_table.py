@@ -1,6 +1,7 @@
 """API keys: the table that maps the key a client sends to its account.
 
-Owns: the format of key files, the table of keys. Must not know: files, requests.
+Owns: the format of key files, the table of keys, the refusal of requests without a key in it. Must not know: files,
+which paths need a key.
 Invariants: keys are kept as SHA-256 digests only, and a key's text appears in no message; a router that was given keys
 or a key file never admits clients without a key, whatever happens to the file; a malformed line denies its own key and
 no other.
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from argosy_protocol.errors import Unauthorized
 from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.auth.key_terms import KeyTerms
 
@@ -81,6 +83,17 @@ class KeyTable:
                 keys[digest] = terms
         self._install(keys, now)
         return problems
+
+    def authenticate(self, authorization: bytes | None) -> Account:
+        """Return the account behind an `Authorization` header, as `account_of` does.
+
+        Raises:
+            Unauthorized: the header has no key of the table, and the router requires one.
+        """
+        account = self.account_of(authorization)
+        if account is None:
+            raise Unauthorized("missing or wrong API key: send `Authorization: Bearer KEY`")
+        return account
 
     def account_of(self, authorization: bytes | None) -> Account | None:
         """Return the account behind an `Authorization` header (`Bearer KEY`, scheme case-insensitive), or None."""

@@ -1,6 +1,6 @@
-"""The routes of the main port, and the check of API keys.
+"""The routes of the main port, and which of them need an API key (`auth.key_table` refuses requests without one).
 
-Owns: which path answers what, and which keys may use it.
+Owns: which path answers what, and to whom.
 Must not know: HTTP framing, how a generation request is handled.
 Invariant: deny by default: if there are keys, only `/health`, `/ready` and `/version` answer without one. Other
 requests without a key are refused before their body is read, and an unknown path answers 401 before it answers 404.
@@ -17,13 +17,7 @@ from urllib.parse import unquote
 import msgspec
 
 from argosy_protocol import __version__
-from argosy_protocol.errors import (
-    ApiError,
-    BadRequest,
-    MethodNotAllowed,
-    NotFound,
-    Unauthorized,
-)
+from argosy_protocol.errors import ApiError, BadRequest, MethodNotAllowed, NotFound
 from argosy_protocol.openai import ModelCard, ModelList
 from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.auth.key_table import KeyTable
@@ -97,7 +91,7 @@ class RouterApplication:
         """Reject unauthenticated requests before reading the body."""
         if request.path in self._public:
             return False
-        request.grant = self._authorise(request)
+        request.grant = self._keys.authenticate(request.header(b"authorization"))
         return request.path in _ENDPOINTS
 
     def on_refused(self, error: ApiError, request: Request | None) -> bytes:
@@ -159,12 +153,6 @@ class RouterApplication:
                 raise NotFound("metrics are on the admin port")
             return lambda: self._own_metrics(account)
         raise NotFound("no such route")
-
-    def _authorise(self, request: Request) -> Account:
-        account = self._keys.account_of(request.header(b"authorization"))
-        if account is None:
-            raise Unauthorized("missing or wrong API key: send `Authorization: Bearer KEY`")
-        return account
 
     def _generate(
         self,
