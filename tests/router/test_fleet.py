@@ -14,7 +14,7 @@ from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import PAGE
 from argosy_router.config import FlowControlLimits
 from argosy_router.fleet import fleet
-from argosy_router.fleet.load_account import MIN_SAMPLE_TOKENS, LoadAccount
+from argosy_router.fleet.replica_load import MIN_SAMPLE_TOKENS, ReplicaLoad
 from argosy_router.policy.rate_priors import PRIOR
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
@@ -167,7 +167,7 @@ async def test_who_tells_its_rates_tells_them_for_its_peers(monkeypatch: pytest.
 
 def test_a_frame_without_a_new_rate_causes_no_recomputation() -> None:
     events: list[str] = []
-    load = LoadAccount("r", lambda: events.append("measured"))
+    load = ReplicaLoad("r", lambda: events.append("measured"))
     load.report(requests=1, tokens=10)
     assert not events
     load.learn(MIN_SAMPLE_TOKENS, 1.0)

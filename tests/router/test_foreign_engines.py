@@ -8,7 +8,7 @@ import pytest
 
 from argosy_router.fleet.links import foreign_poller
 from argosy_router.fleet.links.engine_metrics import parse_load
-from argosy_router.fleet.load_account import LoadAccount
+from argosy_router.fleet.replica_load import ReplicaLoad
 from argosy_router.prefixes.index import PrefixIndex
 from argosy_router.prefixes.replica_prefixes import HISTORY_S, ReplicaPrefixes
 
@@ -186,7 +186,7 @@ def test_history_is_forgotten_by_its_age_since_last_use() -> None:
 
 
 def test_rates_are_learnt_where_reports_have_none() -> None:
-    load = LoadAccount("r")
+    load = ReplicaLoad("r")
     load.report(requests=1, tokens=0)
     load.learn(1000, 0.5)
     assert load.prefill_tokens_per_s == 2000.0

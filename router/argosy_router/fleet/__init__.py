@@ -6,7 +6,7 @@ fleet           all services, kept equal to discovery's latest snapshot
 service         one service: its replicas, its prefix index, and the choice of a replica
 candidates      the replicas that a request may be sent to now
 replica         one replica
-load_account    queued tokens, requests and rates of a replica
+replica_load    queued tokens, requests and rates of a replica
 health          healthy, suspect, in cooldown or ejected
 links           telemetry and polling, which keep replicas up to date
 replica_errors  errors that telemetry tells of

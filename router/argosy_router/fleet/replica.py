@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from argosy_protocol.routable_report import ReplicaReport, ReplicaState
 from argosy_protocol.telemetry import Hello
 from argosy_router.fleet.health.replica_health import ReplicaHealth
-from argosy_router.fleet.load_account import LoadAccount
+from argosy_router.fleet.replica_load import ReplicaLoad
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 
@@ -53,7 +53,7 @@ class Replica:
         prefixes: ReplicaPrefixes,
         on_measured: Callable[[], None] | None = None,
     ) -> None:
-        """`on_measured` is passed to `LoadAccount`."""
+        """`on_measured` is passed to `ReplicaLoad`."""
         self.service = service
         self.name = member.name
         self.uid = member.uid
@@ -63,7 +63,7 @@ class Replica:
             service.encode("latin-1", "replace"),
         )
         self.pool = pool
-        self.load = LoadAccount(member.name, on_measured)
+        self.load = ReplicaLoad(member.name, on_measured)
         self.health = ReplicaHealth()
         self.prefixes = prefixes
         self.names = frozenset((*member.adapters, *member.aliases))

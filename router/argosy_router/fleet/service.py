@@ -14,8 +14,8 @@ from typing import Final
 from argosy_protocol.fleet import FleetService
 from argosy_router.fleet.candidates import CandidatePool, Candidates
 from argosy_router.fleet.health.ejection_limits import may_eject
-from argosy_router.fleet.load_account import LoadAccount
 from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.replica_load import ReplicaLoad
 from argosy_router.policy import POLICIES, Decision, RouteRequest
 from argosy_router.policy.rate_priors import assumed
 from argosy_router.prefixes.index import PrefixIndex
@@ -182,7 +182,7 @@ class Service:
         else:
             prefixes.remember(prompt.hashes, tokens, now)
 
-    def _add_recent_work(self, load: LoadAccount, tokens: int, now: float) -> None:
+    def _add_recent_work(self, load: ReplicaLoad, tokens: int, now: float) -> None:
         age = (now - self._recent_since) / RECENT_S
         if age > _RESCALE:
             fading = exp(-age)

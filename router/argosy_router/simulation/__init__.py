@@ -1,7 +1,7 @@
 """Simulation of request traces on the router's own routing code, in simulated time.
 
 Owns: trace files, a synthetic trace, a model of an engine, and the figures that compare policies.
-Must not know: sockets, clocks. Service, index, load account and policies are the production code; only engines and time
+Must not know: sockets, clocks. Service, index, replica load and policies are the production code; only engines and time
 are simulated.
 
     trace             trace files (Mooncake's format), and a synthetic trace

@@ -3,7 +3,7 @@
 Owns: simulated time, and the events between routers and engines: requests, telemetry, first tokens, ends.
 Must not know: how a choice is made (`Service.choose`), how results are shown.
 
-Each router has its own service, index and load accounts, as separate processes would have. Engines announce stored and
+Each router has its own service, index and replica loads, as separate processes would have. Engines announce stored and
 evicted blocks at once, and their load every `HEARTBEAT_S`.
 """
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from argosy_protocol.fleet import FleetService
 from argosy_router.config import UpstreamLimits
-from argosy_router.fleet.load_account import Charge
 from argosy_router.fleet.replica import Member, Replica
+from argosy_router.fleet.replica_load import Charge
 from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import ConnectionPool

@@ -1,6 +1,6 @@
 """Load of a replica: what it reports, corrected by what this router has sent since.
 
-Owns: the in-flight account and the rates of one replica; it is the `policy.Candidate` that policies see.
+Owns: the charges in flight and the rates of one replica; it is the `policy.Candidate` that policies see.
 Must not know: how the figures are weighed against a request.
 Invariants: every charge is released exactly once, whatever becomes of its request (`Charge.release` may be called
 more often, but counts once). The figures that policies read are plain attributes, updated by every change, because a
@@ -25,7 +25,7 @@ MIN_SAMPLE_TOKENS = 256
 """For shorter prompts, the time to first token says more about the network than about the replica."""
 
 
-class LoadAccount(Candidate):
+class ReplicaLoad(Candidate):
     """Queued prompt tokens, requests and rates of one replica."""
 
     __slots__ = (
@@ -122,7 +122,7 @@ class LoadAccount(Candidate):
         )
 
     def forget(self) -> None:
-        """Drop the replica's figures (stream lost, replica restarted), so that only the router's own account counts.
+        """Drop the replica's figures (stream lost, replica restarted), so that only the router's own charges count.
         Rates stay, as the hardware has not changed."""
         self.report(requests=0, tokens=0)
         self._has_report = False
@@ -185,12 +185,12 @@ class LoadAccount(Candidate):
 
 
 class Charge:
-    """One dispatched request on one replica's account."""
+    """One dispatched request on one replica's load."""
 
-    __slots__ = ("_account", "_generation", "_is_open", "_sequences", "_tokens")
+    __slots__ = ("_generation", "_is_open", "_load", "_sequences", "_tokens")
 
-    def __init__(self, account: LoadAccount, tokens: int, sequences: int, generation: int) -> None:
-        self._account = account
+    def __init__(self, load: ReplicaLoad, tokens: int, sequences: int, generation: int) -> None:
+        self._load = load
         self._tokens = tokens
         self._sequences = sequences
         self._generation = generation
@@ -200,11 +200,11 @@ class Charge:
         """Discharge the prompt tokens: the prompt is computed."""
         if self._tokens:
             tokens, self._tokens = self._tokens, 0
-            self._account.discharge(tokens, self._generation)
+            self._load.discharge(tokens, self._generation)
 
     def release(self) -> None:
         """Discharge the rest: the request has ended."""
         if self._is_open:
             self._is_open = False
             tokens, self._tokens = self._tokens, 0
-            self._account.discharge(tokens, self._generation, ended_sequences=self._sequences)
+            self._load.discharge(tokens, self._generation, ended_sequences=self._sequences)

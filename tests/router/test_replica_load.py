@@ -1,0 +1,44 @@
+"""A replica's load: own dispatches on top of its reports."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from argosy_router.fleet.replica_load import ReplicaLoad
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["charge", "first", "release", "report"]))))
+def test_every_charge_is_discharged_once(steps: list[tuple[int, str]]) -> None:
+    load = ReplicaLoad()
+    charges = {}
+    for number, step in steps:
+        if step == "charge" and number not in charges:
+            charges[number] = load.charge(100 + number)
+        elif step == "report":
+            load.report(requests=number, tokens=number * 50)
+        elif number in charges:
+            charge = charges[number]
+            charge.first_token() if step == "first" else charge.release()
+        assert load.inflight >= 0
+        assert load.inflight_tokens >= 0
+    for charge in charges.values():
+        charge.release()
+        charge.release()
+    assert (load.inflight, load.inflight_tokens) == (0, 0)
+
+
+def test_own_dispatches_count_before_and_after_a_report() -> None:
+    load = ReplicaLoad()
+    load.report(requests=3, tokens=1000)
+    first = load.charge(500)
+    assert (load.queued_tokens, load.requests) == (1500, 4)
+    load.report(requests=4, tokens=1400)  # the replica has it now, and has begun
+    assert (load.queued_tokens, load.requests) == (1400, 4)
+    first.first_token()
+    assert (load.queued_tokens, load.requests) == (900, 4)
+    first.release()
+    assert (load.queued_tokens, load.requests) == (900, 3)
+    load.forget()
+    assert (load.queued_tokens, load.requests) == (0, 0)
