@@ -8,7 +8,7 @@ model_names     which service a name means, which keys may use it, and what engi
 token_estimate  tokens that a request is charged to its key's limits
 stream_shape    which streams can be continued, and when they are complete
 body_rewrite    changes to single fields of a JSON body
-foreign_body    fields that engines of other makes get
+foreign_fields  fields that engines of other makes get
 header_policy   headers that cross the router
 request_id      ids of requests, as clients see them
 """

@@ -5,7 +5,7 @@ replicas.
 Invariant: the body that is forwarded is the client's own bytes, except for the value of `model` where the engine
 would not know the name the client used, of `priority` where the client's key or the engine has a say in it, of
 `cache_salt` where the key's cache is private, and of `stream_options` where a stream would not report its usage.
-Engines of other makes get only the fields that `foreign_body` lists.
+Engines of other makes get only the fields that `foreign_fields` lists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
 from argosy_router.prompts.prompt_hash import Prompt
 from argosy_router.proxy.request.body_rewrite import with_fields
-from argosy_router.proxy.request.foreign_body import foreign_body
+from argosy_router.proxy.request.foreign_fields import keep_foreign_fields
 from argosy_router.proxy.request.model_names import Renaming
 from argosy_router.proxy.request.stream_shape import StreamShape
 from argosy_router.proxy.request.token_estimate import TokenEstimate
@@ -103,7 +103,7 @@ class Call:
         """Reduce the body to the fields that engines of other makes get; an Argosy engine would ignore the others."""
         if not self.is_body_reduced:
             self.is_body_reduced = True
-            self.body = foreign_body(self.body)
+            self.body = keep_foreign_fields(self.body)
 
     def rename_body(self, replica: Replica) -> None:
         """Put into the body the name by which `replica` knows the model, if no header can tell it the client's. Such a

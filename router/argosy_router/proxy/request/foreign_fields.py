@@ -70,8 +70,8 @@ FOREIGN_FIELDS: Final = _OPENAI | _VLLM | _SGLANG
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def foreign_body(body: bytes) -> bytes:
-    """Return the JSON object `body` with known fields only, unchanged if it has no others."""
+def keep_foreign_fields(body: bytes) -> bytes:
+    """Return the JSON object `body` with foreign engines' fields only, unchanged if it has no others."""
     fields = _fields.decode(body)
     if FOREIGN_FIELDS.issuperset(fields):
         return body
