@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from argosy_router.native.accelerated import first_ranked
+from argosy_router.native.hashing import first_ranked
 from argosy_router.policy.policy_interface import Candidate
 
 _MASK = (1 << 64) - 1

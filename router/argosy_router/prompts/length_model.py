@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from argosy_router.native.accelerated import chunk_tokens
+from argosy_router.native.hashing import chunk_tokens
 from argosy_router.prompts.prompt_hash import Prompt
 
 PRIOR_BYTES_PER_TOKEN: Final = 4.0

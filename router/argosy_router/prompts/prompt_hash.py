@@ -12,7 +12,7 @@ from typing import Final
 from argosy_protocol.chunk_hash import chain_seed
 from argosy_protocol.openai import GenerationRequest
 from argosy_protocol.prompt_segments import Segment, SegmentKind
-from argosy_router.native.accelerated import chunk_hashes
+from argosy_router.native.hashing import chunk_hashes
 
 _AFFINITY_CHUNKS: Final = 4
 """The affinity hash is the hash chain up to this chunk: the role, then the first 768 bytes of the first text. Fewer
