@@ -9,7 +9,7 @@ Invariant: the operator takes the last routable replica only if `spec.rollout` s
     rollout_policy         bounds the surge and the unavailability; a new replica that fails halts the rollout: the
                            Deployment is paused until that replica is ready or the spec changes
     gpu_surge              no GPU for a surge: replicas are replaced in place, or the rollout waits
-    service_turn           the operator's own change is rolled out to one service at a time: the Deployments of the
+    staged_rollout         the operator's own change is rolled out to one service at a time: the Deployments of the
                            others are paused with the new template, and their pods keep serving with the old one
                            until it is their turn
 """
@@ -21,8 +21,8 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from argosy_operator.desired.gpu_surge import no_gpu_for_surge
-from argosy_operator.desired.service_turn import held_revision, is_healthy
 from argosy_operator.desired.spec_digest import input_digest
+from argosy_operator.desired.staged_rollout import held_revision, is_healthy
 from argosy_operator.names import HELD_ANNOTATION, INPUT_ANNOTATION, TURN_ANNOTATION
 from argosy_operator.observed.deployment import has_the_turn, rolling_update, template_revision
 from argosy_operator.observed.observation import Observation

@@ -1,7 +1,7 @@
 """Staged rollout of the operator's own changes: records which service has the turn.
 
-Only one service at a time rolls out such a change; which one has to wait, `desired.service_turn` decides. An annotation
-of the Deployment records the turn; this module covers the time from the decision to the write.
+Only one service at a time rolls out such a change; which one has to wait, `desired.staged_rollout` decides. An
+annotation of the Deployment records the turn; this module covers the time from the decision to the write.
 Must not know: what halts a rollout (`argosy_resource.rollout_policy`).
 Invariant: no two services are given the turn, because a claim is made without an await after the observation that
 found no other holder.
