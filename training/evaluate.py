@@ -1,6 +1,6 @@
 """Measure a model folder: held-out generated cases per family, and natural prompts.
 
-    python models/evaluate.py models/argosy-tiny --count 300 --json models/evaluation.json
+    python training/evaluate.py models/argosy-tiny --count 300 --json training/evaluation.json
 
 Runs the folder through transformers in float32. Held-out cases are scored on the whole reply, exactly;
 natural prompts (natural_prompts.json, not phrased by the generator) by substrings of the greedy reply.

@@ -1,6 +1,6 @@
 """Train the tiny model: tokenizer, data, training by a budget of minutes, export.
 
-One command reproduces the shipped model:  python models/train.py --minutes 75 --name final
+One command reproduces the shipped model:  python training/train.py --minutes 75 --name final
 
 The learning rate follows the elapsed share of the budget, so that a busy machine means fewer
 tokens, never a missing decay. Workers are single-threaded processes that sum gradients over gloo:
@@ -192,7 +192,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--priority", type=int, default=0, help="nice value; also of the scheduler's autogroup"
     )
-    parser.add_argument("--name", default="run", help="folder under models/runs for log and checkpoints")
+    parser.add_argument("--name", default="run", help="folder under training/runs for log and checkpoints")
     parser.add_argument("--out", type=Path, help="also export the final model to this folder")
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     parser.add_argument(

@@ -1,6 +1,0 @@
-"""Makes models/ importable, as it is for the scripts in it."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
