@@ -70,8 +70,8 @@ attack: $(INSTALLED_DEV) ## attack a local fleet for ATTACK_S seconds (an hour) 
 
 generate: $(INSTALLED_DEV) ## write the CRD, the dashboard, the alert rules and docs/reference anew
 	$(BIN)/python -P -m argosy_resource.crd
-	PYTHONPATH=charts $(BIN)/python -P -m monitoring charts/argosy/files
-	PYTHONPATH=docs $(BIN)/python -P -m docs_reference docs/reference
+	PYTHONPATH=generators $(BIN)/python -P -m monitoring charts/argosy/files
+	PYTHONPATH=generators $(BIN)/python -P -m docs_reference docs/reference
 
 lint: $(INSTALLED_DEV) ## style, types, import contracts
 	$(BIN)/ruff check .
