@@ -23,7 +23,7 @@ from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.models.model_path import resolve_model
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
-from text_models import byte_fallback_tokenizer
+from small_tokenizers import byte_fallback_tokenizer
 
 TINY = resolve_model("builtin://tiny")
 TOOLS = "{% if tools %}TOOLS\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"

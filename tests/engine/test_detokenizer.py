@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.params.sampling_params import SamplingParams
-from text_models import byte_fallback_tokenizer
+from small_tokenizers import byte_fallback_tokenizer
 
 
 def detokenize(
