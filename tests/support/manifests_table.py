@@ -81,7 +81,7 @@ placement:
     "hedging by a whole factor": manifest(f"{TINY}\nrouter: {{hedgeAfter: 1}}"),
     "no hedging": manifest(f"{TINY}\nrouter: {{hedgeAfter: 0}}"),
     "canary": manifest(f"{TINY}\nrouter: {{canary: {{service: tiny-next, weight: 10}}}}"),
-    "canary that rests": manifest(f"{TINY}\nrouter: {{canary: {{service: tiny-next, weight: 0}}}}"),
+    "canary with weight zero": manifest(f"{TINY}\nrouter: {{canary: {{service: tiny-next, weight: 0}}}}"),
     "paused": manifest(f"{TINY}\npaused: true"),
     "overlay": manifest(
         TINY
