@@ -17,8 +17,8 @@ def held_revision(
 ) -> str:
     """The revision that keeps serving if this service may have to wait for its turn; empty if it need not wait.
 
-    It waits only if the change is the operator's own and the service is at rest with at least one routable replica:
-    otherwise there is nothing to protect. A new internal key does not wait, because routers that have it cannot reach
+    It waits only if the change is the operator's own, the last rollout is complete and a replica is routable: otherwise
+    there is nothing to protect. A new internal key does not wait, because routers that have it cannot reach
     engines with the old one.
     """
     live = observed.deployment
@@ -31,9 +31,9 @@ def held_revision(
         annotations.get(INPUT_ANNOTATION, digest) == digest and template.get(KEY_ANNOTATION) == key_digest
     )
     alive = [pod for pod in observed.pods if pod.is_alive]
-    is_at_rest = all(pod.revision == serving for pod in alive)
+    is_complete = all(pod.revision == serving for pod in alive)
     is_serving = any(pod.is_routable for pod in alive)
-    return serving if serving != revision and is_own and is_at_rest and is_serving else ""
+    return serving if serving != revision and is_own and is_complete and is_serving else ""
 
 
 def is_healthy(service: InferenceService, observed: Observation, revision: str) -> bool:
