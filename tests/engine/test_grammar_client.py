@@ -207,10 +207,22 @@ PARENT = """
 import sys, threading
 from argosy_engine.structured.grammar_client import GrammarClient
 from argosy_engine.structured.grammar_messages import GrammarServerArgs
-from argosy_engine.structured.grammar_server import NICENESS
+from argosy_engine.structured.compile_queue import CompileQueue
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 client = GrammarClient(GrammarServerArgs(sys.argv[1], 1024, [2], 1))
-client.new_compilation().run(GrammarSpec("regex", "a"))
+def start_and_compile():
+    client.new_compilation().run(GrammarSpec("regex", "a"))
+match sys.argv[2]:
+    case "main thread":
+        start_and_compile()
+    case "thread that ends":
+        thread = threading.Thread(target=start_and_compile)
+        thread.start()
+        thread.join()
+    case "warm-up":
+        CompileQueue(client, num_threads=1).warm_up()
+        while client.pid is None:
+            pass
 endless = GrammarSpec("regex", "(a|aa|aaa)*" * 2000)
 threading.Thread(target=client.new_compilation().run, args=(endless,), daemon=True).start()
 print(client.pid, flush=True)
@@ -219,9 +231,12 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["running", "stopped"])
-def test_nothing_outlives_a_killed_core(stops: bool) -> None:
+@pytest.mark.parametrize("started_by", ["main thread", "thread that ends", "warm-up"])
+def test_nothing_outlives_a_killed_core(started_by: str, stops: bool) -> None:
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", PARENT, ARGS.model_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-P", "-c", PARENT, ARGS.model_path, started_by],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())

@@ -2,7 +2,7 @@
 
 Two mechanisms are combined, because each has a gap. A pipe or socket from the parent reports its end as end of file,
 but a stopped child (SIGSTOP) never reads it. PR_SET_PDEATHSIG kills even a stopped child, but is tied to the *thread*
-that forked it, so it is requested only if that is the parent's main thread.
+that forked it, so it is requested only if that is the parent's main thread or a `SpawnerThread`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import queue
 import select
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 logger = logging.getLogger("argosy.core")
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,9 +33,50 @@ KILL_TIMEOUT_S = 5.0
 network file system, and must not hold up its parent then."""
 
 
+class SpawnerThread(threading.Thread):
+    """Thread that starts children on behalf of threads that may end before them. The kernel kills them when it ends.
+
+    It starts with the first call. Only one thread at a time may use it.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(daemon=True, name=name)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def call(self, start: Callable[[], T]) -> T:
+        """Run a function in the thread and return its result, or raise its exception.
+
+        Raises:
+            RuntimeError: the system has no more threads.
+        """
+        if not self.is_alive():
+            self.start()
+        result: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                result.set_result(start())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._calls.put(answer)
+        return result.result()
+
+    def close(self) -> None:
+        """End the thread. Its children must have ended; others are killed."""
+        self._calls.put(None)
+
+    def run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # it refers to the result, which its owner may want to release
+
+
 def parent_argument() -> str:
-    """Return the argument for a child's `die_with_parent`: our pid if the calling thread is the main thread, else 0."""
-    return str(os.getpid() if threading.current_thread() is threading.main_thread() else 0)
+    """Return the argument for a child's `die_with_parent`: our pid, or 0 if the calling thread may end before us."""
+    thread = threading.current_thread()
+    is_permanent = thread is threading.main_thread() or isinstance(thread, SpawnerThread)
+    return str(os.getpid() if is_permanent else 0)
 
 
 def die_with_parent(parent: int) -> None:

@@ -2,7 +2,8 @@
 
 The process is started with the first grammar, or by `warm_up` once the engine is idle, and again with the next grammar
 after it has ended for whatever reason. It ends with the core, because the socket between them closes and because the
-kernel kills it (`osproc.child_process`).
+kernel kills it (`osproc.child_process`). Whichever thread needs it, a `SpawnerThread` starts it: compile threads end
+before it does.
 
 A server that does not fork in time, because it is stopped or hangs in the kernel, is killed and replaced. Wall clock
 time decides, because such a process uses no CPU time. If a server is lost, the next one compiles the grammar again,
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from argosy_engine.osproc.child_process import parent_argument
+from argosy_engine.osproc.child_process import SpawnerThread, parent_argument
 from argosy_engine.structured.compile_queue import DEADLINE_S, BackendUnavailable
 from argosy_engine.structured.grammar_messages import (
     COMPILED,
@@ -163,6 +164,7 @@ class GrammarClient:
         self.fork_timeout_s = fork_timeout_s
         self._warm_up_timeout_s = warm_up_timeout_s
         self._lock = threading.Lock()
+        self._spawner = SpawnerThread("grammar process starter")
         self._server: _ForkServer | None = None
         self._killed: list[_ForkServer] = []
         """Killed processes that are not reaped yet."""
@@ -216,6 +218,7 @@ class GrammarClient:
             for server in self._killed:
                 server.is_reaped(_EXIT_TIMEOUT_S)
             self._server = None
+            self._spawner.close()
 
     def connect(self) -> _Connection:
         """Send the process the socket of a new job, and return our end.
@@ -254,7 +257,10 @@ class GrammarClient:
             self._drop(self._server)
         self._killed = [server for server in self._killed if not server.is_reaped()]
         if self._server is None:
-            self._server = _ForkServer(self._args, self._warm_up_timeout_s)
+            try:
+                self._server = self._spawner.call(lambda: _ForkServer(self._args, self._warm_up_timeout_s))
+            except RuntimeError as error:
+                raise OSError(str(error)) from None
         return self._server
 
     def _drop(self, server: _ForkServer) -> None:
