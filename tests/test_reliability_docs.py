@@ -8,13 +8,18 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
+def rows() -> list[list[str]]:
+    """Cells of the tables' rows, with an empty one before the first `|` and one after the last."""
+    pages = sorted((ROOT / "docs/reliability").glob("*.md"))
+    lines = "\n".join(page.read_text() for page in pages).splitlines()
+    return [re.split(r"(?<!\\)\|", line) for line in lines if line.lstrip().startswith("|")]
+
+
 def named_tests() -> list[tuple[str, str]]:
     """(file, test) of the tables' second column; the test is empty where a whole file is meant."""
     named = []
-    pages = sorted((ROOT / "docs/reliability").glob("*.md"))
-    for line in "\n".join(page.read_text() for page in pages).splitlines():
-        cells = re.split(r"(?<!\\)\|", line)
-        if len(cells) != 5 or cells[2].strip() in ("test", "---"):
+    for cells in rows():
+        if cells[2].strip() in ("test", "---"):
             continue
         file = ""
         for reference in re.findall(r"[\w/.]*\.py(?:::\w+)?|::\w+", cells[2]):
@@ -22,6 +27,10 @@ def named_tests() -> list[tuple[str, str]]:
             file = path or file
             named.append((file, test))
     return named
+
+
+def test_every_row_has_three_cells() -> None:
+    assert not [cells for cells in rows() if len(cells) != 5 or cells[0].strip() or cells[4].strip()]
 
 
 def test_every_test_that_is_named_exists() -> None:
