@@ -194,6 +194,38 @@ def test_a_closed_client_starts_no_process() -> None:
     assert client.pid is None
 
 
+def test_closing_does_not_wait_for_a_process_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped here. One that imports XGrammar reads nothing for seconds, on a busy machine."""
+    monkeypatch.setattr("argosy_engine.structured.grammar_client.EXIT_TIMEOUT_S", 600.0)
+    client = GrammarClient(ARGS)
+    compilation = client.new_compilation()
+    pid = client.pid
+    assert pid is not None
+    stop(pid)
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    wait_for_end(pid)
+    closing.join()
+    with pytest.raises(BackendUnavailable):
+        compilation.run(GrammarSpec("regex", "a"))
+
+
+def test_a_vocabulary_that_cannot_be_fetched_is_no_fault_of_a_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answer is too long here; the system may also kill the fork that reads it, for lack of memory."""
+    fresh = GrammarClient(ARGS)
+    try:
+        monkeypatch.setattr("argosy_engine.structured.grammar_client.MAX_ANSWER_BYTES", 2000)
+        for fetch in (fresh.warm_up, lambda: compiled(fresh, "regex", "a")):
+            with pytest.raises(BackendUnavailable, match="vocabulary"):
+                fetch()
+        monkeypatch.undo()
+        assert compiled(fresh, "regex", "a") is not None
+    finally:
+        fresh.close()
+
+
 def test_an_unreadable_vocabulary_is_reported(tmp_path: Path) -> None:
     client = GrammarClient(GrammarServerArgs(str(tmp_path), 1024, [EOS], 1))
     try:

@@ -58,7 +58,8 @@ TABLE_TIMEOUT_S = 10.0
 _KILL_GRACE_S = 1.0
 """How long to wait after a compilation's deadline, when the kernel's timer should have killed it, before giving up: a
 stopped process is not killed by its timer."""
-_EXIT_TIMEOUT_S = 2.0
+EXIT_TIMEOUT_S = 2.0
+"""How long `close` waits for the end of a killed process, which may hang in the kernel."""
 _ORPHAN_S = 0.1
 """How long the end of the process may be noticed after the end of a compilation that it took with it."""
 
@@ -136,11 +137,9 @@ class _ForkServer:
         self._process.kill()
 
     def end(self) -> None:
-        """Close the socket and wait for the process to exit; kill it if it does not exit soon."""
-        self._control.close()
-        if not self.is_reaped(_EXIT_TIMEOUT_S):
-            self.kill()
-            self.is_reaped(_EXIT_TIMEOUT_S)
+        """Kill the process, which has nothing to lose and may not read for seconds (imports), and wait for its end."""
+        self.kill()
+        self.is_reaped(EXIT_TIMEOUT_S)
 
 
 class GrammarClient:
@@ -204,8 +203,8 @@ class GrammarClient:
                     answer = ForkedCompilation(self).ask(
                         CompileJob(min(self.deadline_s, TABLE_TIMEOUT_S)), TABLE
                     )
-                except OSError as error:
-                    raise BackendUnavailable(str(error)) from None
+                except (OSError, ValueError) as error:  # whatever it is, no grammar is to blame
+                    raise BackendUnavailable(f"the vocabulary cannot be fetched: {error}") from None
                 self._deserializer = Deserializer(msgspec.msgpack.decode(answer, type=TokenTable))
             return self._deserializer
 
@@ -216,7 +215,7 @@ class GrammarClient:
             if self._server is not None:
                 self._server.end()
             for server in self._killed:
-                server.is_reaped(_EXIT_TIMEOUT_S)
+                server.is_reaped(EXIT_TIMEOUT_S)
             self._server = None
             self._spawner.close()
 
