@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +150,45 @@ class NeverCompiles:
     def lower_priority(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class CompilesAtOnce(NeverCompiles):
+    def run(self, spec: GrammarSpec) -> Any:
+        return SimpleNamespace(memory_size_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "left"),
+    [(0.009, 33), (0.0002, 256), (0.04, 7)],
+    ids=["bearable alone", "usual", "expensive"],
+)
+def test_a_batch_of_grammars_is_bounded_however_little_each_uses(
+    cost_s: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 256 requests with a grammar of these costs a step, as many go on as fit into one step."""
+
+    class Matcher:
+        def __init__(self, *arguments: Any) -> None:
+            self.is_terminated = self.is_too_slow = False
+
+        def accept(self, token_id: int) -> bool:
+            return True
+
+        def take_cpu_s(self) -> float:
+            return cost_s
+
+    monkeypatch.setattr("argosy_engine.structured.manager.GrammarState", Matcher)
+    manager = StructuredOutputManager(CompileQueue(CompilesAtOnce(), num_threads=1), 64, (2,))
+    for number in range(256):
+        manager.add(str(number), GrammarRequest(GrammarSpec("regex", "a")))
+    while manager.is_waiting:
+        manager.wait(30)
+        assert not any(compiled.failure for compiled in manager.take_compiled())
+    monkeypatch.undo()
+    failures = manager.accept({request_id: [1] for request_id in manager.request_ids})
+    assert len(failures) == 256 - left
+    assert all(failure.is_overload for failure in failures.values())
+    manager.close()
 
 
 class WaitingCore:

@@ -41,6 +41,10 @@ streams. Beyond the limit the most expensive request fails, one per step, until 
 MIN_BLAMED_CPU_S = 0.01
 """CPU time that a request must have used to fail by `MAX_TOTAL_CPU_S`: no request of a large batch of usual grammars
 should."""
+MAX_STALL_CPU_S = 0.3
+"""Limit on the CPU time of all grammars in one step that holds however little each request uses, because hundreds of
+requests below `MIN_BLAMED_CPU_S` would together stall all streams for seconds. Beyond it the most expensive requests
+fail at once, as many as it takes. A thousand usual grammars need a third of it."""
 MAX_STUCK = 4
 """Limit on threads stuck in abandoned calls. When it is reached, new grammars are refused, because they might get stuck
 too, and running requests fail if a call for an equal grammar was abandoned."""
@@ -332,22 +336,27 @@ class StructuredOutputManager:
             results[request_id] = _follow(self._states[request_id], sampled[request_id])
 
         errors = self._run(followed, [partial(follow, request_id) for request_id in followed])
-        results |= self._most_expensive([i for n, i in enumerate(followed) if n not in errors])
+        results |= self._too_slow_together([i for n, i in enumerate(followed) if n not in errors])
         # An abandoned call may still write to `results`.
         failures = {
             request_id: failure for request_id, failure in list(results.items()) if failure is not None
         }
         return failures | self._failures({followed[index]: error for index, error in errors.items()})
 
-    def _most_expensive(self, request_ids: Sequence[str]) -> dict[str, GrammarFailure | None]:
-        """Return the request to fail because all grammars together take too long; nearly always none."""
+    def _too_slow_together(self, request_ids: Sequence[str]) -> dict[str, GrammarFailure]:
+        """Return the requests to fail because all grammars together take too long; nearly always none."""
         costs = {request_id: self._states[request_id].take_cpu_s() for request_id in request_ids}
-        if sum(costs.values()) <= MAX_TOTAL_CPU_S:
+        left_s = sum(costs.values())
+        if left_s <= MAX_TOTAL_CPU_S:
             return {}
-        request_id, cost_s = max(costs.items(), key=lambda item: item[1])
-        if cost_s < MIN_BLAMED_CPU_S:
-            return {}
-        return {request_id: GrammarFailure(_TOO_SLOW_TOGETHER, is_overload=True)}
+        failures = dict[str, GrammarFailure]()
+        for request_id, cost_s in sorted(costs.items(), key=lambda item: item[1], reverse=True):
+            is_blamed = not failures and cost_s >= MIN_BLAMED_CPU_S
+            if not is_blamed and left_s <= MAX_STALL_CPU_S:
+                break
+            failures[request_id] = GrammarFailure(_TOO_SLOW_TOGETHER, is_overload=True)
+            left_s -= cost_s
+        return failures
 
     def _failures(self, errors: Mapping[str, Exception]) -> dict[str, GrammarFailure]:
         """Turn exceptions of matchers into failures, and drop these requests' grammar states."""
