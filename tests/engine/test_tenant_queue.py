@@ -212,6 +212,18 @@ def test_a_newcomer_does_not_profit_from_a_less_urgent_tenant_that_starves() -> 
     assert Counter(waiting.admit().tenant for _ in range(4)) == {"busy": 2, "newcomer": 2}
 
 
+def test_waiting_with_a_request_that_is_not_urgent_earns_nothing() -> None:
+    waiting = Waiting()
+    waiting.push("parked", 10, priority=1_000_000)
+    for _ in range(100):
+        waiting.push("busy", 10)
+        waiting.admit()
+    for _ in range(20):
+        waiting.push("busy", 10)
+        waiting.push("parked", 10)
+    assert Counter(waiting.admit().tenant for _ in range(20)) == {"busy": 10, "parked": 10}
+
+
 def test_a_tenant_that_sent_only_batches_is_charged_from_the_present_level() -> None:
     waiting = Waiting()
     for _ in range(10):

@@ -2,11 +2,12 @@
 
 Each tenant has a counter of the tokens that were computed for it. Among tenants whose first request has the same
 priority, the one with the lowest counter goes next, so a tenant that queues many or long prompts delays its own
-requests, not another tenant's. A tenant that starts to wait gets at least the counter at which the last turn was taken,
-or the lowest of those that wait at its priority or a more urgent one if that is lower, so that being idle earns
-nothing. Within a tenant the order is that of `RequestQueue`. A request that returns (preempted) keeps its place: it
-goes before all requests of its priority that have not run yet, whatever its tenant has been charged meanwhile, and if
-it does not fit, they wait for it.
+requests, not another tenant's. A tenant that starts to wait, or whose first request becomes more urgent, gets at least
+the counter at which the last turn was taken, or the lowest of those that wait at its priority or a more urgent one if
+that is lower, so that neither being idle nor waiting with what is not urgent earns anything. Within a tenant the order
+is that of `RequestQueue`. A request that returns (preempted) keeps its place: it goes before all requests of its
+priority that have not run yet, whatever its tenant has been charged meanwhile, and if it does not fit, they wait for
+it.
 
 Routers name tenants by their clients' keys; without a router, whoever calls the engine may name one. Requests without
 a tenant share one, and with one tenant alone this is a `RequestQueue` at nearly the same cost. Calls of several
@@ -74,10 +75,12 @@ class TenantQueue:
         if request.has_run:
             self._returned.push(request)
             return
-        tenant = request.tenant
+        tenant, urgency = request.tenant, request.queue_key[0]
         queue = self._tenants.get(tenant)
+        head = None if queue is None else queue.peek()
+        if head is None or urgency < head.queue_key[0]:
+            self._counters[tenant] = self._starting_counter(tenant, urgency)
         if queue is None:
-            self._counters[tenant] = self._starting_counter(tenant, request.queue_key[0])
             queue = self._tenants[tenant] = RequestQueue()
         queue.push(request)
         self._num_new += 1
@@ -125,7 +128,7 @@ class TenantQueue:
             self._forget()
 
     def _starting_counter(self, tenant: str, urgency: int) -> int:
-        """Return the counter of a tenant that starts to wait with a request of priority `urgency`."""
+        """Return the counter of a tenant that starts to wait at priority `urgency`."""
         own = self._counters.get(tenant, 0)
         if own >= self._last:
             return own
