@@ -20,6 +20,8 @@ class FakeApiServer:
     status: int = 200
     drops_events: bool = False
     """Watches stay silent: a change is seen only by the next list."""
+    watch_answer: bytes = b""
+    """Response to every watch, instead of events; the connection then stays open."""
     forbidden: set[tuple[str, str]] = field(default_factory=set)
     """(collection, namespace) that may not be read."""
     lists: list[str] = field(default_factory=list)
@@ -109,6 +111,8 @@ class FakeApiServer:
             self.refused.append(collection)
             body = json.dumps({"kind": "Status", "code": status}).encode()
             writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+        elif query.get("watch") == "true" and self.watch_answer:
+            writer.write(self.watch_answer)
         elif query.get("watch") == "true":
             writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
             for version, event, key, item in self._history:

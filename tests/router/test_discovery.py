@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_
 from argosy_router.discovery import dns, model_discovery, reflector
 from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
-from argosy_router.discovery.kubernetes import KubernetesDiscovery, pod_selectors
+from argosy_router.discovery.kubernetes import KubernetesDiscovery, Pod, pod_selectors
 from argosy_router.discovery.source import Discovery, revision_of
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import FleetSnapshot
@@ -360,6 +361,50 @@ async def test_lists_are_the_truth(how: str) -> None:
         if how == "expired watch":
             api.expire_watches()
         await until(lambda: published.members == {"default/svc": ["b"]})
+
+
+EXPIRED_EVENT = b'{"type":"ERROR","object":{"kind":"Status","code":410}}\n'
+
+
+class Draws(random.Random):
+    """Notes the random numbers that a reflector draws: of the period of a watch, and of a pause."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.count = 0
+
+    def uniform(self, a: float, b: float) -> float:
+        self.count += 1
+        return super().uniform(a, b)
+
+
+@pytest.mark.parametrize(
+    "watch_answer",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(EXPIRED_EVENT), EXPIRED_EVENT),
+        b"HTTP/1.1 410 Gone\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+    ],
+    ids=["error event", "gone", "ends at once"],
+)
+async def test_a_pause_precedes_the_list_after_a_watch_that_fails(
+    watch_answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reflector, "BACKOFF_BASE_S", 3600.0)
+    monkeypatch.setattr(reflector, "BACKOFF_CAP_S", 3600.0)
+    draws = Draws()
+    async with FakeApiServer(watch_answer=watch_answer) as api:
+        configuration = kubernetes_client.Configuration()
+        configuration.host = api.url
+        async with kubernetes_client.ApiClient(configuration) as client:
+            watcher = reflector.Reflector(
+                client, "/api/v1/namespaces/argosy/pods", Pod, lambda: None, rng=draws
+            )
+            task = asyncio.create_task(watcher.run())
+            await until(lambda: draws.count >= 2)
+            assert len(api.lists) == 1
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def test_one_selector_covers_a_namespace() -> None:

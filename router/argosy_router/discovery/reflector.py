@@ -2,13 +2,15 @@
 
 Owns: one list-then-watch loop. Must not know: what the objects mean.
 Invariants: the periodic list is authoritative and the watch only makes changes visible sooner, so a lost event has an
-effect for one period at most; while the API server is unavailable the copy keeps its last state.
+effect for one period at most; while the API server is unavailable the copy keeps its last state; after a watch that
+failed or ended early, a pause precedes the next list, so that an API server in trouble is not asked in a loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, TypeVar
@@ -98,16 +100,19 @@ class Reflector(Generic[T]):
 
     async def run(self) -> None:
         """List and watch until cancelled."""
+        now = asyncio.get_running_loop().time
         failures = 0
         while True:
+            listed_at = math.inf
+            is_broken = True
             try:
                 version = await self._list()
-                failures = 0
+                listed_at = now()
                 await self._watch(version)
+                is_broken = False
             except WatchExpired:
-                continue
+                log.debug("kubernetes %s: the watch has expired", self._path)
             except (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
-                failures += 1
                 status = getattr(error, "status", 0) or 0
                 if 400 <= status < 500 and not self.is_settled:
                     self.is_settled = (
@@ -117,6 +122,9 @@ class Reflector(Generic[T]):
                 log.warning(
                     "kubernetes %s: %s %s", self._path, type(error).__name__, status or str(error)[:256]
                 )
+            is_brief = now() - listed_at < min(BACKOFF_CAP_S, self._relist_s / 2)
+            failures = failures + 1 if is_brief else int(is_broken)
+            if failures:
                 pause = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(failures, 8))
                 await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
 
