@@ -4,7 +4,8 @@
     PYTHONPATH=tests:tests/support python -P -m attack --seconds 600 --families grammars nesting -o result.json
 
 The exit code is 1 if a request of the canary failed, got a different answer, or waited too long; or if bad input
-ejected a replica, bad input got a server error, a gauge did not return to zero, or a process kept growing.
+ejected a replica, bad input got a server error, a gauge did not return to zero, a process kept growing, or one outlived
+the process that started it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The fleet under attack: one router with API keys over three engines on the tiny model, as processes of this machine.
 
-Owns the processes, their restarts after a kill, and their process ids. Must not know attacks or clients. Everything
-listens on loopback. The engines are small (64 MiB of KV cache, 32 sequences), so that attacks reach their limits.
+Owns the processes, their restarts after a kill, their process ids, and the search for what they leave behind. Must not
+know attacks or clients. Everything listens on loopback. The engines are small (64 MiB of KV cache, 32 sequences), so
+that attacks reach their limits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ CANARY_KEY, ATTACKER_KEY, ENGINE_KEY = "sk-attack-canary", "sk-attack-attacker",
 MAX_CONNECTIONS = 512
 """The router's connection limit, low enough for an attack to use it up."""
 START_S = 120.0
+LEFTOVER_S = 10.0
+"""How long after the end of their parents processes may live on: those that end by themselves, one after the other."""
+_FOLDER_VARIABLE = "ATTACK_FOLDER"
+"""Environment variable of all the fleet's processes and their descendants, by which leftover ones are found."""
 ENGINE_FLAGS = (
     *("--threads", "1", "--dtype", "float32", "--max-num-seqs", "32"),
     *("--kv-cache-memory-bytes", str(64 << 20), "--structured-outputs-cache-bytes", str(16 << 20)),
@@ -62,10 +67,11 @@ class Process:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,  # in one session, as `argosy up` starts them
+                env={**os.environ, _FOLDER_VARIABLE: str(self.log.parent)},
             )
 
     def stop(self) -> None:
-        """Stop the process and its descendants."""
+        """Stop the process, which should end its descendants."""
         if self.popen is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -73,7 +79,7 @@ class Process:
             self.popen.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(20)
-            os.killpg(self.pid, signal.SIGKILL)
+        self.popen.kill()
         self.popen.wait()
 
     @property
@@ -97,6 +103,13 @@ class Engine(Process):
         with contextlib.suppress(ProcessLookupError):
             if core := self.core:
                 os.kill(core, number)
+
+    def stop_grammar_server(self) -> None:
+        """Stop the core's grammar process (SIGSTOP), so that it cannot notice the core's end."""
+        with contextlib.suppress(OSError):
+            for pid in children(self.core):
+                if b"grammar_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGSTOP)
 
 
 class Fleet:
@@ -206,6 +219,25 @@ class Fleet:
                     found[f"{process.name} core #{process.starts}"] = core
         return found
 
-    def stop(self) -> None:
+    def stop(self) -> list[str]:
+        """Stop all processes and kill what is left of any that ever ran; return the command lines of those."""
         for process in self.processes:
             process.stop()
+        deadline = time.monotonic() + LEFTOVER_S
+        while (left := self._living()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return list(left.values())
+
+    def _living(self) -> dict[int, str]:
+        """Return the command lines of all descendants of the fleet's processes, past ones included."""
+        mark = f"{_FOLDER_VARIABLE}={self.folder}".encode()
+        found = {}
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and mark in (folder / "environ").read_bytes().split(b"\0"):
+                    command = (folder / "cmdline").read_bytes().rstrip(b"\0")
+                    found[int(folder.name)] = command.replace(b"\0", b" ").decode()
+        return found

@@ -23,6 +23,7 @@ from .verdict import (
     Phase,
     canary_findings,
     gauge_findings,
+    leftover_findings,
     memory_findings,
     memory_growth,
     phase_findings,
@@ -116,7 +117,9 @@ class Run:
                 clients.cancel()
                 await asyncio.gather(clients, return_exceptions=True)
             gauges = await self._quiet_gauges()
-            return self._result(canary.records, gauges, time.monotonic() - started)
+            result = self._result(canary.records, gauges, time.monotonic() - started)
+            result.findings += leftover_findings(await asyncio.to_thread(self._fleet.stop))
+            return result
         finally:
             lag.cancel()
             await asyncio.to_thread(self._fleet.stop)

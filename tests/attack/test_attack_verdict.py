@@ -12,6 +12,7 @@ from .verdict import (
     Phase,
     canary_findings,
     gauge_findings,
+    leftover_findings,
     memory_findings,
     memory_growth,
     phase_findings,
@@ -86,6 +87,12 @@ def test_server_errors_for_bad_input_are_found() -> None:
 def test_gauges_must_be_zero() -> None:
     found = gauge_findings({"router: queued_requests": 0.0, "r0: num_requests_waiting": 1.0})
     assert [finding.text for finding in found] == ["r0: num_requests_waiting is 1"]
+
+
+def test_processes_that_outlive_their_parent_are_found() -> None:
+    assert [finding.text for finding in leftover_findings(["python -m grammar_server"])] == [
+        "python -m grammar_server"
+    ]
 
 
 def points(growth_bytes: float, count: int = 40) -> list[tuple[float, float]]:

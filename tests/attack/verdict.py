@@ -110,6 +110,11 @@ def gauge_findings(gauges: Mapping[str, float]) -> list[Finding]:
     ]
 
 
+def leftover_findings(commands: Sequence[str]) -> list[Finding]:
+    """Return the processes that outlived the one that started them."""
+    return [Finding("process left", "at the end", command) for command in commands]
+
+
 def median_slope(points: Sequence[tuple[float, float]]) -> float:
     """Return the Theil-Sen estimate: the median slope over all pairs of points, which single allocator steps do not
     change."""

@@ -46,7 +46,11 @@ def _kill(pid: int) -> None:
 
 
 async def core_killed(target: Target) -> None:
-    await _hit(target, lambda engine: engine.signal_core(signal.SIGKILL))
+    def strike(engine: Engine) -> None:
+        engine.stop_grammar_server()
+        engine.signal_core(signal.SIGKILL)
+
+    await _hit(target, strike)
 
 
 async def api_killed(target: Target) -> None:
