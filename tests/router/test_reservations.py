@@ -227,6 +227,31 @@ async def test_a_unary_answer_that_is_cut_counts_for_what_was_computed(tmp_path:
         assert 12_000 - await left(r) == pytest.approx(2 / STEP_S - 400, abs=60)
 
 
+@pytest.mark.parametrize(
+    ("stream", "num_running", "tokens"),
+    [(False, 1, 2 / STEP_S - 400), (True, 1, 0), (False, 0, 0), (True, 0, 0)],
+    ids=["what was computed", "a stream's prompt", "no answer", "no stream"],
+)
+async def test_a_request_whose_time_passes_counts_for_what_was_computed(
+    tmp_path: Path, stream: bool, num_running: int, tokens: float
+) -> None:
+    engine = FakeEngine()
+    times = {"request_timeout_s": 0.05, "first_byte_timeout_s": 0.05}
+    async with metered(tmp_path, engine, limit=12_000, **times) as (r, clock):
+
+        async def compute(connection: Connection, _: Received) -> None:
+            clock.time += 2.0  # refills 400 tokens
+            await connection.gone()
+
+        engine.script = compute
+        engine.announce(Load(core_step_age_s=0.0, num_running=num_running, decode_step_s=STEP_S))
+        await r.until(lambda: r.replica(0).load.reported_requests == num_running)
+        assert (await complete(r, max_tokens=4000, stream=stream)).status_code == 504
+        await r.until(lambda: r.router.requests.inflight == 0)
+        engine.script = answer_usage
+        assert 12_000 - await left(r) == pytest.approx(tokens, abs=60)
+
+
 async def test_beams_that_are_not_returned_count(tmp_path: Path) -> None:
     async def beams(connection: Connection, _: Received) -> None:
         connection.answer(200, usage(5, 100))

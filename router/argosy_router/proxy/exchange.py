@@ -169,6 +169,10 @@ class Exchange(AttemptListener):
         self._outliers.attempt_failed(self._call.service, attempt.replica, error, self._now())
         if isinstance(error, Refused) and error.is_ambiguous:
             self._faults.add(attempt.replica, error.status)
+        elif (
+            isinstance(error, FirstByteTimeout) and attempt.replica.is_computing and not self._call.is_stream
+        ):
+            self._faults.add_timeout()
         progress = self._progress(attempt)
         step = retry_state.after_failure(
             progress,
@@ -183,7 +187,7 @@ class Exchange(AttemptListener):
         elif (choice := self._next_replica(step, attempt, error)) is not None:
             self._send_again(step, choice, attempt, error)
         elif progress == "none":
-            self._give_up(error)
+            self._give_up(attempt, error)
         else:
             self._interrupt(attempt, "refused" if progress == "unresumable" else "failed")
 
@@ -263,7 +267,7 @@ class Exchange(AttemptListener):
         self._answer.finish()
         self._end()
 
-    def _give_up(self, error: UpstreamError) -> None:
+    def _give_up(self, attempt: Attempt, error: UpstreamError) -> None:
         """Answer with the error that the last attempt ended with."""
         model = self._call.service.spec.model
         if isinstance(error, EngineError):
@@ -272,7 +276,12 @@ class Exchange(AttemptListener):
             message = f"the replicas of model {model!r} take no more requests"
             self._end_with_error(TooManyRequests(message, retry_after_s=error.retry_after_s))
         elif isinstance(error, FirstByteTimeout):
-            self._end_with_error(GatewayTimeout(f"model {model!r} did not answer in time", retry_after_s=1.0))
+            message = f"model {model!r} did not answer in time"
+            if attempt.replica.is_computing:
+                self.outcome.is_cut_short = True
+                if not self._call.is_stream:
+                    message += "; an answer that takes this long must be streamed"
+            self._end_with_error(GatewayTimeout(message, retry_after_s=1.0))
         elif isinstance(error, ConnectFailed):
             self._end_with_error(
                 Unavailable(f"no replica of model {model!r} is reachable", retry_after_s=1.0)

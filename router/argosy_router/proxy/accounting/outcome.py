@@ -24,6 +24,7 @@ class RequestOutcome:
         "call",
         "choice",
         "first_event_s",
+        "is_cut_short",
         "migrations",
         "queued_s",
         "record",
@@ -49,6 +50,8 @@ class RequestOutcome:
         """Seconds spent in the queue."""
         self.first_event_s: float | None = None
         """Seconds from the request's arrival to the first byte of its answer; None without an answer in pieces."""
+        self.is_cut_short = False
+        """Whether the request got an error because its time passed while its replica computed."""
         self.reservation: Reservation | None = None
         """What the request took of its key's limits; None for a key without limits."""
 

@@ -52,12 +52,14 @@ class RateLimitCharges:
 
 def _tokens_used(outcome: RequestOutcome, now: float) -> int:
     """Return the tokens charged for a request that was sent: its usage; an estimate of what was computed if the answer
-    reported none; zero for an error."""
+    reported none; zero for an error, unless the replica computed until the request's time had passed."""
     record, choice, estimate = outcome.record, outcome.choice, outcome.call.estimate
     if record is not None and record.completion_tokens is not None:
         return estimate.used(record.prompt_tokens, record.completion_tokens)
-    if choice is None or outcome.status not in (200, CLIENT_GONE):
+    if choice is None or (outcome.status not in (200, CLIENT_GONE) and not outcome.is_cut_short):
         return 0
+    if outcome.is_cut_short and outcome.call.is_stream:
+        return estimate.prompt_tokens  # it has generated nothing: a stream's first token would have been seen
     replica = choice.replica
     max_tokens = replica.hello.max_model_len if replica.hello is not None else MAX_TOKENS
     generating_s = now - outcome.sent_at - choice.predicted_ttft_s

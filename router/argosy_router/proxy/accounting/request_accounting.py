@@ -163,7 +163,7 @@ class RequestAccounting:
         model = call.service.model
         generated = record.completion_tokens
         if generated is None:
-            if outcome.status in (200, CLIENT_GONE):
+            if outcome.status in (200, CLIENT_GONE) or outcome.is_cut_short:
                 self._ledger.enter_unmetered(call.key_name, model)
             return
         if record.cached_tokens is None:

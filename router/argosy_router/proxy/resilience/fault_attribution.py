@@ -5,7 +5,8 @@ Must not know: retries, how ejection works.
 
 If a second replica fails the request with the same status, the request is at fault: it is retried no more, and the
 error counts against no replica. If another replica can answer it, the replicas that failed it are at fault. If no other
-replica can be asked, nobody is blamed.
+replica can be asked, nobody is blamed. A unary request whose whole time passes while its replica computes is at fault
+itself: another replica would need as long for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class FaultAttribution:
     def __init__(self) -> None:
         self._failed: list[tuple[Replica, int]] = []
         self.is_request_at_fault = False
-        """Whether two replicas failed the request with the same status."""
+        """Whether two replicas failed the request with the same status, or the request is too long."""
 
     def add(self, replica: Replica, status: int) -> None:
         """Note that the replica answered with this status, which is an error."""
@@ -29,6 +30,10 @@ class FaultAttribution:
             before == status and other is not replica for other, before in self._failed
         )
         self._failed.append((replica, status))
+
+    def add_timeout(self) -> None:
+        """Note that the whole time of a unary request passed while its replica computed."""
+        self.is_request_at_fault = True
 
     def take(self) -> list[tuple[Replica, int]]:
         """Return the replicas with the status that each answered, and forget them."""

@@ -20,6 +20,7 @@ from argosy_router.fleet.service import Service
 from argosy_router.http.upstream_errors import (
     ConnectFailed,
     ConnectionLost,
+    FirstByteTimeout,
     IdleTimeout,
     UpstreamError,
 )
@@ -93,11 +94,11 @@ class OutlierDetector:
 
 
 def _is_no_fault(error: UpstreamError, replica: Replica) -> bool:
-    """Whether a failed attempt says nothing about its replica. A pause in a stream says nothing while the replica
-    reports that it computes, and a stalled core has made the replica suspect already."""
+    """Whether a failed attempt says nothing about its replica. A response that is late or pauses says nothing while
+    the replica reports that it computes, and a stalled core has made the replica suspect already."""
     if isinstance(error, Refused):
         return not is_fault(error.status)
-    if isinstance(error, IdleTimeout):
+    if isinstance(error, (FirstByteTimeout, IdleTimeout)):
         return replica.is_computing
     if isinstance(error, CoreStalled):
         return True
