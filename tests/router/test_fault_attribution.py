@@ -10,6 +10,7 @@ import pytest
 from argosy_protocol.fleet import Endpoint, FleetDocument
 from argosy_protocol.telemetry import Load
 from argosy_router.fleet.health import replica_health
+from argosy_router.http.sse import MAX_EVENT_BYTES
 from argosy_router.proxy.resilience import retry_budget
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
@@ -67,6 +68,30 @@ async def test_bad_requests_eject_no_replica(status: int, stream: bool) -> None:
         assert (await r.chat("good")).status_code == 200
         assert r.metric("ejections_total") == 0
         assert sum(len(engine.requests) for engine in engines) <= 2 * 120 + 1, "two replicas at most"
+
+
+async def oversized(connection: Connection, request: Received) -> None:
+    """An answer whose first event exceeds what the router holds."""
+    connection.begin_stream()
+    for _ in range(MAX_EVENT_BYTES // 65536 + 1):
+        connection.chunk(b"x" * 65536)
+        await connection.writer.drain()
+
+
+async def test_large_events_eject_no_replica() -> None:
+    async with rig([FakeEngine(script=oversized) for _ in range(3)], policy="round-robin") as r:
+        for number in range(6):
+            assert (await r.chat(str(number), stream=True)).status_code == 502
+        assert not any(ejections(r))
+        assert r.metric('retries_total{model="tiny",reason="malformed"}') == 6, "two replicas at most"
+
+
+@pytest.mark.usefixtures("ejections_last")
+async def test_a_replica_whose_events_alone_are_too_large_is_ejected() -> None:
+    async with rig([FakeEngine(script=oversized), FakeEngine()], policy="round-robin") as r:
+        for number in range(12):
+            assert (await r.chat(str(number), stream=True)).status_code == 200
+        assert ejections(r) == [True, False]
 
 
 async def test_the_engine_s_own_error_is_answered() -> None:

@@ -136,6 +136,18 @@ def test_streams_without_token_ids_are_not_resumed(events_sent: bytes) -> None:
     assert not transcript.read(), "not even by what follows"
 
 
+def test_a_stream_is_not_resumed_within_the_echo_of_its_prompt() -> None:
+    transcript = Transcript(StreamShape(2, False, has_echo=True))
+    event = b'data: {"created":1,"choices":[{"index":%d,"token_ids":[%b]}]}\n\n'
+    for index, ids, resumable in ((0, b"", False), (0, b"", False), (0, b"5", True), (1, b"", False)):
+        transcript.add(event % (index, ids))
+        assert transcript.read() is resumable
+    transcript.add(b'data: {"created":1,"choices":[{"index":1,"token_ids":[],"finish_reason":"length"}]}\n\n')
+    assert transcript.read()
+    transcript.add(event % (0, b""))
+    assert transcript.read(), "the echo is over"
+
+
 def test_a_transcript_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_transcript, "MAX_TOKENS", 3)
     transcript = Transcript(StreamShape(1, False))
@@ -151,7 +163,7 @@ def test_a_transcript_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"stream": True}, StreamShape(1, False)),
         ({"stream": True, "n": 2, "prompt": [[1], [2], [3]]}, StreamShape(6, False)),
         ({"stream": True, "stream_options": StreamOptions(include_usage=True)}, StreamShape(1, True)),
-        ({"stream": True, "echo": True, "logprobs": 0}, StreamShape(1, False)),
+        ({"stream": True, "echo": True, "logprobs": 0}, StreamShape(1, False, has_echo=True)),
         ({"stream": True, "echo": True, "logprobs": 0, "n": 2}, None),
         ({"stream": True, "use_beam_search": True}, None),
         ({}, None),

@@ -7,13 +7,19 @@ import time
 
 from argosy_engine.frontend.outputs import GenerationOutput
 
+MAX_MERGED_VALUES = 4096
+"""Outputs of a choice are merged until they have so many tokens and log probabilities, which makes an event of some
+150 KB. Routers and proxies refuse events that are much larger."""
+
 
 class OutputCollector:
-    """Buffer with one slot per choice. While the reader lags behind, outputs of a choice are merged, so a choice never
-    holds more than its complete output, however slow the reader is."""
+    """Buffer of a call's outputs. While the reader lags behind, outputs of a choice are merged, so a choice never holds
+    more than its complete output, however slow the reader is, and few outputs."""
 
     def __init__(self) -> None:
-        self._pending: dict[int, GenerationOutput] = {}
+        self._pending: list[GenerationOutput] = []
+        self._last: dict[int, GenerationOutput] = {}
+        """The last pending output of each choice, into which the next one is merged."""
         self._error: Exception | None = None
         self._ready = asyncio.Event()
         self.taken_at = time.monotonic()
@@ -22,12 +28,13 @@ class OutputCollector:
     @property
     def num_pending(self) -> int:
         """Choices with outputs that the reader has not taken."""
-        return len(self._pending)
+        return len(self._last)
 
     def put(self, output: GenerationOutput) -> None:
-        earlier = self._pending.get(output.index)
-        if earlier is None:
-            self._pending[output.index] = output
+        earlier = self._last.get(output.index)
+        if earlier is None or earlier.num_values >= MAX_MERGED_VALUES:
+            self._last[output.index] = output
+            self._pending.append(output)
         else:
             earlier.merge(output)
         self._ready.set()
@@ -47,8 +54,8 @@ class OutputCollector:
         if not self._pending and self._error is not None:
             raise self._error
         self.taken_at = time.monotonic()
-        outputs = list(self._pending.values())
-        self._pending.clear()
+        outputs, self._pending = self._pending, []
+        self._last.clear()
         if self._error is None:
             self._ready.clear()
         return outputs

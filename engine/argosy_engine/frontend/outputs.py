@@ -32,6 +32,12 @@ class GenerationOutput:
     embedding: list[float] | None = None
     """The prompt's vector, if requested. There are no tokens then, and this is the only output."""
 
+    @property
+    def num_values(self) -> int:
+        """Tokens and log probabilities, which an event that shows this output names."""
+        width = len(self.logprobs[0].token_ids) if self.logprobs else 0
+        return len(self.token_ids) + width * len(self.logprobs)
+
     def merge(self, later: GenerationOutput) -> None:
         """Append a later output of the same choice."""
         self.text += later.text

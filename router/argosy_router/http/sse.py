@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
-"""A chunk with 20 logprobs for 128 choices takes less than a tenth of it."""
+"""A chunk with 20 logprobs for 128 choices takes less than a tenth of it, and Argosy engines split larger ones."""
 
 
 class EventTooLarge(Exception):

@@ -43,6 +43,11 @@ class ChoiceFormat(ABC, Generic[_Choice, _Chunk, _Response]):
     def delta(self, output: GenerationOutput) -> _Choice | None:
         """Format what an output adds to its choice; None if it adds nothing that clients see."""
 
+    def deltas(self, output: GenerationOutput) -> Sequence[_Choice]:
+        """Format what an output adds to its choice as the contents of as many events as it takes."""
+        choice = self.delta(output)
+        return () if choice is None else (choice,)
+
     @abstractmethod
     def chunk(self, choices: list[_Choice], usage: Usage | None = None) -> _Chunk:
         """Make an event of the stream."""
@@ -76,14 +81,15 @@ async def stream_choices(
                 yield opening
                 opening = None
             for output in outputs:
+                choices: Sequence[_Choice] = ()
                 if output.index in finished:
-                    choice = None
+                    pass
                 elif choice_format.num_shown(output) <= MAX_INLINE_TOKENS:
-                    choice = choice_format.delta(output)
+                    choices = choice_format.deltas(output)
                 else:
-                    choice = await asyncio.to_thread(choice_format.delta, output)
+                    choices = await asyncio.to_thread(choice_format.deltas, output)
                 update_total(totals[output.index], output)
-                if choice is not None:
+                for choice in choices:
                     yield choice_format.chunk([choice], usage_of(totals, n) if continuous else None)
     if options is not None and options.include_usage:
         yield choice_format.chunk([], usage_of(totals, n))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
+
+from msgspec.structs import replace
 
 from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
@@ -19,6 +22,11 @@ from argosy_protocol.openai import (
     CompletionRequest,
     Usage,
 )
+
+MAX_ECHOED_VALUES = 4096
+"""Tokens and log probabilities of an echoed prompt in one event of a stream, some 150 KB."""
+MAX_ECHOED_CHARS = 256 * 1024
+"""Characters of an echoed prompt without log probabilities in one event."""
 
 
 class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
@@ -76,6 +84,13 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
         if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids is not None:
             return choice
         return None
+
+    def deltas(self, output: GenerationOutput) -> Sequence[CompletionChoice]:
+        is_echoed = self._request.echo and output.index in self._unopened
+        choice = self.delta(output)
+        if choice is None or not is_echoed:
+            return () if choice is None else (choice,)
+        return _split_echo(choice, len(choice.text) - len(output.text), len(output.logprobs))
 
     def chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
@@ -136,3 +151,50 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
 
     def _prompt(self, choice: int) -> TokenizedPrompt:
         return self._prompts[choice // self._n]
+
+
+def _split_echo(choice: CompletionChoice, num_chars: int, num_generated: int) -> Sequence[CompletionChoice]:
+    """Split the first output of a choice, so that no event holds the log probabilities, or the text, of a whole prompt.
+
+    Only the last part has token ids, so that a stream that ends before it is known to lack a part of the echo.
+
+    Args:
+        num_chars: characters of the text that belong to the prompt.
+        num_generated: entries of the log probabilities that do not belong to it.
+    """
+    text, logprobs = choice.text, choice.logprobs
+    cuts: list[tuple[int, int]] = [(0, 0)]
+    """Where each part begins: the character, and the entry of the log probabilities."""
+    if logprobs is None:
+        cuts += [(start, 0) for start in range(MAX_ECHOED_CHARS, num_chars, MAX_ECHOED_CHARS)]
+    else:
+        width = max(len(best or ()) for best in logprobs.top_logprobs[:2])
+        step = max(1, MAX_ECHOED_VALUES // (1 + width))
+        starts = range(step, len(logprobs.tokens) - num_generated, step)
+        cuts += [(min(num_chars, logprobs.text_offset[start]), start) for start in starts]
+    parts = [
+        replace(
+            choice,
+            text=text[begin:end],
+            logprobs=logprobs and _entries(logprobs, start, stop),
+            finish_reason=None,
+            stop_reason=None,
+            token_ids=None if choice.token_ids is None else [],
+            prompt_token_ids=choice.prompt_token_ids if begin == 0 else None,
+        )
+        for (begin, start), (end, stop) in pairwise(cuts)
+    ]
+    if not parts:
+        return (choice,)
+    begin, start = cuts[-1]
+    rest = logprobs and _entries(logprobs, start, len(logprobs.tokens))
+    return [*parts, replace(choice, text=text[begin:], logprobs=rest, prompt_token_ids=None)]
+
+
+def _entries(logprobs: CompletionLogprobs, start: int, end: int) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        tokens=logprobs.tokens[start:end],
+        token_logprobs=logprobs.token_logprobs[start:end],
+        top_logprobs=logprobs.top_logprobs[start:end],
+        text_offset=logprobs.text_offset[start:end],
+    )

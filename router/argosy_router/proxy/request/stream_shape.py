@@ -17,6 +17,8 @@ class StreamShape(NamedTuple):
     choices: int
     has_usage: bool
     """Whether a last chunk reports the usage."""
+    has_echo: bool = False
+    """Whether choices begin with the prompt, perhaps in several chunks, of which only the last has token ids."""
 
 
 def resumable_shape(request: ChatCompletionRequest | CompletionRequest) -> StreamShape | None:
@@ -28,9 +30,11 @@ def resumable_shape(request: ChatCompletionRequest | CompletionRequest) -> Strea
     if not request.stream or request.use_beam_search:
         return None
     choices = request.n or 1
+    has_echo = False
     if isinstance(request, CompletionRequest):
+        has_echo = request.echo
         if choices > 1 and request.echo and request.logprobs is not None:
             return None
         choices *= len(request.prompts())
     options = request.stream_options
-    return StreamShape(choices, options is not None and options.include_usage)
+    return StreamShape(choices, options is not None and options.include_usage, has_echo)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 from argosy_router.http.sse import EventCutter, EventTooLarge, without_comments
-from argosy_router.http.upstream_errors import ConnectionLost, MalformedResponse, UpstreamError
-from argosy_router.proxy.upstream.response_status import Refused
+from argosy_router.http.upstream_errors import ConnectionLost, UpstreamError
+from argosy_router.proxy.upstream.response_status import OversizedEvent, Refused
 from argosy_router.proxy.upstream.stream_transcript import DONE, Transcript
 from argosy_router.proxy.upstream.usage_scan import (
     TokenUsage,
@@ -100,7 +100,7 @@ class StreamRelay:
         try:
             events = self._cutter.feed(data)
         except EventTooLarge:
-            self.failure = MalformedResponse("an event is too large")
+            self.failure = OversizedEvent()
             return b""
         if not self._last:
             events = without_comments(events)

@@ -73,6 +73,19 @@ class EngineError(Refused):
         self.body = body
 
 
+class OversizedEvent(Refused):
+    """The replica sent an event of a stream that is too large to hold. It counts as a bad gateway: the request may be
+    the cause."""
+
+    reason = "malformed"
+
+    def __init__(self) -> None:
+        super().__init__(502)
+
+    def __str__(self) -> str:
+        return "an event is too large"
+
+
 def refusal(status: int, head: bytes = b"") -> Refused | None:
     """Return the refusal that a response with this status stands for; None if it is the client's answer."""
     return Refused(status, head) if status in _RETRYABLE else None

@@ -5,7 +5,8 @@ Must not know: connections, replicas, retries.
 Invariants: only whole events count, and only those that the client was sent. An engine's output is a function of the
 ids before it, so what was sent and what a continuation adds are together the stream of an undisturbed run. A stream
 costs a reference per read until `READ_BYTES` have come together; then they are parsed, and four bytes per token stay.
-A stream without ids, such as a foreign replica's, cannot be continued; nor can those that `request.stream_shape` names.
+A stream without ids, such as a foreign replica's, cannot be continued; nor can those that `request.stream_shape` names,
+nor one of whose echoed prompt the client has only a part.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Transcript:
     __slots__ = (
         "_created",
         "_finished",
+        "_half_echoed",
         "_has_usage",
         "_is_done",
         "_is_readable",
@@ -53,6 +55,8 @@ class Transcript:
         self._has_usage = False
         self._token_ids = [array("i") for _ in range(shape.choices)]
         self._finished = [False] * shape.choices
+        self._half_echoed: set[int] = set()
+        """Choices that have begun to echo the prompt."""
         self.num_tokens = 0
         """Of all choices, as far as they were parsed. An event that cannot be parsed counts as one token."""
 
@@ -74,7 +78,7 @@ class Transcript:
         else:
             self._is_readable = False
             self.num_tokens = before + num_events(events)
-        return self._is_readable
+        return self._is_readable and not self._half_echoed
 
     def _read_events(self, events: bytes) -> bool:
         """Return whether all events could be parsed."""
@@ -103,6 +107,11 @@ class Transcript:
             self._token_ids[choice.index].extend(choice.token_ids)
             self._finished[choice.index] |= choice.finish_reason is not None
             self.num_tokens += len(choice.token_ids)
+            if self._shape.has_echo:
+                if self._token_ids[choice.index] or self._finished[choice.index]:
+                    self._half_echoed.discard(choice.index)
+                else:
+                    self._half_echoed.add(choice.index)
 
     # The rest is valid only after `read` has returned True.
 
