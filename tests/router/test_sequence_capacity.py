@@ -184,8 +184,10 @@ class Replicas:
 class Asked(QueuedRequest):
     """Takes its seats when it is admitted."""
 
-    def __init__(self, replicas: Replicas, sequences: int) -> None:
-        super().__init__(Account(KeyTerms(name="a"), 0.0), 0, 1.0, 1, "", sequences)
+    def __init__(
+        self, replicas: Replicas, sequences: int, account: Account | None = None, cost: float = 1.0
+    ) -> None:
+        super().__init__(account or Account(KeyTerms(name="a"), 0.0), 0, cost, 1, "", sequences)
         self.told: list[str | ApiError] = []
         self._replicas = replicas
 
@@ -243,6 +245,52 @@ def test_a_large_call_does_not_hold_back_others_for_ever(queue_s: float, patienc
     assert (large.told, small.told) == ([], [])
     queue.tick(patience_s)
     assert (large.told, small.told) == (["admit"], []), "and now it is full"
+
+
+@pytest.mark.parametrize("running", [0, 1], ids=["an idle replica", "another router's stream"])
+def test_an_account_s_large_calls_hold_back_others_for_a_small_share_of_the_time(running: int) -> None:
+    """Calls of a replica's whole capacity that take a moment, one after another, beside a key of small requests."""
+    seats, step_s, total_s = 8, 0.1, 300.0
+    replicas = Replicas(seats)
+    replicas.taken = running
+    queue = ServiceQueue("tiny", replicas.room, lambda: Bounds(100, 1000, 60.0, 0.0), 0.0, replicas.takes)
+    accounts = {name: Account(KeyTerms(name=name), 0.0) for name in ("large", "small")}
+    asked: dict[Asked, float] = {}
+    ends: dict[Asked, float] = {}
+    waits: list[float] = []
+    larges = 0
+
+    def ask(name: str, now: float) -> None:
+        request = Asked(
+            replicas, seats if name == "large" else 1, accounts[name], 1.0 if name == "large" else 9.0
+        )
+        asked[request] = now
+        if queue.try_admit(now, "", request.sequences):
+            request.admit()
+        else:
+            queue.enqueue(request, now)
+
+    for name in ("large", "small", "small"):
+        ask(name, 0.0)
+    for step in range(int(total_s / step_s)):
+        now = step * step_s
+        for request, end in list(ends.items()):
+            if end <= now:
+                del ends[request]
+                replicas.taken -= request.sequences
+                queue.ended(now, request.sequences)
+                ask("large" if request.sequences > 1 else "small", now)
+        queue.tick(now)
+        for request, since in list(asked.items()):
+            if request.told == ["admit"]:
+                del asked[request]
+                ends[request] = now + (0.2 if request.sequences > 1 else 0.5)
+                larges += request.sequences > 1
+                if request.sequences == 1:
+                    waits.append(now - since)
+    assert sum(waits) / 2 < HOLD_BACK_S + 0.25 * total_s
+    assert sum(wait > 1.0 for wait in waits) <= 2, "the small ones wait long once, each of two"
+    assert larges > total_s / (HOLD_BACK_S + 2.0) - 1, "nor do the large ones starve"
 
 
 def test_a_large_call_that_leaves_delays_no_other() -> None:

@@ -82,8 +82,9 @@ class _Band(Generic[E]):
         flow.entries[entry] = None
         self.count += 1
 
-    def next(self, names: Collection[str] | None) -> E | None:
-        """Return the entry whose turn it is among those with these names, without taking it; None if there is none."""
+    def next(self, names: Collection[str] | None, without: Collection[Account]) -> E | None:
+        """Return the entry whose turn it is among those with these names and of all accounts but these, without taking
+        it; None if there is none."""
         passed_over: list[_Flow[E]] = []
         entry: E | None = None
         while entry is None and self._order:
@@ -94,7 +95,7 @@ class _Band(Generic[E]):
             if start != flow.start:
                 self._list(flow)
                 continue
-            entry = flow.first(names)
+            entry = flow.first(names) if flow.account not in without else None
             passed_over.append(flow)
         for flow in passed_over:
             self._list(flow)
@@ -176,9 +177,9 @@ class FairQueue(Generic[E]):
             self.take(entry)
         return entry
 
-    def next_named(self, names: Collection[str]) -> E | None:
-        """Return the entry that `pop_named` would take."""
-        return self._next(None if len(names) == len(self._by_name) else names)
+    def next_named(self, names: Collection[str], without: Collection[Account] = ()) -> E | None:
+        """Return the entry that `pop_named` would take if these accounts had none."""
+        return self._next(None if len(names) == len(self._by_name) else names, without)
 
     def take(self, entry: E) -> None:
         """Take the entry whose turn it is."""
@@ -186,10 +187,10 @@ class FairQueue(Generic[E]):
         band.take(entry)
         self._forget(entry, band)
 
-    def _next(self, names: Collection[str] | None) -> E | None:
+    def _next(self, names: Collection[str] | None, without: Collection[Account] = ()) -> E | None:
         """Return the entry whose turn it is; None for `names` is any name."""
         for priority in self._priorities:
-            entry = self._bands[priority].next(names)
+            entry = self._bands[priority].next(names, without)
             if entry is not None:
                 return entry
         return None

@@ -4,8 +4,8 @@ Owns: how many sequences of admitted requests have not ended, which requests are
 refused.
 Must not know: replicas (it asks for their capacity), sockets, timers.
 Invariants: a queued request is told exactly one thing, `admit` or `refuse`, unless it is removed first, and then
-nothing; no request is admitted past those in the queue; a request that was queued longer than allowed is refused at the
-next `tick`.
+nothing; no request is admitted past those in the queue that could go; a request that was queued longer than allowed is
+refused at the next `tick`.
 
 A service admits as many requests as its replicas have capacity for together. The policy chooses a replica when a
 request is admitted, not when it arrives. The capacity is looked up again only when the last figure is older than
@@ -13,7 +13,9 @@ request is admitted, not when it arrives. The capacity is looked up again only w
 
 Capacity is counted in sequences, because sequences fill an engine: a request with 128 choices takes 128 times the
 capacity of one. If the next request needs more capacity than is free, the requests behind it wait, so that small
-requests cannot keep it out for ever; after `HOLD_BACK_S` it is admitted to the capacity that is free.
+requests cannot keep it out for ever; after `HOLD_BACK_S` it is admitted to the capacity that is free. The time in which
+requests wait for it is its account's, and limited: an account that has used it up is passed over while its next request
+does not fit. So large calls that are short, and therefore cheap in the fair queue, cannot keep all others waiting.
 
 Requests for an adapter, or for an alias that not all replicas have, count the capacity of the replicas that can answer
 them. They wait in the same queue; those for which there is capacity overtake those for which there is none.
@@ -26,6 +28,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
+from argosy_router.auth.accounts import Account
 from argosy_router.flow_control.fair_queue import FairQueue, QueueFull
 from argosy_router.flow_control.queued_request import QueuedRequest
 
@@ -34,6 +37,8 @@ CAPACITY_MAX_AGE_S: Final = 0.25
 HOLD_BACK_S: Final = 10.0
 """The time in which most responses end. Other routers fill the same replicas, so the capacity for a large request may
 never be free at once; the requests behind it should not wait longer for that."""
+HOLD_BACK_SHARE: Final = 0.1
+"""Share of the time in which requests wait for an account's large calls, beyond the first `HOLD_BACK_S`."""
 DRAIN_WINDOW_S: Final = 10.0
 MAX_RETRY_AFTER_S: Final = 60.0
 """OpenAI's SDKs ignore a longer hint."""
@@ -88,6 +93,25 @@ class _Availability:
         """When the name last got its first replica or lost its last one."""
 
 
+class _HoldBackTime:
+    """How long one account may still have others wait for its large calls."""
+
+    __slots__ = ("_left_s", "_time")
+
+    def __init__(self, now: float) -> None:
+        self._left_s = HOLD_BACK_S
+        self._time = now
+
+    def left_s(self, now: float) -> float:
+        self._left_s = min(HOLD_BACK_S, self._left_s + HOLD_BACK_SHARE * (now - self._time))
+        self._time = now
+        return self._left_s
+
+    def spend(self, seconds: float, now: float) -> None:
+        """Note that others have waited for so long until now."""
+        self._left_s = self.left_s(now) - seconds
+
+
 class ServiceQueue:
     """Flow control of one service. Times are a monotonic clock's, passed in."""
 
@@ -122,8 +146,12 @@ class ServiceQueue:
         """When that lookup is out of date."""
         self._allowed_name = ""
         """The name that the lookup was for."""
-        self._is_holding_back = False
-        """Whether the next request waits for more capacity than is free, and all others wait behind it."""
+        self._held_back_for: Account | None = None
+        """The account of the next request, while that waits for more capacity and all others wait behind it."""
+        self._held_back_since = now
+        """When they were last found waiting for it."""
+        self._hold_back_times: dict[Account, _HoldBackTime] = {}
+        """Of the accounts that have recently had others wait."""
         self._availability = {"": _Availability(now)}
         """Availability of the model itself (the empty name), and of each name that a request is queued for."""
 
@@ -134,7 +162,7 @@ class ServiceQueue:
     def try_admit(self, now: float, name: str = "", sequences: int = 1) -> bool:
         """Admit a request at once, and count it, if its turn has come and there is capacity; otherwise `enqueue` it."""
         if self._queue:
-            if self._is_holding_back or self._queue.oldest_of(name) is not None:
+            if self._held_back_for is not None or self._queue.oldest_of(name) is not None:
                 return False
             self._fresh_until = now  # requests queued for other names may take the free capacity
         if sequences > 1:
@@ -200,13 +228,17 @@ class ServiceQueue:
         """Admit as many requests as there is capacity for, and refuse those that were queued too long. Call it when a
         request has ended, and now and then while a request is queued."""
         self._look_up(now, "")
-        self._is_holding_back = False
+        self._end_hold_back(now)
+        passed_over: set[Account] = set()
         while names := [name for name in self._queue.names if self._look_up(now, name) > 0]:
-            request = self._queue.next_named(names)
-            assert request is not None
-            if not self._may_go(request, now):
-                self._is_holding_back = True
+            request = self._queue.next_named(names, passed_over)
+            if request is None:
                 break
+            if not self._may_go(request, now):
+                if self._hold_back(request.account, now):
+                    break
+                passed_over.add(request.account)
+                continue
             self._queue.take(request)
             self._count(request.sequences)
             request.admit()
@@ -221,6 +253,24 @@ class ServiceQueue:
         if request.next_since < 0.0:
             request.next_since = now
         return now - request.next_since >= min(HOLD_BACK_S, self._bounds().queue_timeout_s / 2)
+
+    def _hold_back(self, account: Account, now: float) -> bool:
+        """Have all requests wait for the account's next one, if it may have them wait any longer."""
+        time = self._hold_back_times.get(account)
+        if time is None:
+            times = self._hold_back_times.items()
+            self._hold_back_times = {each: kept for each, kept in times if kept.left_s(now) < HOLD_BACK_S}
+            time = self._hold_back_times[account] = _HoldBackTime(now)
+        if time.left_s(now) <= 0.0:
+            return False
+        self._held_back_for, self._held_back_since = account, now
+        return True
+
+    def _end_hold_back(self, now: float) -> None:
+        """Charge the account for which requests have waited since the last tick."""
+        account, self._held_back_for = self._held_back_for, None
+        if account is not None:
+            self._hold_back_times[account].spend(now - self._held_back_since, now)
 
     def _expire(self, name: str, now: float) -> None:
         """Refuse the requests that were queued for `name` too long."""
