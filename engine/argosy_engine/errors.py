@@ -8,6 +8,7 @@ EngineError
 ├── RequestFailed          nobody: this request failed through the engine's fault (HTTP 500); others are not affected
 ├── UtilityFailed          the caller: an administrative call could not be carried out; the engine keeps running
 ├── EngineBusy             the client, by retrying later: HTTP 503 with a retry hint
+│   ├── ResourceBusy       the same; requests that do not need what is busy are answered
 │   └── EngineAsleep       whoever put the engine to sleep; other replicas may be awake
 └── EngineDead             nobody: the core process has exited; in-flight requests fail, /health reports unhealthy
 """
@@ -49,6 +50,10 @@ class EngineBusy(EngineError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class ResourceBusy(EngineBusy):
+    pass
 
 
 class EngineAsleep(EngineBusy):

@@ -14,6 +14,7 @@ ApiError
 ├── InternalError         500  internal_error
 ├── BadGateway            502  upstream_error          a replica failed and no other could take over
 ├── Unavailable           503  service_unavailable     retry after the hint
+│   └── ResourceUnavailable    code resource_busy      what requests like this one need is busy; others are answered
 └── GatewayTimeout        504  timeout_error
 
 Messages are written for the client: they contain no addresses, paths or tracebacks.
@@ -26,6 +27,8 @@ from typing import ClassVar
 
 import msgspec
 from msgspec import Struct
+
+from argosy_protocol.headers import RESOURCE_BUSY
 
 
 class ErrorBody(Struct, frozen=True):
@@ -143,6 +146,13 @@ class Unavailable(ApiError):
     http_status = 503
     error_type = "service_unavailable"
     retryable = True
+
+
+class ResourceUnavailable(Unavailable):
+    default_code = "resource_busy"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), RESOURCE_BUSY: "true"}
 
 
 class GatewayTimeout(ApiError):

@@ -23,6 +23,9 @@ that was lost, and what it was sent since) or `foreign` (what it was sent)."""
 PREDICTED_TOKENS: Final = "x-argosy-predicted-tokens"
 """Response: prompt tokens the router expected to find in the replica's prefix cache."""
 
+RESOURCE_BUSY: Final = "x-argosy-resource-busy"
+"""Response of an engine, with 503: it refuses requests like this one, such as long prompts, and answers others."""
+
 INTERNAL_PREFIX: Final = "x-argosy-internal-"
 """Prefix of headers that only a router may send to an engine; the router strips them from clients' requests."""
 

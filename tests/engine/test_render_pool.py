@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.errors import EngineBusy, PromptTooLong
+from argosy_engine.api.openai.openai_serving import to_api_error
+from argosy_engine.errors import EngineBusy, PromptTooLong, ResourceBusy
 from argosy_engine.frontend import render_pool
 from argosy_engine.frontend.control_tokens import ControlTokens
+from argosy_engine.frontend.output_processor import request_error
 from argosy_engine.frontend.render_pool import (
     LONG_THREADS,
     MAX_MEDIUM_BYTES,
@@ -23,7 +25,9 @@ from argosy_engine.frontend.render_pool import (
 )
 from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
+from argosy_engine.messages.core_messages import EngineCoreOutput, ErrorKind
 from argosy_engine.models.model_path import resolve_model
+from argosy_protocol.headers import RESOURCE_BUSY
 from argosy_protocol.openai import decode_request
 
 SHORT, MEDIUM, LONG = INLINE_CHARS, MAX_MEDIUM_BYTES, MAX_MEDIUM_BYTES + 1
@@ -199,3 +203,18 @@ def test_reasoning_longer_than_the_context_is_accepted_if_the_template_drops_it(
         render=lambda *_: "Hi Yes Go", has_thinking=False
     )
     assert renderer.render_chat(request).token_ids  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ResourceBusy("4 long prompts are waiting"), "resource_busy"),
+        (request_error(EngineCoreOutput("a", [], error_kind=ErrorKind.BUSY)), "resource_busy"),
+        (request_error(EngineCoreOutput("a", [], error_kind=ErrorKind.ASLEEP)), None),
+        (EngineBusy("2 requests are waiting or running"), None),
+    ],
+)
+def test_a_busy_resource_is_told_apart_from_a_busy_engine(error: Exception, code: str | None) -> None:
+    told = to_api_error(error)
+    assert (told.http_status, told.code) == (503, code)
+    assert (RESOURCE_BUSY in told.headers()) is (code is not None)

@@ -7,8 +7,10 @@ import time
 
 import pytest
 
+from argosy_protocol.errors import ResourceUnavailable
 from argosy_protocol.telemetry import Load
 from argosy_router.fleet.health.replica_health import CONSECUTIVE_FAILURES, ReplicaHealth
+from argosy_router.proxy.resilience import retry_budget
 from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally
@@ -58,6 +60,45 @@ async def test_a_replica_is_in_cooldown_for_as_long_as_it_asked(status: int) -> 
         let_pass(r, RETRY_AFTER_S + 1.0)
         assert {name for name, _ in await ask(r, 6)} == {"r0", "r1", "r2"}
         assert r.metric('rests_total{model="tiny",replica="r0"}') == 1
+
+
+def busy_resource() -> Script:
+    error = ResourceUnavailable("32 long prompts are waiting", retry_after_s=RETRY_AFTER_S)
+    return busy(error.http_status, "".join(f"{name}: {value}\r\n" for name, value in error.headers().items()))
+
+
+async def test_a_replica_too_busy_for_one_kind_of_request_answers_others() -> None:
+    async with rig([FakeEngine(script=busy_resource()), FakeEngine()], policy="round-robin") as r:
+        assert [name for name, _ in await ask(r, 4)] == ["r1"] * 4
+        assert len(r.engines[0].requests) == 2, "it is asked in its turn"
+        assert r.metric("rests_total") == 0
+        assert r.metric("ejections_total") == 0
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["before the stream", "in the stream"])
+async def test_requests_of_a_busy_kind_leave_retries_to_others(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    async def refuse(connection: Connection, request: Received) -> None:
+        if at_once:
+            await busy_resource()(connection, request)
+        else:
+            connection.begin_stream("x-argosy-resumable: true\r\n")
+            connection.chunk(b"data: " + ResourceUnavailable("too many grammars").body() + b"\n\n")
+            connection.end_stream()
+
+    for name, value in (
+        ("MAX_CREDIT", 20.0),
+        ("FLOOR_PER_S", 0.0),
+        ("RATIO", 0.0),
+        ("RESERVED_CREDIT", 10.0),
+    ):
+        monkeypatch.setattr(retry_budget, name, value)
+    async with rig([FakeEngine(script=refuse) for _ in range(3)], policy="round-robin") as r:
+        for number in range(20):
+            assert (await r.chat(str(number), stream=True)).status_code == 429
+        assert r.metric('retries_total{model="tiny",reason="refused"}') == 10
+        assert r.metric("rests_total") == 0
 
 
 async def test_a_full_replica_is_not_counted_as_failing() -> None:

@@ -99,6 +99,8 @@ def test_when_a_request_is_sent_again_to_the_same_replica(
         ("retry", FirstByteTimeout("late"), 0, 1),
         ("retry", CoreStalled("silent"), 0, 1),
         ("retry", Refused(503), 0, 1),
+        ("retry", Refused(503, is_resource_busy=True), 0, 1 + int(RESERVED_CREDIT)),
+        ("retry", Refused(503, b"X-Argosy-Resource-Busy: true\r\n"), 0, 1 + int(RESERVED_CREDIT)),
         ("retry", Refused(401), 0, 1),
         ("retry", Refused(502), 0, 1 + int(RESERVED_CREDIT)),
         ("retry", EngineError(500, b"", b""), 0, 1 + int(RESERVED_CREDIT)),
@@ -106,6 +108,8 @@ def test_when_a_request_is_sent_again_to_the_same_replica(
         ("migrate", Refused(503), 0, 0),
         ("migrate", ConnectionLost("reset"), 1, 1),
         ("migrate", Refused(502), 1, 1),
+        ("migrate", Refused(503, is_resource_busy=True), 0, 0),
+        ("migrate", Refused(503, is_resource_busy=True), 1, 1 + int(RESERVED_CREDIT)),
     ],
 )
 def test_credit_that_a_retry_needs(step: NextStep, error: UpstreamError, migrations: int, needs: int) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from argosy_engine.errors import EngineBusy, EngineError, InvalidRequest, RequestFailed
+from argosy_engine.errors import EngineBusy, EngineError, InvalidRequest, RequestFailed, ResourceBusy
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.output_collector import OutputCollector
@@ -222,6 +222,8 @@ def request_error(output: EngineCoreOutput) -> EngineError:
         case ErrorKind.INVALID_GRAMMAR:
             return InvalidRequest(message, param="grammar")
         case ErrorKind.BUSY:
+            return ResourceBusy(message)
+        case ErrorKind.ASLEEP:
             return EngineBusy(message)
         case ErrorKind.INTERNAL:
             return RequestFailed(message)

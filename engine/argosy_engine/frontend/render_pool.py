@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TypeVar
 
-from argosy_engine.errors import EngineBusy
+from argosy_engine.errors import ResourceBusy
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
 
 _Request = TypeVar("_Request")
@@ -61,7 +61,7 @@ class RenderPool:
             size: of the request's body in bytes, which bounds that of its prompts.
 
         Raises:
-            EngineBusy: too many prompts of this size class are waiting.
+            ResourceBusy: too many prompts of this size class are waiting.
         """
         if size <= INLINE_CHARS:
             return function(request)
@@ -99,7 +99,7 @@ class _SizeClass:
 
         with self._lock:
             if self._num_jobs >= self._max_jobs:
-                raise EngineBusy(f"{self._num_jobs} {self._name} are waiting to be tokenised")
+                raise ResourceBusy(f"{self._num_jobs} {self._name} are waiting to be tokenised")
             self._num_jobs += 1
         future = self._executor.submit(job)
         future.add_done_callback(self._count_end)

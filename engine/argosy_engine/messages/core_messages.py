@@ -48,9 +48,11 @@ class ErrorKind(IntEnum):
     INTERNAL = 1
     """A fault of the engine; the client cannot do anything about it."""
     BUSY = 2
-    """The engine is overloaded or asleep; the client should try again later."""
+    """What the request needs is overloaded, such as the compiler of grammars; the client should try again later."""
     INVALID_GRAMMAR = 3
     """The grammar or schema of the request cannot be enforced; the client must change it."""
+    ASLEEP = 4
+    """The engine is asleep; the client should try again later."""
 
 
 class ChunkEnd(Struct, array_like=True, gc=False, frozen=True):

@@ -7,7 +7,14 @@ import time
 from collections.abc import Sequence
 
 from argosy_engine.api.openai.beam_choices import beam_choices
-from argosy_engine.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong, RequestFailed
+from argosy_engine.errors import (
+    EngineBusy,
+    EngineDead,
+    InvalidRequest,
+    PromptTooLong,
+    RequestFailed,
+    ResourceBusy,
+)
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.render_pool import RenderPool
@@ -19,6 +26,7 @@ from argosy_protocol.errors import (
     ContextLengthExceeded,
     InternalError,
     NotFound,
+    ResourceUnavailable,
     Unavailable,
 )
 from argosy_protocol.openai import (
@@ -145,6 +153,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ContextLengthExceeded(str(error), param=error.param)
         case InvalidRequest():
             return BadRequest(str(error), param=error.param)
+        case ResourceBusy():
+            return ResourceUnavailable(f"{error}; retry later", retry_after_s=error.retry_after_s)
         case EngineBusy():
             return Unavailable(f"{error}; retry later", retry_after_s=error.retry_after_s)
         case RequestFailed():

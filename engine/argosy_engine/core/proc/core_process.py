@@ -265,7 +265,7 @@ class CoreProcess:
         try:
             self.core.add_request(*addition)
         except EngineBusy as error:
-            self._refuse(request_id, str(error), ErrorKind.BUSY)
+            self._refuse(request_id, str(error), ErrorKind.ASLEEP)
         except Exception as error:
             logger.exception("a request could not be added")
             self._refuse(request_id, f"{type(error).__name__}: {error}", ErrorKind.INTERNAL)

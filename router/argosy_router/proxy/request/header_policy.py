@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from argosy_protocol.headers import RESOURCE_BUSY
 from argosy_router.http.messages import Headers, connection_options, render_headers
 
 _FORWARDED: Final = frozenset((b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"))
@@ -27,6 +28,7 @@ _RETURNED: Final = frozenset(
         b"retry-after",
         b"retry-after-ms",
         b"x-accel-buffering",
+        RESOURCE_BUSY.encode(),
         b"x-should-retry",
     )
 )

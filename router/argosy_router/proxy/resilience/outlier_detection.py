@@ -45,7 +45,7 @@ class OutlierDetector:
         if isinstance(error, Refused):
             if error.is_ambiguous:
                 return
-            if error.is_busy:
+            if error.is_busy and not error.is_resource_busy:
                 self._cool_down(service, replica, error.retry_after_s, now)
         if _is_no_fault(error, replica):
             self.abandoned(service, replica)

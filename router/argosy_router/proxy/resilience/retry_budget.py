@@ -36,7 +36,8 @@ class RetryBudget:
         """Take one retry; False when the budget is exhausted.
 
         Args:
-            is_error: an engine answered the request with an error, so `RESERVED_CREDIT` must remain.
+            is_error: an engine answered the request with an error, or is too busy for requests like it, so
+                `RESERVED_CREDIT` must remain.
         """
         self._credit = min(MAX_CREDIT, self._credit + FLOOR_PER_S * (now - self._time))
         self._time = now

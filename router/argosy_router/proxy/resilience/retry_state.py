@@ -94,6 +94,8 @@ class RetryState:
 
     def take_credit(self, step: NextStep, error: UpstreamError, *, migrations: int, now: float) -> bool:
         """Pay for a retry or a migration whose target has been chosen; False if the budget is exhausted."""
+        is_busy = isinstance(error, Refused) and error.is_resource_busy
         if step == "migrate":
-            return migrations == 0 or self._budget.spend(now)
-        return self._budget.spend(now, is_error=isinstance(error, Refused) and error.is_ambiguous)
+            return migrations == 0 or self._budget.spend(now, is_error=is_busy)
+        is_error = is_busy or (isinstance(error, Refused) and error.is_ambiguous)
+        return self._budget.spend(now, is_error=is_error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from argosy_protocol.errors import ResourceUnavailable
 from argosy_router.http.sse import EventCutter, EventTooLarge, without_comments
 from argosy_router.http.upstream_errors import ConnectionLost, UpstreamError
 from argosy_router.proxy.upstream.response_status import OversizedEvent, Refused
@@ -25,6 +26,7 @@ MAX_BUFFERED_BYTES: Final = 1024 * 1024
 once they have begun."""
 _ERROR: Final = b'data: {"error":'
 """No JSON string contains it, because quotes are escaped there."""
+_RESOURCE_BUSY: Final = b'"code":"%b"' % str(ResourceUnavailable.default_code).encode()
 _UNAVAILABLE: Final = b'"type":"service_unavailable"'
 
 
@@ -128,5 +130,5 @@ class StreamRelay:
         end = events.index(b"\n\n", start)
         if _UNAVAILABLE not in events[start:end]:
             return events
-        self.failure = Refused(503)
+        self.failure = Refused(503, is_resource_busy=_RESOURCE_BUSY in events[start:end])
         return events[:start]

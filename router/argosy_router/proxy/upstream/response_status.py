@@ -5,6 +5,7 @@ Owns: this table, and the errors that stand for its rows. Must not know: retries
 | status | the request | the replica |
 |---|---|---|
 | 429, 503 | is retried elsewhere | is full or shutting down: not at fault, in cooldown for as long as it says |
+| 503 with `x-argosy-resource-busy` | is retried elsewhere | refuses requests like this one: not at fault, no cooldown |
 | 401, 403 | is retried elsewhere | refuses the router's own key |
 | 502, 504 | is retried elsewhere | is unreachable behind its proxy, unless a second one returns the same status |
 | 500, and all above 504 | is retried elsewhere, then answered | is at fault if another replica can answer |
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import re
 
+from argosy_protocol.headers import RESOURCE_BUSY
 from argosy_router.http.upstream_errors import UpstreamError
 
 CONSECUTIVE_ERRORS = 5
@@ -29,6 +31,7 @@ _BUSY = frozenset((429, 503))
 _KEY_REFUSED = frozenset((401, 403))
 _GATEWAY = frozenset((502, 504))
 _RETRYABLE = _BUSY | _KEY_REFUSED | _GATEWAY
+_RESOURCE_BUSY = re.compile(rb"^%b:" % RESOURCE_BUSY.encode(), re.IGNORECASE | re.MULTILINE)
 _RETRY_AFTER = re.compile(rb"^retry-after:\s*(\d{1,9})\s*$", re.IGNORECASE | re.MULTILINE)
 
 
@@ -37,15 +40,21 @@ class Refused(UpstreamError):
 
     reason = "refused"
 
-    def __init__(self, status: int, head: bytes = b"") -> None:
-        """`head` is the response's header lines."""
+    def __init__(self, status: int, head: bytes = b"", *, is_resource_busy: bool = False) -> None:
+        """
+        Args:
+            head: the response's header lines.
+            is_resource_busy: an event said what the header `RESOURCE_BUSY` says.
+        """
         super().__init__(f"status {status}")
         self.status = status
         self._head = head
+        self.is_resource_busy = is_resource_busy or _RESOURCE_BUSY.search(head) is not None
+        """Whether the replica is full for requests like this one only."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether the replica says that it is full or shutting down."""
+        """Whether the replica says that it is full, perhaps only for requests like this one, or shutting down."""
         return self.status in _BUSY
 
     @property
