@@ -26,11 +26,14 @@ from argosy_engine.messages.core_messages import (
     UtilityOutput,
 )
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.structured.manager import GrammarRequest
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 
 class FakeCore:
     def __init__(self) -> None:
         self.added: list[str] = []
+        self.messages: list[EngineCoreRequest] = []
         self.preprocessed: dict[str, threading.Thread] = {}
         self.kv = self
         self.announcer = self
@@ -47,6 +50,7 @@ class FakeCore:
         if request.request_id == "refused":
             raise ValueError("no room for this one")
         self.added.append(request.request_id)
+        self.messages.append(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         raise AssertionError("nobody sent a list of ids")
@@ -111,6 +115,46 @@ def test_requests_are_decoded_and_hashed_outside_of_the_busy_loop(tmp_path: Path
     assert [output.request_id for output in refusal.outputs] == ["two"]
     client.close(0)
     context.term()
+
+
+def test_the_sequences_of_a_call_share_their_parameters(tmp_path: Path) -> None:
+    context = zmq.Context()
+    process = CoreProcess(tmp_path, 0, context)
+    process.core = core = FakeCore()  # type: ignore[assignment]
+
+    def send(call_id: str, first: int) -> tuple[SamplingParams, GrammarSpec]:
+        params = SamplingParams(
+            seed=first,
+            allowed_token_ids=(first, *range(5000, 9000)),
+            logit_bias={5000: 1.0},
+            bad_words_token_ids=((5000, 5001),),
+            extra_args={"a": "b" * 99},
+        )
+        request = EngineCoreRequest(
+            f"{call_id}{first}{len(core.messages)}",
+            [1, 2],
+            params,
+            0.0,
+            call_id=call_id,
+            grammar=GrammarRequest(GrammarSpec("regex", f"[a-z]{{{first}}}")),
+        )
+        handle(process, RequestType.ADD, msgspec.msgpack.encode(request))
+        message = core.messages[-1]
+        assert msgspec.msgpack.encode(message) == msgspec.msgpack.encode(request)
+        assert message.grammar is not None
+        return message.sampling_params, message.grammar.spec
+
+    large = ("allowed_token_ids", "logit_bias", "bad_words_token_ids", "extra_args")
+    one, spec = send("call", 300)
+    other, _ = send("another", 300)
+    same, same_spec = send("call", 300)
+    assert [getattr(same, name) is getattr(one, name) for name in large] == [True] * 4
+    assert same_spec is spec
+    assert other.allowed_token_ids is not one.allowed_token_ids
+    different, different_spec = send("call", 301)
+    assert different.allowed_token_ids != one.allowed_token_ids
+    assert different_spec != spec
+    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("kind", [RequestType.ADD, RequestType.ABORT, RequestType.UTILITY, b"\xff", b""])

@@ -46,9 +46,9 @@ class InputProcessor:
         self._num_unseeded = 0
         """Number of choices that got a seed from the engine's own sequence."""
 
-    def sampling_params(self, request: GenerationRequest) -> SamplingParams:
+    def sampling_params(self, request: GenerationRequest, num_prompts: int = 1) -> SamplingParams:
         """Return the request's parameters over the model's generation config (`to_sampling_params`)."""
-        return to_sampling_params(request, self.default_sampling_params, self.config)
+        return to_sampling_params(request, self.default_sampling_params, self.config, num_prompts)
 
     def process_inputs(
         self,

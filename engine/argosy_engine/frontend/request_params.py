@@ -16,6 +16,8 @@ from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, Gen
 _DEFAULT_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
+MAX_ALLOWED_IDS_OF_A_CALL = 1 << 20
+"""Entries of `allowed_token_ids` times sequences of a call. Each sequence is a message of its own to the core."""
 
 
 def default_sampling_params(model_path: Path) -> dict[str, Any]:
@@ -28,12 +30,13 @@ def default_sampling_params(model_path: Path) -> dict[str, Any]:
 
 
 def to_sampling_params(
-    request: GenerationRequest, defaults: Mapping[str, Any], config: ResolvedConfig
+    request: GenerationRequest, defaults: Mapping[str, Any], config: ResolvedConfig, num_prompts: int = 1
 ) -> SamplingParams:
     """Make the request's sampling parameters.
 
     Args:
         defaults: see `default_sampling_params`.
+        num_prompts: prompts of the call, each of which has `n` sequences with these parameters.
 
     Raises:
         InvalidRequest: a value is out of bounds, or a feature is not supported.
@@ -46,7 +49,7 @@ def to_sampling_params(
         given = getattr(request, name)
         return given if given is not None else defaults.get(name, neutral)
 
-    stop, allowed = request.stop, request.allowed_token_ids
+    stop, num_sequences = request.stop, num_prompts * (request.n or 1)
     return SamplingParams(
         n=request.n or 1,
         temperature=value("temperature", 1.0),
@@ -58,7 +61,7 @@ def to_sampling_params(
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=value("repetition_penalty", 1.0),
         logit_bias=request.logit_bias or None,
-        allowed_token_ids=None if allowed is None else tuple(allowed),
+        allowed_token_ids=_allowed_token_ids(request.allowed_token_ids, config.vocab_size, num_sequences),
         bad_words=tuple(request.bad_words or ()),
         max_tokens=_max_tokens(request),
         min_tokens=request.min_tokens or 0,
@@ -68,7 +71,7 @@ def to_sampling_params(
         repetition_detection=_repetition_detection(request),
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
-        structured_outputs=structured_outputs(request),
+        structured_outputs=structured_outputs(request, num_sequences),
         extra_args=request.vllm_xargs,
         **_logprobs(request, config),
     )
@@ -118,6 +121,28 @@ def _max_tokens(request: GenerationRequest) -> int | None:
         return _COMPLETION_TOKENS
     # Scoring a prompt: the generated token is not shown.
     return 1 if request.is_scoring else request.max_tokens
+
+
+def _allowed_token_ids(
+    given: list[int] | None, vocab_size: int, num_sequences: int
+) -> tuple[int, ...] | None:
+    """Return the different ids, in order. `InputProcessor` refuses those beyond the vocabulary."""
+    if given is None:
+        return None
+    if len(given) > vocab_size:
+        raise InvalidRequest(
+            f"allowed_token_ids has {len(given)} entries, but the vocabulary only {vocab_size} tokens; "
+            "name each token once",
+            param="allowed_token_ids",
+        )
+    allowed = tuple(sorted(set(given)))
+    if len(allowed) * num_sequences > MAX_ALLOWED_IDS_OF_A_CALL:
+        raise InvalidRequest(
+            f"{len(allowed)} ids in allowed_token_ids for each of {num_sequences} sequences exceed "
+            f"{MAX_ALLOWED_IDS_OF_A_CALL} in all; send fewer prompts or choices at once",
+            param="allowed_token_ids",
+        )
+    return allowed
 
 
 def _repetition_detection(request: GenerationRequest) -> RepetitionDetectionParams | None:

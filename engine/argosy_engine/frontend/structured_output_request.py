@@ -22,13 +22,20 @@ _GUIDED = {
     "guided_grammar": "grammar",
 }
 """vLLM's former names. vLLM ignores them now; they are rejected here, because the output would be unconstrained."""
+MAX_GRAMMAR_TEXT_OF_A_CALL = 16 << 20
+"""Characters of a grammar times sequences of a call. Each sequence is a message of its own to the core. The largest
+grammar of one kind is 1.3 million characters; the largest schemas of real tool catalogues fit 300 times."""
 
 
-def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
+def structured_outputs(request: GenerationRequest, num_sequences: int = 1) -> StructuredOutputsParams | None:
     """Return the structured output that the request asks for, or None.
 
+    Args:
+        num_sequences: sequences of the call, each of which has this output.
+
     Raises:
-        InvalidRequest: malformed, more than one structured output, or a tool choice without such a tool.
+        InvalidRequest: malformed, too large for so many sequences, more than one structured output, or a tool choice
+            without such a tool.
     """
     for name, kind in _GUIDED.items():
         if getattr(request, name) is not None:
@@ -44,10 +51,16 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
         raise InvalidRequest(f"{names} cannot be combined", next(reversed(given)))
     for name, params in given.items():
         try:
-            params.spec()
+            spec = params.spec()
         except InvalidRequest as error:
             # Name the field that the client sent.
             raise InvalidRequest(str(error), error.param if name == "structured_outputs" else name) from None
+        if len(spec.text) * num_sequences > MAX_GRAMMAR_TEXT_OF_A_CALL:
+            raise InvalidRequest(
+                f"a grammar of {len(spec.text)} characters for each of {num_sequences} sequences exceeds "
+                f"{MAX_GRAMMAR_TEXT_OF_A_CALL} in all; send fewer prompts or choices at once",
+                name,
+            )
         return params
     return None
 

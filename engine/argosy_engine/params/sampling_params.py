@@ -49,7 +49,12 @@ class RepetitionDetectionParams(Struct, frozen=True, omit_defaults=True, forbid_
 
 
 class SamplingParams(
-    Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=ValidatedStructMeta
+    Struct,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    weakref=True,
+    metaclass=ValidatedStructMeta,
 ):
     """Sampling and stopping parameters of one request. `stop` and `bad_words` also accept a single string.
 

@@ -30,7 +30,7 @@ MAX_CHOICES = 1024
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
-class GrammarSpec(Struct, frozen=True, array_like=True):
+class GrammarSpec(Struct, frozen=True, array_like=True, weakref=True):
     """A grammar as text, checked and normalized. Equal specs compile to equal grammars, so it is the cache's key."""
 
     kind: Literal["json", "regex", "grammar", "structural_tag"]

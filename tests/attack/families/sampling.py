@@ -23,6 +23,9 @@ BOUNDS: tuple[dict[str, Any], ...] = (
     {"use_beam_search": True, "n": 16, "temperature": 0},
 )
 
+LONG_CHOICES = [f"{number:04}" + "\u00e9" * 120 for number in range(512)]
+"""A grammar of half a million characters."""
+
 
 async def bounds(target: Target) -> None:
     async def once(number: int) -> None:
@@ -69,6 +72,15 @@ async def many_choices(target: Target) -> None:
             {"prompt": f"{number}", "n": 128, "max_tokens": 64},
             {"prompt": [f"{number} {n}" for n in range(64)], "n": 128, "max_tokens": 64},
             {"prompt": "a", "max_tokens": 1 << 24, "stream": True},
+            {
+                "prompt": [f"{number} {n}" for n in range(1024)],
+                "allowed_token_ids": [300 + n % 700 for n in range(200_000)],
+            },
+            {"prompt": [f"{number} {n}" for n in range(1024)], "allowed_token_ids": list(range(300, 1000))},
+            {
+                "prompt": [f"{number} {n}" for n in range(1024)],
+                "structured_outputs": {"choice": LONG_CHOICES},
+            },
         ]
         await target.ask(COMPLETIONS, {"model": MODEL, **bodies[number % len(bodies)]})
 

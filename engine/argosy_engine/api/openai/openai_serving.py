@@ -125,7 +125,7 @@ class OpenAIServing:
             raise BadRequest("use_beam_search cannot be streamed", param="stream")
         if request.stream and request.prompt_logprobs is not None:
             raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-        params = self.llm.input_processor.sampling_params(request)
+        params = self.llm.input_processor.sampling_params(request, len(prompts))
         return [
             core_request
             for index, prompt in enumerate(prompts)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from argosy_engine.core.proc.call_parameters import CallParameters
 from argosy_engine.core.proc.core_handle import START_TIMEOUT_S
 from argosy_engine.core.request import Request
 from argosy_engine.errors import ConfigError, EngineBusy
@@ -92,6 +93,7 @@ class CoreProcess:
         self.output_queue: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
         """Messages to the client; None ends the output thread."""
         self._add_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+        self._call_parameters = CallParameters()
         self._abort_decoder = msgspec.msgpack.Decoder(list[str])
         self._utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
         self._turned_at = self._received_at = self._sent_at = time.monotonic()
@@ -222,6 +224,7 @@ class CoreProcess:
     def _read_addition(self, payload: bytes) -> _Addition | None:
         try:
             message = self._add_decoder.decode(payload)
+            self._call_parameters.share(message)
             return _Addition(message, self.core.preprocess_request(message))
         except Exception as error:
             logger.exception("a request could not be read")

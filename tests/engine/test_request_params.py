@@ -1,0 +1,63 @@
+"""Sampling parameters of API requests: what every sequence of a call carries is bounded for the call."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.request_params import MAX_ALLOWED_IDS_OF_A_CALL, to_sampling_params
+from argosy_engine.frontend.structured_output_request import MAX_GRAMMAR_TEXT_OF_A_CALL
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_protocol.openai import CompletionRequest
+
+VOCAB = 2048
+PROMPTS = 1024
+CONFIG: Any = SimpleNamespace(vocab_size=VOCAB, max_logprobs=20)
+
+
+def params(num_prompts: int = 1, **fields: Any) -> SamplingParams:
+    return to_sampling_params(CompletionRequest(prompt="x", **fields), {}, CONFIG, num_prompts)
+
+
+def test_allowed_tokens_are_sent_once_each() -> None:
+    assert params(allowed_token_ids=[7, 3] * (VOCAB // 2)).allowed_token_ids == (3, 7)
+    assert params(allowed_token_ids=list(range(VOCAB))).allowed_token_ids == tuple(range(VOCAB))
+    with pytest.raises(InvalidRequest, match="name each token once") as refused:
+        params(allowed_token_ids=[7] * (VOCAB + 1))
+    assert refused.value.param == "allowed_token_ids"
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_allowed_tokens_of_a_call_are_bounded_over_its_sequences(n: int) -> None:
+    most = list(range(MAX_ALLOWED_IDS_OF_A_CALL // PROMPTS // n))
+    assert params(PROMPTS, n=n, allowed_token_ids=most).allowed_token_ids == tuple(most)
+    with pytest.raises(InvalidRequest, match="send fewer prompts or choices") as refused:
+        params(PROMPTS, n=n, allowed_token_ids=[*most, VOCAB - 1])
+    assert refused.value.param == "allowed_token_ids"
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_grammar_of_a_call_is_bounded_over_its_sequences(n: int) -> None:
+    def asked(size: int) -> dict[str, Any]:
+        return {"grammar": "root ::= [a-z]+" + " " * (size - 15)}
+
+    most = MAX_GRAMMAR_TEXT_OF_A_CALL // PROMPTS // n
+    assert params(PROMPTS, n=n, structured_outputs=asked(most)).structured_outputs is not None
+    assert params(1, structured_outputs=asked(most + 1)).structured_outputs is not None
+    with pytest.raises(InvalidRequest, match="send fewer prompts or choices") as refused:
+        params(PROMPTS, n=n, structured_outputs=asked(most + 1))
+    assert refused.value.param == "structured_outputs"
+
+
+def test_a_large_schema_of_a_large_call_is_refused_by_the_field_that_the_client_sent() -> None:
+    schema = {"type": "object", "description": "a" * (2 * MAX_GRAMMAR_TEXT_OF_A_CALL // PROMPTS)}
+    described = {"type": "object", "properties": {"a" * (MAX_GRAMMAR_TEXT_OF_A_CALL // PROMPTS): schema}}
+    with pytest.raises(InvalidRequest, match="send fewer prompts or choices") as refused:
+        params(
+            PROMPTS,
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": described}},
+        )
+    assert refused.value.param == "response_format"
