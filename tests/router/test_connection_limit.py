@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import cast
 
@@ -10,6 +11,7 @@ import pytest
 from argosy_router.config import ConfigError, ServerLimits
 from argosy_router.http import connection_limit
 from argosy_router.http.connection_limit import (
+    GRACE_S,
     MAX_DEFAULT,
     MIN_DEFAULT,
     SPARE_DESCRIPTORS,
@@ -20,7 +22,7 @@ from argosy_router.http.server_connection import ServerConnection
 from argosy_router.main import build_parser, config_of
 
 from .fake_engine import FakeEngine
-from .harness import raw, rig
+from .harness import DEADLINE_S, raw, rig
 from .raw_requests import HEALTH, Gate, answer, ask, is_closed, keep, limited_to, request_bytes
 
 
@@ -174,3 +176,74 @@ def test_bounds_that_cannot_be_kept_are_refused(asked: str) -> None:
         config_of(build_parser().parse_args(flags), {})
     flags[-1] = "--max-connections=5"
     assert config_of(build_parser().parse_args(flags), {}).server.max_connections == 5
+
+
+# connections that receive a body
+
+
+class Receiving:
+    address = ""
+
+    def __init__(self) -> None:
+        self.is_gone = False
+
+    def displace(self) -> bool:
+        self.is_gone = True
+        return True
+
+
+def receive(limit: ConnectionLimit, account: object, count: int, now: float) -> list[Receiving]:
+    made = []
+    for _ in range(count):
+        connection = Receiving()
+        assert limit.admit(now)
+        limit.add_receiving(connection, account, now)
+        made.append(connection)
+    return made
+
+
+def test_at_the_limit_the_account_with_most_unfinished_bodies_loses_its_oldest() -> None:
+    limit = ConnectionLimit(100)
+    mine, others = receive(limit, "a", 80, 0.0), receive(limit, "b", 20, 0.0)
+    receive(limit, "c", 10, GRACE_S)
+    assert [one.is_gone for one in mine] == [True] * 10 + [False] * 70
+    assert not any(one.is_gone for one in others)
+
+
+def test_an_account_keeps_its_share_of_unfinished_bodies() -> None:
+    limit = ConnectionLimit(100)
+    each = [receive(limit, account, 12, 0.0) for account in range(8)]
+    for _ in range(4):
+        assert limit.admit(0.0)
+    assert not limit.admit(9.0)
+    assert not any(one.is_gone for account in each for one in account)
+
+
+def test_bodies_that_have_arrived_are_not_closed() -> None:
+    limit = ConnectionLimit(100)
+    made = receive(limit, "a", 100, 0.0)
+    for connection in made[:95]:
+        limit.remove_receiving(connection)
+    assert not limit.admit(9.0)
+    for connection in made:
+        limit.release(connection, is_admitted=True)
+    receive(limit, "a", 100, 10.0)
+    assert not any(one.is_gone for one in made)
+
+
+async def test_slow_bodies_of_one_key_keep_no_other_key_out() -> None:
+    limits = ServerLimits(max_connections=64, surplus_timeout_s=DEADLINE_S)
+    async with (
+        rig([FakeEngine()], server=limits, api_keys=("k", "other")) as r,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        body = request_bytes().replace(b"\r\n", b"\r\nauthorization: Bearer k\r\n", 1)[:-1]
+        for _ in range(64):
+            _, writer = await stack.enter_async_context(raw(r.router))
+            writer.write(body)
+        await r.until(lambda: sum(c.is_receiving for c in r.router.server.connections) == 64)
+        for _ in range(3):
+            async with raw(r.router) as (reader, writer):
+                writer.write(request_bytes().replace(b"\r\n", b"\r\nauthorization: Bearer other\r\n", 1))
+                assert (await answer(reader))[0] == 200
+        assert r.metric("refused_connections_total") == 0

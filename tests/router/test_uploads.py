@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
+from argosy_protocol.errors import Unavailable
 from argosy_router.auth.accounts import Account
 from argosy_router.config import ServerLimits
 from argosy_router.fleet.service import Service
+from argosy_router.http.body_memory import BodyMemory
 from argosy_router.proxy.exchange import Exchange
 
 from .fake_engine import Connection, FakeEngine, Received, event
@@ -83,6 +85,68 @@ async def test_bodies_of_all_clients_together_are_bounded() -> None:
         second_out.transport.abort()
         await until(lambda: held_bytes(r) == 0)
         assert (await r.chat("x" * 40_000)).status_code == 200, "what was given back is there for others"
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_one_key_leaves_others_memory_for_their_bodies(is_whole: bool) -> None:
+    release = asyncio.Event()
+
+    async def slow(connection: Connection, received: Received) -> None:
+        if len(received.body) > 1000:
+            await release.wait()
+        connection.answer(200, b"{}")
+
+    limits = ServerLimits(max_body_bytes=30_000, max_inflight_bytes=100_000)
+    body, other = body_of(24_000), HEAD + b"authorization: Bearer other\r\n"
+    rigged = rig([FakeEngine(script=slow)], server=limits, api_keys=("k", "other"))
+    async with rigged as r, several(r, 6) as streams:
+        *mine, (reader, writer) = streams
+        for number, (_, out) in enumerate(mine[:3], 1):
+            out.write(request(body, WITH_KEY)[: None if is_whole else -1])
+            await until(lambda number=number: held_bytes(r) >= number * (len(body) - 1))
+        for refused, out in mine[3:]:
+            out.write(request(body, WITH_KEY))
+            answered = await read_all(refused)
+            assert answered.startswith(b"HTTP/1.1 503 ")
+            assert b"share" in answered
+            assert b"\r\nretry-after: " in answered
+        writer.write(request(body_of(100), other))
+        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+        release.set()
+        for _, out in mine:
+            out.transport.abort()
+        await until(lambda: held_bytes(r) == 0)
+
+
+def test_a_single_body_may_take_the_whole_memory() -> None:
+    memory = BodyMemory(100)
+    memory.reserve(60, "a", 0)
+    memory.reserve(40, "a", 60)
+    with pytest.raises(Unavailable, match="max-inflight-bytes"):
+        memory.reserve(1, "b", 0)
+    memory.release(100, "a")
+    assert memory.held == 0
+
+
+def test_accounts_share_the_memory_that_is_free() -> None:
+    memory = BodyMemory(1600)
+
+    def take(account: str) -> int:
+        """Reserve single bytes until they are refused."""
+        for number in range(1600):
+            try:
+                memory.reserve(1, account, 0)
+            except Unavailable:
+                return number
+        return 1600
+
+    granted = {account: take(account) for account in "abc"}
+    assert granted == {"a": 1200, "b": 300, "c": 75}
+    memory.reserve(25, None, 0)
+    for account, size in granted.items():
+        memory.release(size, account)
+    memory.release(25, None)
+    assert take("b") == 1200
 
 
 async def test_a_begun_stream_keeps_one_copy_of_its_body() -> None:

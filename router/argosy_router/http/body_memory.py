@@ -1,10 +1,17 @@
-"""A bound on the memory of request bodies, over all connections of a server."""
+"""A bound on the memory of request bodies, over all connections of a server, and on an account's part of it.
 
-# Not compiled: two additions for each body.
+An account may hold three times as much as is free (Choudhury and Hahne, "Dynamic queue length thresholds"): alone at
+most three quarters of the limit, so that others always find room, and less the more others hold. A single body is not
+bound by it, because the limit may be small.
+"""
+
+# Not compiled: a few additions for each body.
 
 from __future__ import annotations
 
 from argosy_protocol.errors import Unavailable
+
+SHARE_OF_FREE = 3
 
 
 class BodyMemory:
@@ -14,19 +21,41 @@ class BodyMemory:
         self._limit = limit
         self.held = 0
         """Bytes reserved and not released."""
+        self._of_account: dict[object, int] = {}
+        """Those of each account."""
 
-    def reserve(self, size: int) -> None:
+    def reserve(self, size: int, account: object, begun: int) -> None:
         """Reserve `size` bytes.
 
+        Args:
+            account: whose share it counts for; None for a client that cannot be told from others.
+            begun: bytes of the same body that are reserved already.
+
         Raises:
-            Unavailable: the limit would be exceeded; nothing was reserved.
+            Unavailable: the limit or the account's share of it would be exceeded; nothing was reserved.
         """
-        if self.held + size > self._limit:
+        held = self.held + size
+        if held > self._limit:
             raise Unavailable(
                 "the limit of memory for request bodies (--max-inflight-bytes) is reached; retry later",
                 retry_after_s=1.0,
             )
-        self.held += size
+        if account is not None:
+            own = self._of_account.get(account, 0)
+            if own > begun and own + size > SHARE_OF_FREE * (self._limit - held):
+                raise Unavailable(
+                    "other requests of this key hold its share of the memory for request bodies "
+                    "(--max-inflight-bytes); retry later",
+                    retry_after_s=1.0,
+                )
+            self._of_account[account] = own + size
+        self.held = held
 
-    def release(self, size: int) -> None:
+    def release(self, size: int, account: object) -> None:
         self.held -= size
+        if account is not None and size:
+            own = self._of_account[account] - size
+            if own:
+                self._of_account[account] = own
+            else:
+                del self._of_account[account]

@@ -1,9 +1,11 @@
 """Connection limit: how many clients may be connected, and which connection closes to admit a new one.
 
-Owns: the count, and the order of connections that are idle between two requests or silent (no whole request head yet).
+Owns: the count, and the order of connections that are idle between two requests, silent (no whole request head yet) or
+receiving a body.
 Must not know: what is said on a connection.
-Invariants: a new connection is refused only while all others have a request that is being read or answered; none of
-those is closed for it. At most `MAX_SURPLUS` connections over the limit are kept open long enough to receive a 503.
+Invariants: a new connection is refused only while all others have a request that is being read or answered. None of
+those is closed for it, unless its body is still being received and its account has more than its share of such
+connections. At most `MAX_SURPLUS` connections over the limit are kept open long enough to receive a 503.
 
 File descriptors are the scarce resource: each request takes two, the client's connection and the replica's, so the
 default is half of what the process may open (HAProxy's rule). Like nginx, the router closes idle keep-alive connections
@@ -15,6 +17,9 @@ else out, so silent connections are closed to admit others: first those silent f
 then the remaining silent ones, oldest first each. One address (`AddressGroups`) may have at most `silent_per_address`
 connections that are silent for longer than `GRACE_S`, so that one machine cannot displace another's. Addresses of
 proxies, which many clients share (`--trusted-proxy`), are exempt.
+
+A client with a key can send bodies so slowly that each takes a quarter of an hour. At the limit, therefore, of the
+account with most connections that receive a body the oldest is closed, if these are more than 1/8 of the limit.
 """
 
 # Not compiled: a few dictionary operations for each connection.
@@ -41,6 +46,9 @@ at once."""
 SHARE_PER_ADDRESS = 8
 """By default one address may have 1/8 of the connection limit as silent connections."""
 MIN_PER_ADDRESS = 8
+SHARE_PER_ACCOUNT = 8
+"""At the limit one account may have 1/8 of it as connections that receive a request's body."""
+MIN_PER_ACCOUNT = 8
 MAX_KNOWN_ADDRESSES = 4096
 
 Network = IPv4Network | IPv6Network
@@ -55,7 +63,7 @@ class LimitedConnection(Protocol):
         ...
 
     def displace(self) -> bool:
-        """Close the connection to admit another, if that interrupts no request. Returns whether it was closed."""
+        """Close the connection to admit another, if that interrupts no whole request. Returns whether it was closed."""
         ...
 
 
@@ -101,6 +109,7 @@ class ConnectionLimit:
         """`silent_per_address` of zero stands for a share of `limit`."""
         self._limit = limit
         self._silent_per_address = silent_per_address or max(MIN_PER_ADDRESS, limit // SHARE_PER_ADDRESS)
+        self._receiving_per_account = max(MIN_PER_ACCOUNT, limit // SHARE_PER_ACCOUNT)
         self._admitted = 0
         self._surplus = 0
         self.refused = 0
@@ -111,6 +120,10 @@ class ConnectionLimit:
         """Silent connection -> since when, oldest first."""
         self._by_address: dict[str, dict[LimitedConnection, None]] = {}
         """Address group -> its silent connections, oldest first."""
+        self._receiving: dict[LimitedConnection, object] = {}
+        """Connection that receives a body -> the account that sends it."""
+        self._by_account: dict[object, dict[LimitedConnection, float]] = {}
+        """Account -> its connections that receive a body and since when, oldest first."""
 
     def admit(self, now: float) -> bool:
         """Count a new connection, which must `release` when it ends. Returns whether it is admitted."""
@@ -149,17 +162,40 @@ class ConnectionLimit:
         if same is not None and same.pop(connection, connection) is None and not same:
             del self._by_address[address]
 
+    def add_receiving(self, connection: LimitedConnection, account: object, now: float) -> None:
+        """Add an admitted connection on which an account begins to send a request's body."""
+        self._receiving[connection] = account
+        self._by_account.setdefault(account, {})[connection] = now
+
+    def remove_receiving(self, connection: LimitedConnection) -> None:
+        """Remove a connection because its request is whole or refused, or because it ends."""
+        if connection not in self._receiving:
+            return
+        account = self._receiving.pop(connection)
+        same = self._by_account[account]
+        del same[connection]
+        if not same:
+            del self._by_account[account]
+
     def release(self, connection: LimitedConnection, *, is_admitted: bool) -> None:
         """Stop counting a connection that has ended."""
         self.idle.pop(connection, None)
         self.remove_silent(connection)
+        self.remove_receiving(connection)
         if is_admitted:
             self._admitted -= 1
         else:
             self._surplus -= 1
 
     def _displace_one(self, now: float) -> bool:
-        return self._displace_silent(now - GRACE_S) or self._displace_idle() or self._displace_silent(now)
+        since = now - GRACE_S
+        return (
+            self._displace_silent(since)
+            or self._displace_receiving(since)
+            or self._displace_idle()
+            or self._displace_silent(now)
+            or self._displace_receiving(now)
+        )
 
     def _displace_silent(self, since: float) -> bool:
         """Close the oldest silent connection if it has been silent since `since` or before."""
@@ -170,6 +206,18 @@ class ConnectionLimit:
             if self._displace(oldest):
                 return True
         return False
+
+    def _displace_receiving(self, since: float) -> bool:
+        """Close the oldest connection that receives a body, of the account with most of them, if these are more than
+        the account's share and it began at `since` or before."""
+        most = max(self._by_account.values(), key=len, default={})
+        if len(most) <= self._receiving_per_account:
+            return False
+        oldest = next(iter(most))
+        if most[oldest] > since:
+            return False
+        self.remove_receiving(oldest)
+        return oldest.displace()
 
     def _displace_idle(self) -> bool:
         while self.idle:

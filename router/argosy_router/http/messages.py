@@ -33,6 +33,7 @@ class Request:
     """One request: its head, and its body once that is complete."""
 
     __slots__ = (
+        "account",
         "body",
         "body_bytes",
         "grant",
@@ -57,6 +58,9 @@ class Request:
         self.body = b""
         self.body_bytes = 0
         """Size of the body as received; the application may have dropped `body` itself."""
+        self.account: object = None
+        """Whose shares of the server's memory and connections the request takes, as the application names it; None for
+        a client that cannot be told from others."""
         self.grant: object = None
         """The application's own result of authorizing the head; None if it granted nothing."""
 

@@ -51,7 +51,8 @@ class RequestReader:
         self.wants_continue = False
         """Whether the client sends the body only when told to (`Expect: 100-continue`)."""
         self._wire_bytes = 0
-        self._reserved = 0
+        self._reserved: dict[object, int] = {}
+        """Account -> bytes of its bodies in `BodyMemory`; a proxy may send requests of several on one connection."""
         self._reset()
 
     def _reset(self) -> None:
@@ -81,13 +82,18 @@ class RequestReader:
 
     def release(self, request: Request) -> None:
         """Release the memory of an answered request's body."""
-        self._reserved -= request.body_bytes
-        self._memory.release(request.body_bytes)
+        size, account = request.body_bytes, request.account
+        if size:
+            self._reserved[account] -= size
+            if not self._reserved[account]:
+                del self._reserved[account]
+            self._memory.release(size, account)
 
     def close(self) -> None:
         """Discard everything received; the connection is gone."""
-        self._memory.release(self._reserved)
-        self._reserved = 0
+        for account, size in self._reserved.items():
+            self._memory.release(size, account)
+        self._reserved.clear()
         self.ready.clear()
         self._reset()
 
@@ -189,11 +195,12 @@ class RequestReader:
 
     def on_body(self, data: bytes) -> None:
         self._check_size(self.body_bytes + len(data))
+        account = None if self.incoming is None else self.incoming.account
         try:
-            self._memory.reserve(len(data))
+            self._memory.reserve(len(data), account, self.body_bytes)
         except ApiError as error:
             self._refuse(error)
-        self._reserved += len(data)
+        self._reserved[account] = self._reserved.get(account, 0) + len(data)
         self.body_bytes += len(data)
         if not self._body:
             self._body = data  # nearly always the whole body

@@ -105,6 +105,9 @@ class ServerConnection(asyncio.Protocol):
         self.is_silent = False
         """Whether the connection may be closed to admit others: its client has not sent a whole request head, or not
         the body of a request that needs no key."""
+        self.is_receiving = False
+        """Whether the connection may be closed to admit others because of what its account receives: its client has
+        not sent the whole body of an authorized request."""
         self._idle = state.connection_limit.idle
         self._coalescer = state.read_coalescer
         self._interval = -1
@@ -192,6 +195,16 @@ class ServerConnection(asyncio.Protocol):
             self.is_silent = True
             self._state.connection_limit.add_silent(self, now)
 
+    def _begin_receiving(self, now: float) -> None:
+        request = self.reader.incoming
+        if self.is_admitted and not self.is_receiving and request is not None:
+            self.is_receiving = True
+            self._state.connection_limit.add_receiving(self, request.account, now)
+
+    def _end_receiving(self) -> None:
+        self.is_receiving = False
+        self._state.connection_limit.remove_receiving(self)
+
     def _end_silence(self) -> None:
         self.is_silent = False
         self._state.connection_limit.remove_silent(self)
@@ -216,10 +229,10 @@ class ServerConnection(asyncio.Protocol):
         return False
 
     def displace(self) -> bool:
-        """Close the connection to admit another: at once if it is silent; if it is idle, unless its client is
-        authorized and has not read all of the last response. Return whether it was closed."""
-        if self.is_silent:
-            self.is_silent = False
+        """Close the connection to admit another: at once if it is silent or receives a body; if it is idle, unless its
+        client is authorized and has not read all of the last response. Return whether it was closed."""
+        if self.is_silent or self.is_receiving:
+            self.is_silent = self.is_receiving = False
             self._is_closing = True
             if self.is_made:
                 self.transport.abort()
@@ -261,6 +274,8 @@ class ServerConnection(asyncio.Protocol):
                     self._idle.pop(self, None)
                     if self.is_silent:
                         self._end_silence()
+                    if self.is_receiving:
+                        self._end_receiving()
                     self.request = request = reader.ready.pop(0)
                     self._is_known = request.grant is not None
                     num_taken += 1
@@ -316,8 +331,10 @@ class ServerConnection(asyncio.Protocol):
         else:
             if not self.reader.is_body_read:  # a route without authentication: anybody can get this far
                 self._begin_silence(self._state.wheel.time())
-            elif self.is_silent:
-                self._end_silence()
+            else:
+                if self.is_silent:
+                    self._end_silence()
+                self._begin_receiving(self._state.wheel.time())
             self._body_mark = 0
             self._deadline.set(limits.body_timeout_s)
             if self.reader.wants_continue:
@@ -343,6 +360,8 @@ class ServerConnection(asyncio.Protocol):
 
     def _reject(self, error: ApiError) -> None:
         """Answer a request whose rest is not read, because it is malformed or refused at its head, and close."""
+        if self.is_receiving:
+            self._end_receiving()
         self._begin_silence(
             self._state.wheel.time()
         )  # a new connection need not wait until the refusal has been read

@@ -91,7 +91,9 @@ class RouterApplication:
         """Reject unauthenticated requests before reading the body."""
         if request.path in self._public:
             return False
-        request.grant = self._keys.authenticate(request.header(b"authorization"))
+        account = self._keys.authenticate(request.header(b"authorization"))
+        request.grant = account
+        request.account = None if account is ANONYMOUS else account
         return request.path in _ENDPOINTS
 
     def on_refused(self, error: ApiError, request: Request | None) -> bytes:
