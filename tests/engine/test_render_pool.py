@@ -18,6 +18,7 @@ from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.output_processor import request_error
 from argosy_engine.frontend.render_pool import (
     LONG_THREADS,
+    MAX_LONG_JOBS,
     MAX_MEDIUM_BYTES,
     Abandoned,
     RenderPool,
@@ -93,6 +94,52 @@ async def test_a_full_size_class_refuses(
     await asyncio.gather(*waiting)
     assert await pool.run(size, str.upper, "later") == "LATER"
     pool.close()
+
+
+async def test_tenants_take_turns_at_long_prompts(pool: RenderPool) -> None:
+    running, done = Job(), list[str]()
+    first = asyncio.create_task(pool.run(LONG, running, "a0", "a"))
+    await wait_for(running.started)
+    others = [
+        asyncio.create_task(pool.run(LONG, done.append, name, name[0]))
+        for name in ("a1", "a2", "a3", "b1", "b2", "c1")
+    ]
+    await asyncio.sleep(0)
+    running.released.set()
+    await asyncio.gather(first, *others)
+    assert done == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+async def test_one_tenant_cannot_fill_a_size_class(pool: RenderPool) -> None:
+    running = Job()
+    waiting = [asyncio.create_task(pool.run(LONG, running, "x", "a")) for _ in range(MAX_LONG_JOBS * 3 // 4)]
+    await wait_for(running.started)
+    for _ in range(2):
+        with pytest.raises(EngineBusy, match=r"24 long prompts of the same key are waiting"):
+            await asyncio.wait_for(pool.run(LONG, str.upper, "one more", "a"), 10)
+    waiting += [asyncio.create_task(pool.run(LONG, str.upper, "x", f"{n}")) for n in range(8)]
+    await asyncio.sleep(0)
+    waiting.pop(1).cancel()  # one of "a", which makes room for another tenant and not for its own
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    with pytest.raises(EngineBusy, match="of the same key"):
+        await asyncio.wait_for(pool.run(LONG, str.upper, "one more", "a"), 10)
+    waiting.append(asyncio.create_task(pool.run(LONG, str.upper, "x", "new")))
+    running.released.set()
+    assert set(await asyncio.gather(*waiting)) == {"x", "X"}
+    assert await pool.run(LONG, str.upper, "later", "a") == "LATER"
+
+
+async def test_closing_drops_what_waits(pool: RenderPool) -> None:
+    running = Job()
+    tasks = [asyncio.create_task(pool.run(LONG, running, "x", "a")) for _ in range(3)]
+    await wait_for(running.started)
+    pool.close()
+    for task in tasks[1:]:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    running.released.set()
+    assert await tasks[0] == "x"
 
 
 async def test_a_prompt_whose_client_left_is_not_made(pool: RenderPool) -> None:

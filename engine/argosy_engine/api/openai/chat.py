@@ -55,4 +55,4 @@ def chat_stream(
 
 async def _prompt(serving: OpenAIServing, request: ChatCompletionRequest, size: int) -> TokenizedPrompt:
     serving.llm.queue_limits.check(request.n or 1)
-    return await serving.render_pool.run(size, serving.llm.renderer.render_chat, request)
+    return await serving.render_pool.run(size, serving.llm.renderer.render_chat, request, serving.tenant)

@@ -61,4 +61,6 @@ def completion_stream(
 
 async def _prompts(serving: OpenAIServing, request: CompletionRequest, size: int) -> list[TokenizedPrompt]:
     serving.llm.queue_limits.check(request.n or 1)
-    return await serving.render_pool.run(size, serving.llm.renderer.render_completion, request)
+    return await serving.render_pool.run(
+        size, serving.llm.renderer.render_completion, request, serving.tenant
+    )

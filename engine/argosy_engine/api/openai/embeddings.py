@@ -34,7 +34,9 @@ async def embed(
         pooling_type=request.pooling_type, normalize=request.normalize, dimensions=request.dimensions
     )
     # The inputs as the prompts of a completion: the same forms, tokens and cache keys.
-    prompts = await serving.render_pool.run(size, llm.renderer.render_completion, request.as_completion())
+    prompts = await serving.render_pool.run(
+        size, llm.renderer.render_completion, request.as_completion(), serving.tenant
+    )
     requests = [
         pooling_request(
             llm.input_processor, prompt, params, cache_salt=request.cache_salt, tenant=serving.tenant

@@ -37,7 +37,7 @@ async def tokenize(
             token_strs=renderer.tokenizer.token_strs(tokens) if request.return_token_strs else None,
         )
 
-    return await serving.render_pool.run(size, response, request)
+    return await serving.render_pool.run(size, response, request, serving.tenant)
 
 
 async def detokenize(serving: OpenAIServing, request: DetokenizeRequest, size: int) -> DetokenizeResponse:
@@ -53,4 +53,4 @@ async def detokenize(serving: OpenAIServing, request: DetokenizeRequest, size: i
         renderer.check_token_ids(request.tokens, param="tokens")
         return renderer.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
-    return DetokenizeResponse(prompt=await serving.render_pool.run(size, text_of, request))
+    return DetokenizeResponse(prompt=await serving.render_pool.run(size, text_of, request, serving.tenant))
