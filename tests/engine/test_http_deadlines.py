@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 from argosy_engine.api.http.http_protocol import GRACE_S, BoundedProtocol, HttpLimits
 
 HEADERS_S, BODY_S, RATE, KEEP_ALIVE_S = 10.0, 30.0, 100, 75
+STALL_S = 60.0
 LINGER_S, UNWANTED_BYTES = 2.0, 200_000
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
@@ -63,6 +64,8 @@ class Wire(asyncio.Transport):
         """Whether our side has ended."""
         self.is_gone = False
         self.is_paused = False
+        self.unread = 0
+        """Bytes in the write buffer."""
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
@@ -79,13 +82,17 @@ class Wire(asyncio.Transport):
         self.is_closed = True
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self.unread
 
     def close(self) -> None:
+        self.is_closed = True
+        self.is_gone = not self.unread
+
+    def abort(self) -> None:
         self.is_closed = self.is_gone = True
 
     def is_closing(self) -> bool:
-        return self.is_gone
+        return self.is_gone or (self.is_closed and bool(self.unread))
 
     def pause_reading(self) -> None:
         self.is_paused = True
@@ -140,6 +147,7 @@ class Protocol(BoundedProtocol):
         header_timeout_s=HEADERS_S,
         body_timeout_s=BODY_S,
         min_body_rate=RATE,
+        write_stall_s=STALL_S,
         linger_s=LINGER_S,
         unwanted_bytes=UNWANTED_BYTES,
     )
@@ -248,6 +256,32 @@ async def test_an_idle_connection_is_closed_without_a_word(client: Connection) -
     await client.clock.advance(2)
     assert client.wire.is_closed
     assert client.wire.written == answered
+
+
+async def test_a_client_that_does_not_read_its_answer_is_cut(client: Connection) -> None:
+    await client.send(HEAD + b"content-length: 0\r\n\r\n")
+    for _ in range(3):  # it reads slowly, but it does
+        client.protocol.pause_writing()
+        await client.clock.advance(STALL_S - 1)
+        client.protocol.resume_writing()
+        await client.clock.advance(2)
+        await client.send(HEAD + b"content-length: 0\r\n\r\n")
+        assert not client.wire.is_closed
+    client.protocol.pause_writing()
+    await client.clock.advance(STALL_S - 1)
+    assert not client.wire.is_gone
+    await client.clock.advance(2)
+    assert client.wire.is_gone
+
+
+async def test_what_a_client_left_unread_when_its_connection_ended_is_dropped(client: Connection) -> None:
+    await client.send(HEAD + b"content-length: 0\r\n\r\n")
+    client.wire.unread = 10
+    await client.clock.advance(KEEP_ALIVE_S + 1)
+    assert client.wire.is_closed
+    assert not client.wire.is_gone, "it may still read"
+    await client.clock.advance(STALL_S)
+    assert client.wire.is_gone
 
 
 async def test_a_second_request_has_a_deadline_of_its_own(client: Connection) -> None:

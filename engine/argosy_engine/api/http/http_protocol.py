@@ -5,8 +5,8 @@ reports it, and accepts any number of Host headers and HTTP versions from 0.9 to
 
 Owns: which requests are rejected before the application sees them (RFC 9112), and how. Must not know: routes, keys,
 limits on bodies.
-Invariant: while a part of a request is outstanding, a timer runs; uvicorn has one of its own for idle connections. A
-client that is rejected while it sends can read the response (`lingering`).
+Invariant: while a part of a request is outstanding, or the client does not read its response, a timer runs; uvicorn
+has one of its own for idle connections. A client that is rejected while it sends can read the response (`lingering`).
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class HttpLimits:
     body_timeout_s: float = 30.0
     """Period in which a client must send `min_body_rate` bytes per second, or the rest of the body."""
     min_body_rate: int = 1024
+    write_stall_s: float = 60.0
+    """How long a client may leave the write buffer full, or the rest of it after the end. Equals the router's."""
     linger_s: float = 1.0
     """How long a rejected client's input is discarded before the connection is closed. Equals the router's."""
     unwanted_bytes: int = 64 << 20
@@ -86,6 +88,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._period_bytes = 0
         """Bytes of the body received in the current period."""
         self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        """Deadline for the client to read from a full write buffer."""
         self._refusal: ApiError | None = None
         self._unwanted_bytes = 0
         """Bytes of the current request's body received after its response."""
@@ -98,9 +102,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
+        self._cancel_stall()
         if self._lingering is not None:
             self._lingering.lost()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._cancel_stall()
+        self._stall = self.loop.call_later(self.limits.write_stall_s, self._grant_stall_grace)
+
+    def resume_writing(self) -> None:
+        self._cancel_stall()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._lingering is not None and self._lingering.is_closing():
@@ -200,6 +214,20 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._expect_body()
 
+    def _cancel_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _grant_stall_grace(self) -> None:
+        """As `_grant_grace`: what the client could read meanwhile must be written first."""
+        self._stall = self.loop.call_later(GRACE_S, self._on_stall)
+
+    def _on_stall(self) -> None:
+        self._stall = None
+        if self._lingering is not None:
+            self._lingering.abort()
+
     # Rejections
 
     def send_400_response(self, msg: str) -> None:
@@ -240,7 +268,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def _linger_on(self, transport: asyncio.Transport) -> LingeringTransport:
         limits = self.limits
         self._lingering = LingeringTransport(
-            transport, self.loop, limits.linger_s, limits.unwanted_bytes, lambda: self._is_in_body
+            transport,
+            self.loop,
+            limits.linger_s,
+            limits.unwanted_bytes,
+            lambda: self._is_in_body,
+            limits.write_stall_s,
         )
         return self._lingering
 

@@ -17,6 +17,7 @@ class LingeringTransport:
 
     Args:
         seconds, max_bytes: limits on the input that is discarded.
+        stall_s: how long a closed connection may take to deliver what is written.
         is_owed: whether the client is still sending, asked when the connection is to be closed.
     """
 
@@ -27,12 +28,14 @@ class LingeringTransport:
         seconds: float,
         max_bytes: int,
         is_owed: Callable[[], bool],
+        stall_s: float,
     ) -> None:
         self._transport = transport
         self._loop = loop
         self._seconds = seconds
         self._bytes_left = max_bytes
         self._is_owed = is_owed
+        self._stall_s = stall_s
         self._timer: asyncio.TimerHandle | None = None
         self._is_closing = self._is_paused = False
 
@@ -62,6 +65,13 @@ class LingeringTransport:
         elif not self.is_closing():
             self._is_closing = True
             self._transport.close()
+            if self._transport.get_write_buffer_size():
+                self._timer = self._loop.call_later(self._stall_s, self._end)
+
+    def abort(self) -> None:
+        """Close at once, without delivering what is written."""
+        self.lost()
+        self._transport.abort()
 
     def linger(self) -> None:
         """Close our side, and the connection a moment later."""
