@@ -154,12 +154,21 @@ async def test_a_router_that_dies_leaves_its_share(tmp_path: Path) -> None:
         await routers.until_limit("router-a", 1000)
 
 
-async def test_routers_that_cannot_be_counted_leave_the_limit_whole(tmp_path: Path) -> None:
+async def test_routers_that_cannot_be_counted_leave_the_limit_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with fleet(tmp_path, "requests_per_minute=2000") as routers:
         routers.api.put("pods", "argosy", "router-b", **pod(ROUTER))
         routers.api.forbidden.add(("pods", "argosy"))
         await routers.add("router-a")
         assert await routers.limit("router-a") == 2000
+        told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert len(told) == 1
+        assert (
+            "list and watch pods in namespace argosy, or give the number of routers with --routers" in told[0]
+        )
+        routers.api.forbidden.clear()
+        await routers.until_limit("router-a", 1000)
 
 
 # the division

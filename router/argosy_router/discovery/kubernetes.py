@@ -85,6 +85,8 @@ class KubernetesDiscovery:
         self._pods: dict[tuple[str, str], Reflector[Pod]] = {}
         """(namespace, label selector) -> reflector of the pods"""
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._has_told = False
+        """Whether it was logged that the routers cannot be counted."""
         self._changed = asyncio.Event()
 
     async def run(self, publish: Publish) -> None:
@@ -125,7 +127,7 @@ class KubernetesDiscovery:
                 reflectors = [routers, *self._pods.values()]
                 if not self._revision or not all(pods.is_settled for pods in reflectors):
                     continue
-                snapshot = self._snapshot(count_routers(routers.objects.values(), self._pod_name))
+                snapshot = self._snapshot(self._num_routers(routers, namespace))
                 if snapshot != published:
                     published = snapshot
                     publish(snapshot)
@@ -135,6 +137,19 @@ class KubernetesDiscovery:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await client.close()
+
+    def _num_routers(self, routers: Reflector[Pod], namespace: str) -> int:
+        """Return the number of routers, or zero, with an error in the log, if it cannot be known."""
+        if routers.has_listed:
+            return count_routers(routers.objects.values(), self._pod_name)
+        if not self._has_told:
+            self._has_told = True
+            log.error(
+                "routers cannot be counted, so each applies the whole limits of keys: let this service account list "
+                "and watch pods in namespace %s, or give the number of routers with --routers",
+                namespace,
+            )
+        return 0
 
     def _read(self, objects: Iterable[ConfigMap]) -> None:
         text = next((item.data.get(DOCUMENT_KEY) for item in objects), None)

@@ -97,6 +97,8 @@ class Reflector(Generic[T]):
         self.objects: dict[str, T] = {}
         self.is_settled = False
         """Whether a list has succeeded or was refused with a 4xx; before that, an empty copy means nothing."""
+        self.has_listed = False
+        """Whether a list has succeeded."""
 
     async def run(self) -> None:
         """List and watch until cancelled."""
@@ -144,7 +146,7 @@ class Reflector(Generic[T]):
             if not token:
                 break
         self.objects = objects
-        self.is_settled = True
+        self.is_settled = self.has_listed = True
         self._on_change()
         return version
 
