@@ -9,7 +9,7 @@ ends.
     server_connection    one client's connection: order of requests, deadlines, responses
     request_reader       parses and checks the requests of a connection
     connection_limit     how many clients may be connected, and which connections close to admit others
-    body_memory          bound on the memory of request bodies
+    body_memory          bound on the memory of request bodies, and shares of it
     read_coalescing      one turn of the event loop per interval while many streams send
     tls, tls_listener    certificates that are reloaded; handshakes within the connection limit
     upstream_connection  one connection to a replica: requests, deadlines, responses
