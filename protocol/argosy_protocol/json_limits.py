@@ -38,8 +38,11 @@ decode; a thread would not help, since the decoder holds the GIL."""
 
 _SIGNS = bytes({ord("["): 1, ord("{"): 1, ord("]"): 255, ord("}"): 255}.get(byte, 0) for byte in range(256))
 _OTHERS = bytes(byte for byte in range(256) if not _SIGNS[byte])
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[{\]}]', re.DOTALL)
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{\]}]', re.DOTALL)
+"""A string or a bracket. The closing quote is optional, so that every quote where a search begins is a token: otherwise
+an unterminated string is read to its end again from every quote in it."""
 _MAX_SEARCHED_TOKENS = 10_000
+_MAX_SEARCHED_BYTES = 1 << 20
 """How far into a body the search for the field that is nested too deeply goes: some milliseconds."""
 
 
@@ -153,7 +156,7 @@ def _depth(signs: bytes) -> int:
 def _field_of_depth(body: bytes) -> str | None:
     """The top-level field in which a body becomes too deep; None if that is not found early in the body."""
     depth, field, last = 0, None, b""
-    for number, match in enumerate(_TOKEN.finditer(body)):
+    for number, match in enumerate(_TOKEN.finditer(body, 0, _MAX_SEARCHED_BYTES)):
         token = match[0]
         if token in (b"[", b"{"):
             if depth == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,9 @@ def test_only_nested_values_are_too_deep_whatever_strings_contain(value: Any, li
         (b"[%s]", None),
         (b'{"a": [' + b"1," * 20_000 + b'2], "b": "' + b"[" * 500 + b'", "c": %s}', "c"),
         (b'{"a": [' + b"[]," * 20_000 + b'2], "c": %s}', None),
+        (b'{"a": "' + b"x" * 900_000 + b'", "c": %s}', "c"),
+        (b'{"a": "' + b"x" * 1_100_000 + b'", "c": %s}', None),
+        (b'{"a": %s, "unterminated', "a"),
     ],
 )
 def test_the_field_that_is_too_deep_is_named(body: bytes, field: str | None) -> None:
@@ -92,6 +96,32 @@ def test_the_field_that_is_too_deep_is_named(body: bytes, field: str | None) -> 
         with pytest.raises(BadRequest, match="nested too deeply") as caught:
             json_limits.decode_body(msgspec.json.Decoder(), body % deep)
         assert caught.value.param == field
+
+
+@pytest.mark.parametrize("end", [b"", b"\\"], ids=["in a string", "in an escape"])
+def test_a_deep_body_that_ends_in_a_string_is_refused_in_linear_time(end: bytes) -> None:
+    """For a search that begins anywhere, a string begins at each of its quotes."""
+    assert cpu_ratio(decode_deep, *(b'\\"' * size + b"[" * 200 + end for size in (2_000, 16_000))) < 24
+
+
+def decode_deep(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        json_limits.decode_body(msgspec.json.Decoder(), body)
+
+
+def cpu_ratio(decode: Callable[[bytes], object], small: bytes, large: bytes) -> float:
+    """CPU time of decoding `large` per that of `small`, which is an eighth of it."""
+    return cpu_s(decode, large) / cpu_s(decode, small)
+
+
+def cpu_s(decode: Callable[[bytes], object], body: bytes) -> float:
+    """The least of several, because caches are cold and other programs run."""
+    times = []
+    for _ in range(3):
+        start = time.thread_time()
+        decode(body)
+        times.append(time.thread_time() - start)
+    return min(times)
 
 
 def separators(value: Any) -> int:

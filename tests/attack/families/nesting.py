@@ -62,7 +62,13 @@ async def deep_bodies(target: Target) -> None:
 
 async def bottomless(target: Target) -> None:
     """Send up to 200,000 levels, which must be rejected."""
-    bodies = [_chat(f'"a":{"[" * 100_000}'), b"[" * 200_000, _chat(f'"documents":{nested(50_000, "array")}')]
+    bodies = [
+        _chat(f'"a":{"[" * 100_000}'),
+        b"[" * 200_000,
+        _chat(f'"documents":{nested(50_000, "array")}'),
+        b'\\"' * 100_000 + b"[" * 200,  # an unterminated string begins at every second byte
+        b'\\"' * 100_000 + b"[" * 200 + b"\\",
+    ]
 
     async def once(number: int) -> None:
         await target.ask(CHAT, bodies[number % len(bodies)], allowed=REFUSED)
