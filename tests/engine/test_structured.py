@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import hypothesis.strategies as st
@@ -174,6 +177,104 @@ def test_wide_schemas_are_refused() -> None:
         normalized_schema(counted)
     del counted["minProperties"]
     normalized_schema(counted)
+
+
+def one_of_references(scale: int) -> dict[str, Any]:
+    """Options that are one definition, with many properties."""
+    names = [f"p{i}" for i in range(scale)]
+    definition = {"type": "object", "properties": {name: {"const": 1} for name in names}, "required": names}
+    return {"oneOf": [{"$ref": "#/$defs/d"}] * scale, "$defs": {"d": definition}}
+
+
+def one_of_many_tags(scale: int) -> dict[str, Any]:
+    """Distinct options, none of which has the many tags of the first."""
+    names = [f"p{i}" for i in range(scale)]
+    first = {"type": "object", "properties": {name: {"const": 1} for name in names}, "required": names}
+    other = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    return {"oneOf": [first, *[dict(other) for _ in range(scale)]]}
+
+
+def chained_references(scale: int) -> dict[str, Any]:
+    """References into a chain of references, each at another place."""
+    definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(scale)} | {f"d{scale}": {}}
+    return {"anyOf": [{"$ref": f"#/$defs/d{i}"} for i in range(scale)], "$defs": definitions}
+
+
+def one_of_one_enum(scale: int) -> dict[str, Any]:
+    values = {"type": "object", "properties": {"k": {"enum": list(range(scale))}}, "required": ["k"]}
+    return {"oneOf": [{"$ref": "#/$defs/e"}] * scale, "$defs": {"e": values}}
+
+
+def enums_of_one_hash(scale: int) -> dict[str, Any]:
+    """Numbers with one remainder modulo Python's 2**61 - 1."""
+    values = [i * ((1 << 61) - 1) for i in range(1, scale)]
+    return one_of_kinds({"enum": values}, {"enum": [-1]})
+
+
+def alias_of_a_pattern(scale: int) -> dict[str, Any]:
+    """One definition under many names, with a long pattern."""
+    definition = {"type": "string", "pattern": "a" * 1000}
+    return {
+        "anyOf": [{"$ref": "#/$defs" + "/" * i + "d"} for i in range(1, scale)], "$defs": {"d": definition}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema_of", "scale"),
+    [
+        (one_of_references, 100),
+        (one_of_many_tags, 100),
+        (chained_references, 100),
+        (one_of_one_enum, 300),
+        (enums_of_one_hash, 500),
+        (alias_of_a_pattern, 20),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_schemas_are_checked_in_time_linear_in_their_text(
+    schema_of: Callable[[int], dict[str, Any]], scale: int
+) -> None:
+    small, large = schema_of(scale), schema_of(8 * scale)
+    growth = len(json.dumps(large)) / len(json.dumps(small))
+    assert check_s(large) < 3 * growth * check_s(small)
+
+
+def check_s(schema: dict[str, Any]) -> float:
+    """The least CPU time of several checks, because caches are cold and other programs run."""
+    times = []
+    for _ in range(3):
+        start = time.thread_time()
+        with suppress(InvalidRequest):
+            normalized_schema(schema)
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def test_schemas_multiplied_by_references_are_refused() -> None:
+    properties = {f"p{i}": {} for i in range(2000)}
+    many = {"anyOf": [{"$ref": "#/$defs" + "/" * i + "d"} for i in range(1, 70)]}
+    with pytest.raises(InvalidRequest, match="too large"):
+        normalized_schema({**many, "$defs": {"d": {"type": "object", "properties": properties}}})
+
+
+def test_schemas_of_one_request_share_a_limit() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {f"r{i}": {"$ref": "#/$defs" + "/" * i + "d"} for i in range(1, 20)},
+        "$defs": {"d": {"type": "object", "properties": {f"p{i}": {} for i in range(500)}}},
+    }
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(12)]
+    tool_call_tag(tools[:4])
+    with pytest.raises(InvalidRequest, match="too large"):
+        tool_call_tag(tools)
+    contents = [{"type": "json_schema", "json_schema": parameters}] * 12
+    with pytest.raises(InvalidRequest, match="too large"):
+        normalized_tag({"format": {"type": "sequence", "elements": contents}})
+
+
+def test_a_structured_output_is_checked_once_for_all_prompts_of_a_call() -> None:
+    params = StructuredOutputsParams(json={"type": "object"})
+    assert params.spec() is params.spec()
 
 
 @pytest.mark.parametrize(
@@ -415,6 +516,8 @@ def one_of_kinds(*kinds: dict[str, Any]) -> dict[str, Any]:
         ({"const": None}, {"const": False}),
         ({"const": ["object", []]}, {"const": {}}),
         ({"const": 2**53}, {"const": 2**53 + 1}),
+        ({"const": 2**61}, {"const": 1}),
+        ({"const": 2**63}, {"const": str(2**63)}),
         ({"enum": [1, 1.0]}, {"enum": [2]}),
     ],
 )
@@ -428,6 +531,8 @@ def test_options_with_unequal_kinds_are_accepted(first: dict[str, Any], second: 
     [
         ({"const": 1}, {"const": 1.0}),
         ({"const": 0}, {"const": -0.0}),
+        ({"const": 2**80}, {"const": 2.0**80}),
+        ({"const": 2**53}, {"const": 2.0**53}),
         ({"enum": ["a", 2]}, {"enum": ["b", 2.0]}),
         ({"const": [1, {"a": 2}]}, {"const": [1.0, {"a": 2.0}]}),
         ({"const": {"a": 1, "b": 2}}, {"const": {"b": 2, "a": 1}}),

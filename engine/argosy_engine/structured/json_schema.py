@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,9 @@ from argosy_engine.structured.grammar_size import check_pattern
 MAX_DEPTH = 64
 MAX_WORK = 200_000
 """Limit on the size of the compiled schema: the sum of `_count` over its parts, a rough number of native objects."""
+MAX_STEPS = 100_000
+"""Limit on the time of checking: schemas, names and values looked at, for all schemas of a request together. References
+multiply them; without any, the largest text has a third of it."""
 
 _NEVER = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
@@ -59,10 +63,28 @@ _MAX_MULTIPLE_RANGE = 9_999
 """Maximum distance between the bounds beside a `multipleOf`: from 10,000 on XGrammar ignores `multipleOf` with a mere
 warning."""
 _MAX_COUNT = (1 << 31) - 1
+_MAX_HASHED = 1 << 53
+"""Numbers beyond are compared as text: Python's hash of a number is its remainder, so that a client can choose
+thousands that share one. Floats beyond are whole numbers."""
 
 
-def normalized_schema(schema: Any) -> str:
+class CheckBudget:
+    """Steps left to check the schemas of one request."""
+
+    def __init__(self) -> None:
+        self._left = MAX_STEPS
+
+    def spend(self, path: str, steps: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise _error(path, "the schema is too large")
+
+
+def normalized_schema(schema: Any, budget: CheckBudget | None = None) -> str:
     """Check a schema and return it as JSON text in the given order, with defaults that XGrammar reads too strictly.
+
+    Args:
+        budget: what is left of the request's; by default the schema has one of its own.
 
     Raises:
         InvalidRequest: the schema is malformed, too deep or too large, or has a keyword that cannot be enforced; the
@@ -70,19 +92,30 @@ def normalized_schema(schema: Any) -> str:
     """
     try:
         root = copy.deepcopy(schema)
-        _Checker(root).check(root, "$", 0)
+        _Checker(root, budget or CheckBudget()).check(root, "$", 0)
         return json.dumps(root, ensure_ascii=False)
     except RecursionError:
         raise _error("$", f"nested deeper than {MAX_DEPTH} levels") from None
 
 
 class _Checker:
-    """Walk over a schema and what its references reach, which normalizes it in place."""
+    """Walk over a schema and what its references reach, which normalizes it in place.
 
-    def __init__(self, root: Any) -> None:
+    Invariant: what does not count as a step takes linear time in the schema's text, however often it is referred to;
+    therefore results are kept by reference, or by the `id` of a part of the root.
+    """
+
+    def __init__(self, root: Any, budget: CheckBudget) -> None:
         self._root = root
+        self._budget = budget
         self._work = 0
         self._visited: set[str] = set()
+        self._targets: dict[str, Any] = {}
+        """For each reference the schema at the end of its chain."""
+        self._types: dict[int, frozenset[str]] = {}
+        self._tags: dict[int, dict[str, frozenset[Hashable]]] = {}
+        self._patterns: set[str] = set()
+        """Patterns that are not too large."""
 
     def check(self, schema: Any, path: str, depth: int) -> None:
         if depth > MAX_DEPTH:
@@ -94,6 +127,7 @@ class _Checker:
         if not isinstance(schema, dict):
             raise _error(path, f"a schema is an object or a boolean, not {type(schema).__name__}")
         self._count(path, 1)
+        self._budget.spend(path, 1)
         for keyword in _NEVER:
             if keyword in schema:
                 raise _unsupported(path, keyword)
@@ -122,18 +156,29 @@ class _Checker:
     def _reference(self, schema: Mapping[str, Any], path: str, depth: int) -> None:
         _only(schema, path, "$ref", allowed=())
         uri = schema["$ref"]
-        self._resolve(uri, path)
+        target = self._target(uri, path)
         if uri in self._visited:
             return
         self._visited.add(uri)
-        target, hops = self._resolve(uri, path), {uri}
-        while isinstance(target, dict) and "$ref" in target:
-            if target["$ref"] in hops:
-                raise _error(path, f"$ref {uri!r} leads back to itself")
-            hops.add(target["$ref"])
-            target = self._resolve(target["$ref"], path)
         if uri != "#":
-            self.check(target, uri, depth + 1)
+            self.check(target, uri[:256], depth + 1)
+
+    def _target(self, uri: Any, path: str) -> Any:
+        """Return the schema at the end of the chain of references that begins with this one."""
+        hops: dict[str, None] = {}
+        while True:
+            if isinstance(uri, str) and uri in self._targets:
+                target = self._targets[uri]
+                break
+            target = self._resolve(uri, path)
+            if uri in hops:
+                raise _error(path, f"$ref {uri[:256]!r} leads back to itself")
+            hops[uri] = None
+            if not isinstance(target, dict) or "$ref" not in target:
+                break
+            uri = target["$ref"]
+        self._targets.update(dict.fromkeys(hops, target))
+        return target
 
     def _resolve(self, uri: Any, path: str) -> Any:
         if not isinstance(uri, str) or not (uri == "#" or uri.startswith("#/")) or "~" in uri or "%" in uri:
@@ -150,6 +195,7 @@ class _Checker:
             raise _error(path, f"{keyword} must be a list of at least one value")
         _only(schema, path, keyword, allowed=("type",))
         self._count(path, len(values))
+        self._budget.spend(path, len(values))
         if "type" in schema:
             types = _types(schema["type"], path)
             for value in values:
@@ -184,35 +230,40 @@ class _Checker:
         types = [frozenset("number" if kind == "integer" else kind for kind in kinds) for kinds in types]
         if all(types) and sum(map(len, types)) == len(frozenset().union(*types)):
             return
-        properties = resolved[0].get("properties") if isinstance(resolved[0], dict) else None
-        for name in properties if isinstance(properties, dict) else ():
-            tags = [_tags(option, name) for option in resolved]
-            if all(tags) and sum(map(len, tags)) == len(set().union(*tags)):
-                return
+        if len({id(option) for option in resolved}) == len(resolved) and self._have_exclusive_tags(
+            resolved, path
+        ):
+            return
         raise _error(
             path, "oneOf whose options may overlap cannot be enforced: use anyOf, or a distinct const in each"
         )
 
+    def _have_exclusive_tags(self, options: list[Any], path: str) -> bool:
+        """Whether there is a required property for which each option has values that no other has."""
+        tags = [self._option_tags(option) for option in options]
+        self._budget.spend(path, sum(map(len, tags)))
+        for name in set(tags[0]).intersection(*tags[1:]):
+            values = [tag[name] for tag in tags]
+            self._budget.spend(path, sum(map(len, values)))
+            if sum(map(len, values)) == len(set().union(*values)):
+                return True
+        return False
+
+    def _option_tags(self, option: Any) -> dict[str, frozenset[Hashable]]:
+        if id(option) not in self._tags:
+            self._tags[id(option)] = _tags(option)
+        return self._tags[id(option)]
+
     def _follow(self, schema: Any, path: str) -> Any:
-        for _ in range(MAX_DEPTH):
-            if not isinstance(schema, dict) or "$ref" not in schema:
-                return schema
-            schema = self._resolve(schema["$ref"], path)
-        return schema
+        is_reference = isinstance(schema, dict) and "$ref" in schema
+        return self._target(schema["$ref"], path) if is_reference else schema
 
     def _possible_types(self, schema: Any, path: str) -> frozenset[str]:
         """Return the types that a schema's values can have; empty if it does not tell."""
         schema = self._follow(schema, path)
-        if not isinstance(schema, dict):
-            return frozenset()
-        if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return (
-                frozenset(_types_of_value(value)[0] for value in values)
-                if isinstance(values, list)
-                else frozenset()
-            )
-        return _types(schema["type"], path) if "type" in schema else frozenset()
+        if id(schema) not in self._types:
+            self._types[id(schema)] = _types_of_schema(schema, path)
+        return self._types[id(schema)]
 
     def _typed(self, schema: dict[str, Any], path: str, depth: int) -> None:
         if "type" in schema:
@@ -242,6 +293,7 @@ class _Checker:
         required = schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise _error(path, "required must be a list of names")
+        self._budget.spend(path, len(required))
         for name in required:
             if name not in properties:
                 raise _error(path, f"required names {name[:128]!r}, which is not among the properties")
@@ -261,7 +313,7 @@ class _Checker:
                     path, "patternProperties is supported as the only source of names, with one pattern"
                 )
             for pattern, value in patterns.items():
-                _check_pattern(pattern, path)
+                self._check_pattern(pattern, path)
                 self.check(value, f"{path}.patternProperties", depth + 1)
         if "propertyNames" in schema:
             if (
@@ -312,7 +364,7 @@ class _Checker:
                 f"format {str(schema['format'])[:64]!r} is not supported; use {', '.join(sorted(_FORMATS))}",
             )
         if "pattern" in given:
-            _check_pattern(schema["pattern"], path)
+            self._check_pattern(schema["pattern"], path)
 
     def _number(self, schema: dict[str, Any], path: str, types: frozenset[str]) -> None:
         for keyword in _NUMBER:
@@ -335,6 +387,15 @@ class _Checker:
         else:
             self._count(path, int(high - low) // int(step))
 
+    def _check_pattern(self, pattern: object, path: str) -> None:
+        if isinstance(pattern, str) and pattern in self._patterns:
+            return
+        try:
+            check_pattern(pattern)
+        except InvalidRequest as error:
+            raise _error(path, f"pattern {error}") from None
+        self._patterns.add(str(pattern))
+
     def _count(self, path: str, work: int) -> None:
         self._work += work
         if self._work > MAX_WORK:
@@ -352,7 +413,7 @@ def _types(value: Any, path: str) -> frozenset[str]:
     names = [value] if isinstance(value, str) else value
     if (
         not isinstance(names, list)
-        or not names
+        or not 1 <= len(names) <= len(_TYPES)
         or not all(name in _TYPES for name in names if isinstance(name, str))
     ):
         raise _error(path, f"type must be one or a list of {', '.join(_TYPES)}")
@@ -384,22 +445,36 @@ def _types_of_value(value: Any) -> tuple[str, ...]:
             return ("object",)
 
 
-def _tags(schema: Any, name: str) -> frozenset[Hashable]:
-    """Return the values, as `_comparable`, that an object schema allows for a required property.
-
-    Empty if the schema does not limit the property to some values.
-    """
+def _types_of_schema(schema: Any, path: str) -> frozenset[str]:
+    """Return the types that the values of a schema other than a reference can have; empty if it does not tell."""
     if not isinstance(schema, dict):
         return frozenset()
-    required = schema.get("required")
-    if not isinstance(required, list) or name not in required:
-        return frozenset()
-    properties = schema.get("properties")
-    value = properties.get(name) if isinstance(properties, dict) else None
-    if not isinstance(value, dict) or not ("const" in value or isinstance(value.get("enum"), list)):
-        return frozenset()
-    values = [value["const"]] if "const" in value else value["enum"]
-    return frozenset(_comparable(item) for item in values)
+    if "const" in schema or "enum" in schema:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return (
+            frozenset(_types_of_value(value)[0] for value in values)
+            if isinstance(values, list)
+            else frozenset()
+        )
+    return _types(schema["type"], path) if "type" in schema else frozenset()
+
+
+def _tags(schema: Any) -> dict[str, frozenset[Hashable]]:
+    """Return the values, as `_comparable`, of each required property for which an object schema lists its values."""
+    required = schema.get("required") if isinstance(schema, dict) else None
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        return {}
+    tags = {}
+    for name in {name for name in required if isinstance(name, str)}:
+        value = properties.get(name)
+        if not isinstance(value, dict):
+            continue
+        if "const" in value:
+            tags[name] = frozenset({_comparable(value["const"])})
+        elif isinstance(value.get("enum"), list) and value["enum"]:
+            tags[name] = frozenset(map(_comparable, value["enum"]))
+    return tags
 
 
 def _comparable(value: Any) -> Hashable:
@@ -411,15 +486,10 @@ def _comparable(value: Any) -> Hashable:
             return "array", tuple(_comparable(item) for item in value)
         case bool():
             return "boolean", value
+        case int() | float() if abs(value) > _MAX_HASHED and math.isfinite(value):
+            return "number", str(int(value))
         case _:
             return value
-
-
-def _check_pattern(pattern: object, path: str) -> None:
-    try:
-        check_pattern(pattern)
-    except InvalidRequest as error:
-        raise _error(path, f"pattern {error}") from None
 
 
 def _count_of(schema: Mapping[str, Any], keyword: str, path: str) -> int:

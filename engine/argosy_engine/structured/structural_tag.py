@@ -23,7 +23,7 @@ from argosy_engine.structured.grammar_size import (
     repeated,
     sum_sizes,
 )
-from argosy_engine.structured.json_schema import normalized_schema
+from argosy_engine.structured.json_schema import CheckBudget, normalized_schema
 
 MAX_WHITESPACE = 32
 """Limit on consecutive white space between the parts of a JSON value. It is enough to indent eight levels; without a
@@ -49,7 +49,7 @@ def normalized_tag(tag: Any) -> str:
         tag = {"format": _from_older_form(tag)}
     if not isinstance(tag.get("format"), dict):
         raise InvalidRequest("a structural tag needs a format")
-    normalized = _normalized(tag["format"], 0)
+    normalized = _normalized(tag["format"], 0, CheckBudget())
     check_tag_size(_size(normalized))
     return _encoded(normalized)
 
@@ -81,11 +81,12 @@ def tool_call_tag(
             tag is too large.
     """
     tags = []
+    budget = CheckBudget()
     check_tools(tools)
     for index, tool in enumerate(tools):
         function = tool["function"]
         if name is None or function["name"] == name:
-            tags.append(_call_tag(function["name"], function.get("parameters"), f"tools[{index}]"))
+            tags.append(_call_tag(function["name"], function.get("parameters"), f"tools[{index}]", budget))
     if not tags:
         raise InvalidRequest(
             f"tool_choice names {str(name)[:128]!r}, which is not among the tools", "tool_choice"
@@ -102,14 +103,14 @@ def tool_call_tag(
     )
 
 
-def _call_tag(name: str, parameters: Any, where: str) -> dict[str, Any]:
+def _call_tag(name: str, parameters: Any, where: str, budget: CheckBudget) -> dict[str, Any]:
     schema = parameters or {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise InvalidRequest(
             "function.parameters must be a JSON schema of an object", f"{where}.function.parameters"
         )
     try:
-        text = normalized_schema({"type": "object", **schema} if "properties" in schema else schema)
+        text = normalized_schema({"type": "object", **schema} if "properties" in schema else schema, budget)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), f"{where}.function.parameters") from None
     return {
@@ -133,20 +134,20 @@ def _from_older_form(tag: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _normalized(value: Any, depth: int) -> Any:
+def _normalized(value: Any, depth: int, budget: CheckBudget) -> Any:
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, list):
-        return [_normalized(item, depth + 1) for item in value]
+        return [_normalized(item, depth + 1, budget) for item in value]
     if not isinstance(value, dict):
         return value
     if value.get("type") in ("json_schema", "qwen_xml_parameter") and "json_schema" in value:
         return {
             **value,
-            **_schema_format(json.loads(normalized_schema(value["json_schema"]))),
+            **_schema_format(json.loads(normalized_schema(value["json_schema"], budget))),
             "type": value["type"],
         }
-    return {key: _normalized(item, depth + 1) for key, item in value.items()}
+    return {key: _normalized(item, depth + 1, budget) for key, item in value.items()}
 
 
 def _size(value: Any) -> RepetitionSize:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_codec
 import math
+from functools import cached_property
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -41,7 +42,7 @@ class GrammarSpec(Struct, frozen=True, array_like=True, weakref=True):
 
 
 class StructuredOutputsParams(
-    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, dict=True
 ):
     """vLLM's `structured_outputs` object: exactly one kind is set."""
 
@@ -60,12 +61,16 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
 
     def spec(self) -> GrammarSpec:
-        """Check the parameters and return the grammar to compile.
+        """Check the parameters and return the grammar to compile. The check is made once, for all prompts of a call.
 
         Raises:
             InvalidRequest: not exactly one kind is set, or it is out of bounds, malformed, or a JSON schema that cannot
                 be enforced; `param` is the field of `structured_outputs`.
         """
+        return self._checked_spec
+
+    @cached_property
+    def _checked_spec(self) -> GrammarSpec:
         given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
         if len(given) != 1:
             found = " and ".join(given) or "none"
