@@ -38,6 +38,9 @@ decode; a thread would not help, since the decoder holds the GIL."""
 
 _SIGNS = bytes({ord("["): 1, ord("{"): 1, ord("]"): 255, ord("}"): 255}.get(byte, 0) for byte in range(256))
 _OTHERS = bytes(byte for byte in range(256) if not _SIGNS[byte])
+_NO_QUOTES_OR_BRACKETS = _OTHERS.replace(b'"', b"")
+_SPLIT_BYTES = 64 * 1024
+"""Bytes of a body split at quotes at a time: a piece takes up to 40 bytes of memory for one of the body."""
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{\]}]', re.DOTALL)
 """A string or a bracket. The closing quote is optional, so that every quote where a search begins is a token: otherwise
 an unterminated string is read to its end again from every quote in it."""
@@ -109,7 +112,7 @@ def is_too_deep(data: bytes) -> bool:
     brackets = data.translate(_SIGNS, _OTHERS)
     if len(brackets) <= 2 * MAX_VALUES and _depth(brackets) <= MAX_DEPTH:
         return False
-    return _depth(_without_strings(data).translate(_SIGNS, _OTHERS)) > MAX_DEPTH
+    return _depth(_brackets_outside_of_strings(data).translate(_SIGNS)) > MAX_DEPTH
 
 
 def check_values(body: bytes) -> None:
@@ -130,10 +133,15 @@ def _separators(text: bytes) -> int:
     return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
-def _without_strings(text: bytes) -> bytes:
-    """The text outside of strings."""
-    bare = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    return b"".join(bare.split(b'"')[::2])
+def _brackets_outside_of_strings(text: bytes) -> bytes:
+    bare = text.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_QUOTES_OR_BRACKETS)
+    bare = bare.replace(b'""', b"")  # an empty string, or nothing between two
+    outside, is_inside = [], 0
+    for start in range(0, len(bare), _SPLIT_BYTES):
+        pieces = bare[start : start + _SPLIT_BYTES].split(b'"')
+        outside.append(b"".join(pieces[is_inside::2]))
+        is_inside ^= (len(pieces) - 1) & 1
+    return b"".join(outside)
 
 
 def _has_few_openings(data: bytes) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,17 @@ def test_the_field_that_is_too_deep_is_named(body: bytes, field: str | None) -> 
 def test_a_deep_body_that_ends_in_a_string_is_refused_in_linear_time(end: bytes) -> None:
     """For a search that begins anywhere, a string begins at each of its quotes."""
     assert cpu_ratio(decode_deep, *(b'\\"' * size + b"[" * 200 + end for size in (2_000, 16_000))) < 24
+
+
+@pytest.mark.parametrize("piece", [b'"ab', b'"[', b'"]"[]'], ids=["text", "brackets in strings", "pairs"])
+def test_the_memory_of_finding_the_depth_is_bounded_by_the_body(piece: bytes) -> None:
+    body = b"[" * 200 + piece * (2_000_000 // len(piece))
+    tracemalloc.start()
+    try:
+        assert json_limits.is_too_deep(body)
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(body)
+    finally:
+        tracemalloc.stop()
 
 
 def decode_deep(body: bytes) -> None:
