@@ -234,10 +234,8 @@ class HubSource:
         raise TransientError(f"{self._model.name}: {file.path}: more than {_MAX_REDIRECTS} redirects")
 
     def _target(self, response: httpx.Response, file: RemoteFile) -> httpx.URL:
-        try:
-            target = response.url.join(response.headers["location"])
-        except httpx.InvalidURL:
-            raise self._malformed(f"{file.path}: the redirect has a malformed address") from None
+        assert response.next_request is not None
+        target = response.next_request.url
         if target.scheme not in ("https", "http") or not target.host or target.userinfo:
             raise self._malformed(f"{file.path}: the redirect leads to no web server")
         if response.url.scheme == "https" and target.scheme != "https":
