@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +111,18 @@ def test_the_token_is_sent_to_the_hub_and_to_nobody_else(
     to_hub = [*hub.requests("resolve"), *hub.requests("content", "config.json")]
     assert [request.headers["authorization"] for request in to_hub] == [f"Bearer {TOKEN}"] * 3
     assert [request.is_authorized for request in hub.requests("content", "model.safetensors")] == [False]
+
+
+def test_neither_the_token_nor_a_signed_address_is_logged(
+    hub: HubServer, source: HubSource, weights: RemoteFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    logging.getLogger("test").info("seen")
+    source.snapshot()
+    assert read(source, weights) == WEIGHTS
+    assert "seen" in caplog.text
+    assert "Signature" not in caplog.text
+    assert TOKEN not in caplog.text
 
 
 def test_an_address_that_has_expired_is_asked_for_once_more(

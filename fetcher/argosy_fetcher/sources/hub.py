@@ -11,6 +11,7 @@ the file's next ranges, and asked for once more when its host refuses it.
 
 from __future__ import annotations
 
+import logging
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -98,10 +99,7 @@ class HubSource:
         self._commit = snapshot.revision
         self._addresses.clear()
         if self._client is None:
-            self._client = httpx.Client(
-                timeout=_TIMEOUT,
-                headers={"User-Agent": f"argosy/{__version__}", "Accept-Encoding": "identity"},
-            )
+            self._client = _make_client()
         return snapshot
 
     def read(self, file: RemoteFile, start: int, stop: int) -> Iterator[Chunk]:
@@ -293,6 +291,14 @@ class HubSource:
             f"{self._model.name}: the answer of {self._endpoint} cannot be used: {what}; check HF_ENDPOINT, which must "
             "be a Hugging Face hub or a mirror of one"
         )
+
+
+def _make_client() -> httpx.Client:
+    # They log every address and redirect, and signed addresses are credentials.
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    headers = {"User-Agent": f"argosy/{__version__}", "Accept-Encoding": "identity"}
+    return httpx.Client(timeout=_TIMEOUT, headers=headers)
 
 
 def _remote_file(sibling: RepoSibling) -> RemoteFile:
