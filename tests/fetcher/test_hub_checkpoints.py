@@ -47,7 +47,6 @@ def test_a_model_from_a_hub_answers_as_its_reference_does(kind: str, tmp_path: P
         source = hub_source(hub, checkpoint.repo_id)
         files = [file for file in source.snapshot().files if file.path not in checkpoint.unserved]
         download(source, files, fetched)
-        source.close()
     rng = random.Random(5)
     prompts = [[rng.randrange(4, 300) for _ in range(length)] for length in (1, 17, 60)]
     llm = LLM(

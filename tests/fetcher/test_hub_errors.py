@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from argosy_fetcher.errors import AccessDenied, FetchError, ModelNotFound, TransientError
 from argosy_fetcher.snapshot import RemoteFile
+from argosy_fetcher.source_uri import SourceUri
+from argosy_fetcher.sources.hub import HubSource
 from argosy_fetcher.sources.hub_errors import retry_after_s
 from hub_faults import Fault
 from hub_server import HubServer
@@ -142,11 +145,13 @@ def test_a_hub_that_cannot_be_reached_says_what_helps() -> None:
 
 
 def test_a_hub_that_stops_answering_between_list_and_content(hub: HubServer) -> None:
-    source = hub_source(hub)
-    file = file_of(source.snapshot(), "config.json")
-    hub.close()
-    with pytest.raises(TransientError, match=r"does not answer|connection lost"):
-        read(source, file)
+    credentials = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": "/nonexistent"}
+    with closing(HubSource(SourceUri("hf", MODEL), credentials)) as source:
+        file = file_of(source.snapshot(), "config.json")
+        assert read(source, file) == FILES["config.json"]
+        hub.close()
+        with pytest.raises(TransientError, match=r"does not answer|connection lost"):
+            read(source, file)
 
 
 def test_a_host_without_a_server_s_name_is_unreachable() -> None:

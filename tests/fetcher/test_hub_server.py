@@ -40,7 +40,7 @@ def test_a_whole_model_is_downloaded(hub: HubServer, tmp_path: Path, redirects_s
     hub.redirects_small_files = redirects_small_files
     folder = Path(snapshot_download("org/model", cache_dir=tmp_path, endpoint=hub.endpoint, token=False))
     assert folder.name == hub.repositories["org/model"].refs["main"]
-    assert {path: content.read_bytes() for path, content in files_under(folder).items()} == FILES  # type: ignore[union-attr]
+    assert {path: content.read_bytes() for path, content in files_under(folder).items()} == FILES
 
 
 def test_ids_are_those_of_git_and_lfs(hub: HubServer) -> None:

@@ -67,6 +67,7 @@ class HubServer:
         uses_per_signature: how often a signed address works; None: until `expire_signatures`.
         bytes_per_s: speed of each connection; None: as fast as it goes.
         redirects_small_files: whether files in git come by a redirect too, as the real hub does it.
+        clients: what is closed before the server is.
     """
 
     def __init__(self) -> None:
@@ -77,6 +78,7 @@ class HubServer:
         self.uses_per_signature: int | None = None
         self.bytes_per_s: float | None = None
         self.redirects_small_files = True
+        self.clients = contextlib.ExitStack()
         self.sent_bytes = 0
         """Bytes of files that went out, whether or not they arrived."""
         self._requests: list[SeenRequest] = []
@@ -94,6 +96,7 @@ class HubServer:
         self.close()
 
     def close(self) -> None:
+        self.clients.close()
         self._hub.close()
         self._storage.close()
 

@@ -15,9 +15,11 @@ MODEL = "org/model"
 
 
 def hub_source(hub: HubServer, name: str = MODEL, revision: str = "", **credentials: str) -> HubSource:
-    """Make a source that reads nothing of this machine's own logins and caches."""
+    """Make a source that reads nothing of this machine's own logins and caches. It is closed with the hub."""
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": "/nonexistent", **credentials}
-    return HubSource(SourceUri("hf", name, revision), settings)
+    source = HubSource(SourceUri("hf", name, revision), settings)
+    hub.clients.callback(source.close)
+    return source
 
 
 def file_of(snapshot: Snapshot, path: str) -> RemoteFile:
