@@ -38,6 +38,10 @@ class RemoteFile(Struct, frozen=True):
     """What the source needs to read exactly this content: an ETag, a version id, a blob's digest. Opaque to others."""
     packing: Packing = "none"
     """How the content is packed. Packed files are unpacked into the model's directory and then deleted."""
+    folders: tuple[str, ...] = ()
+    """Folders inside a packed file in which the model is looked for, in this order; the empty name is the top folder.
+    Of all packed files of a snapshot together, the first folder with a config.json is the model's, and files elsewhere
+    are not unpacked. Empty if nothing is known of the folder: then it is the uppermost with a config.json."""
 
 
 class Snapshot(Struct, frozen=True):
