@@ -179,7 +179,10 @@ class RegistryClient:
     def _redirected(self, url: httpx.URL, location: str) -> httpx.URL:
         if len(location) > MAX_LOCATION_CHARACTERS:
             raise FetchError(f"{self._subject}: {url.host} redirects to a URL that is too long")
-        target = url.join(location)
+        try:
+            target = url.join(location)
+        except (httpx.InvalidURL, ValueError):
+            raise FetchError(f"{self._subject}: {url.host} redirects to a malformed URL") from None
         if target.userinfo or not target.host or not self._is_secure(target):
             raise FetchError(
                 f"{self._subject}: {url.host} redirects to {target.host or 'no host'!r}, which is not followed: "

@@ -45,6 +45,8 @@ MAX_CONNECTIONS: Final = 16
 MAX_ERROR_BYTES: Final = 64 << 10
 MAX_RETRY_AFTER: Final = 3600.0
 
+_NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+"""OpenSSL's reasons if the other side speaks something else."""
 _CODE: Final = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 
 
@@ -91,10 +93,7 @@ def _translation(subject: str, error: httpx.HTTPError) -> FetchError | Transient
                 f"{subject}: the certificate of {host} is not trusted ({cause.verify_message}); "
                 "set SSL_CERT_FILE to a bundle with its authority"
             )
-        if isinstance(cause, ssl.SSLError) and cause.reason in (
-            "WRONG_VERSION_NUMBER",
-            "RECORD_LAYER_FAILURE",
-        ):
+        if isinstance(cause, ssl.SSLError) and getattr(cause, "reason", "") in _NO_TLS:
             return FetchError(
                 f"{subject}: {host} does not speak TLS; if its network is trusted, set {PLAIN_HTTP_ENV}={host}"
             )

@@ -40,7 +40,7 @@ _ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64", "i686": "386", "
 """Kernel's name of a machine -> Go's, which platforms are named by, where they differ."""
 
 MediaType = Annotated[str, Meta(max_length=256)]
-PlatformName = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{0,64}$")]
+PlatformName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z")]
 
 
 class OciPlatform(Struct, frozen=True):
@@ -57,7 +57,7 @@ _UNKNOWN_PLATFORM: Final = OciPlatform("unknown", "unknown")
 class OciDescriptor(Struct, frozen=True, rename="camel"):
     """A reference to content by its digest."""
 
-    digest: Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")]
+    digest: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
     size: Annotated[int, Meta(ge=0, le=MAX_FILE_BYTES)]
     media_type: MediaType = ""
     annotations: dict[str, str] | None = None
