@@ -266,6 +266,21 @@ def test_ranges_are_read_by_several_threads(registry: ContainerRegistry, open_mo
         assert b"".join(parts) == WEIGHTS
 
 
+def test_parts_that_follow_each_other_use_one_connection(
+    registry: ContainerRegistry, storage: ContainerRegistry, open_model: OpenModel
+) -> None:
+    push(registry, REPOSITORY, "v1", files())
+    storage.add_blob(REPOSITORY, WEIGHTS)
+    registry.redirect_blobs = storage.url
+    registry.require_tokens()
+    source = open_model()
+    file = weights_of(source)
+    for start in range(0, 50_000, 10_000):
+        assert content_of(source, file, start, start + 10_000) == WEIGHTS[start : start + 10_000]
+    for server in (registry, storage):
+        assert len({request.client_port for request in server.requests}) == 1
+
+
 def test_a_cut_connection_loses_nothing_that_arrived(
     registry: ContainerRegistry, open_model: OpenModel
 ) -> None:

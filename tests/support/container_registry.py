@@ -26,6 +26,8 @@ class RegistryRequest:
     headers: Mapping[str, str]
     """Names in lower case."""
     form: Mapping[str, str]
+    client_port: int
+    """Tells connections apart."""
 
     @property
     def authorization(self) -> str:
@@ -191,6 +193,7 @@ def _handler(registry: ContainerRegistry) -> type[BaseHTTPRequestHandler]:
                 dict(urllib.parse.parse_qsl(query)),
                 {name.lower(): value for name, value in self.headers.items()},
                 dict(urllib.parse.parse_qsl(self.rfile.read(length).decode())),
+                self.client_address[1],
             )
             self._send(registry.reply_to(request))
 

@@ -107,6 +107,10 @@ class RegistryClient:
             skipped = self._bytes_before(response, digest, size, start)
             missing = stop - start
             for chunk in response.iter_raw():
+                if (
+                    not missing
+                ):  # only now: a body that is read to its end leaves a connection that can be used again
+                    return
                 if skipped >= len(chunk):
                     skipped -= len(chunk)
                     continue
@@ -114,8 +118,6 @@ class RegistryClient:
                 skipped = 0
                 missing -= len(wanted)
                 yield wanted
-                if not missing:
-                    return
 
     def _bytes_before(self, response: httpx.Response, digest: str, size: int, start: int) -> int:
         """Check the response for a range; return how many bytes of its body are before `start`."""

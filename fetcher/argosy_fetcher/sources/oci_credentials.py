@@ -107,7 +107,6 @@ def find_credential(reference: ImageReference, values: Mapping[str, str]) -> Cre
                 f"{origin} leaves the credentials of {reference.host} to the helper {helper!r}, and helpers "
                 "are not run; set OCI_USERNAME and OCI_PASSWORD instead"
             )
-            break
     return CredentialLookup(None, remedy)
 
 
