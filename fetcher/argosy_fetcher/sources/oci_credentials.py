@@ -48,7 +48,7 @@ class RegistryCredential:
         """Value of an Authorization header; empty without a password."""
         if not self.password:
             return ""
-        pair = f"{self.username}:{self.password}".encode()
+        pair = f"{self.username}:{self.password}".encode("utf-8", "surrogateescape")
         return f"Basic {base64.b64encode(pair).decode()}"
 
 
@@ -104,7 +104,7 @@ def find_credential(reference: ImageReference, values: Mapping[str, str]) -> Cre
             return _found(credential)
         if helper := _helper(file, reference.host):
             remedy = (
-                f"{origin} leaves the credentials of {reference.host} to the helper {helper!r}, and helpers "
+                f"{origin} leaves the credentials of {reference.host} to the helper {helper[:100]!r}, and helpers "
                 "are not run; set OCI_USERNAME and OCI_PASSWORD instead"
             )
     return CredentialLookup(None, remedy)
@@ -119,7 +119,7 @@ def _found(credential: RegistryCredential) -> CredentialLookup:
 def _auth_files(values: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
     """Yield the origin and content of each auth file that exists."""
     if content := values.get("DOCKER_AUTH_CONFIG"):
-        yield "DOCKER_AUTH_CONFIG", content.encode()
+        yield "DOCKER_AUTH_CONFIG", content.encode("utf-8", "surrogateescape")
     if path := values.get("REGISTRY_AUTH_FILE"):
         yield f"REGISTRY_AUTH_FILE ({path})", _read(Path(path), f"REGISTRY_AUTH_FILE ({path})")
     if folder := values.get("DOCKER_CONFIG"):
@@ -130,7 +130,7 @@ def _auth_files(values: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
         return
     try:
         exists = default.is_file()
-    except OSError:  # a home directory of somebody else
+    except (OSError, ValueError):  # a home directory of somebody else, or no path
         exists = False
     if exists:
         yield str(default), _read(default, str(default))
@@ -142,6 +142,8 @@ def _read(path: Path, origin: str) -> bytes:
             content = file.read(MAX_AUTH_FILE_BYTES + 1)
     except OSError as error:
         raise InvalidSource(f"{origin}: cannot read the auth file: {error.strerror}") from None
+    except ValueError:  # a NUL in the path
+        raise InvalidSource(f"{origin}: this is no path of a file") from None
     if len(content) > MAX_AUTH_FILE_BYTES:
         raise InvalidSource(f"{origin}: larger than {MAX_AUTH_FILE_BYTES} bytes, so it is no auth file")
     return content
