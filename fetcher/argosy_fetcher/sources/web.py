@@ -1,0 +1,268 @@
+"""Web servers: models behind `https://`, as one archive or as a folder with a list of digests.
+
+`https://HOST/PATH/NAME.tar[.gz|.zst]` (or `.tgz`, `.zip`), optionally with `#sha256=HEX`, is a packed model;
+`https://HOST/PATH/SHA256SUMS` lists the files of the folder that it lies in. Owns these two forms, and reads of ranges.
+
+A server has no revisions. That of an archive is its SHA-256 where the URI names it, else a hash over its size and its
+ETag (or date); that of a folder is a hash over the digests. Reads compare size and ETag with what they were at first,
+so that a file that changes on the way is noticed before its digest is wrong. Credentials, redirects and statuses are
+`web_client`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+from urllib.parse import quote
+
+import httpx
+
+from argosy_fetcher.errors import (
+    FetchError,
+    InvalidSource,
+    ModelNotFound,
+    SourceChanged,
+    UnsupportedModel,
+)
+from argosy_fetcher.snapshot import MAX_FILE_BYTES, Digest, Packing, RemoteFile, Snapshot, check_path
+from argosy_fetcher.source_uri import SourceUri
+from argosy_fetcher.sources import sha256sums
+from argosy_fetcher.sources.source import Chunk
+from argosy_fetcher.sources.web_client import WebClient
+
+MAX_PROBES = 8
+"""Files of a folder whose sizes are asked for at once."""
+
+_PACKINGS: dict[str, Packing] = {
+    ".tar": "tar",
+    ".tar.gz": "tar+gzip",
+    ".tgz": "tar+gzip",
+    ".tar.zst": "tar+zstd",
+    ".zip": "zip",
+}
+_SHA256 = re.compile(r"sha256:([0-9a-f]{64})")
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,20})-(\d{1,20})|\*)/(\d{1,20}|\*)")
+_ETAG = re.compile(r'(?:W/)?"[!#-~]{0,256}"')
+_DATE = re.compile(r"[A-Z][a-z]{2}, [0-9A-Za-z: ]{10,40}")
+_FORMS = "give the URL of a .tar, .tar.gz, .tgz, .tar.zst or .zip archive, or of a folder's SHA256SUMS"
+
+
+class _Probed(NamedTuple):
+    """What a server says about a file."""
+
+    size: int
+    validator: str
+
+
+class WebSource:
+    """`Source` of one archive, or of one folder.
+
+    Raises:
+        InvalidSource: the URI is malformed, unencrypted, or has credentials in it.
+    """
+
+    def __init__(self, uri: SourceUri, credentials: Mapping[str, str]) -> None:
+        self._url, self._sha256 = _parsed(uri)
+        self._name = uri.name
+        file_name = self._url.path.rpartition("/")[2]
+        suffix = next((suffix for suffix in _PACKINGS if file_name.lower().endswith(suffix)), "")
+        if file_name != sha256sums.FILE_NAME and (not suffix or len(file_name) == len(suffix)):
+            raise InvalidSource(f"{self._name}: {_FORMS}")
+        if file_name == sha256sums.FILE_NAME and (self._url.query or self._sha256):
+            raise InvalidSource(
+                f"{self._name}: the URL of {sha256sums.FILE_NAME} has no query and no fragment"
+            )
+        self._archive = file_name if suffix else ""
+        self._packing = _PACKINGS.get(suffix, "none")
+        self._credentials = credentials
+        self._without_ranges: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def requested_revision(self) -> str:
+        return self._sha256
+
+    def snapshot(self) -> Snapshot:
+        return self._archive_snapshot() if self._archive else self._folder_snapshot()
+
+    def read(self, file: RemoteFile, start: int, stop: int) -> Iterator[Chunk]:
+        if start >= stop:
+            return
+        headers = {"range": f"bytes={start}-{stop - 1}"}
+        if file.version and not file.version.startswith("W/"):
+            headers["if-range"] = file.version
+        response = self._requested(file, headers)
+        where = self._where(file.path)
+        position = 0
+        if response.status_code == 206:
+            position = start
+            if not _is_within(response, start, stop):
+                response.close()
+                raise FetchError(f"{where}: the server sends another range than was asked for")
+        with contextlib.closing(self._client.chunks(response, where)) as chunks:
+            for chunk in chunks:
+                yield memoryview(chunk)[max(0, start - position) : max(0, stop - position)]
+                position += len(chunk)
+                if position > stop:  # and not at it: at its end, a response gives its connection back
+                    return
+
+    def can_read_ranges(self, file: RemoteFile) -> bool:
+        """Whether the server begins anywhere but at the beginning of a file."""
+        return file.path not in self._without_ranges
+
+    def close(self) -> None:
+        if (client := self.__dict__.pop("_client", None)) is not None:
+            client.close()
+
+    @functools.cached_property
+    def _client(self) -> WebClient:
+        return WebClient(self.name, self._url, self._credentials)
+
+    def _archive_snapshot(self) -> Snapshot:
+        probed = self._probe(self._archive)
+        if self._sha256:
+            revision, digest = self._sha256, Digest("sha256", self._sha256)
+        elif probed.validator:
+            revision, digest = _hashed(f"{probed.size}\0{probed.validator}"), None
+        else:
+            raise FetchError(
+                f"{self.name}: the server sends neither an ETag nor a date, so that a change would go unnoticed; "
+                "append #sha256=HEX to the URL"
+            )
+        file = RemoteFile(self._archive, probed.size, digest, probed.validator, self._packing)
+        return Snapshot(self.name, revision, (file,))
+
+    def _folder_snapshot(self) -> Snapshot:
+        digests = sorted(sha256sums.parse_sha256sums(self._sums(), self.name).items())
+        if not digests:
+            raise ModelNotFound(f"{self.name}: the list names no files")
+        with ThreadPoolExecutor(MAX_PROBES, thread_name_prefix="web-probe") as pool:
+            probes = list(pool.map(self._probe, [path for path, _ in digests]))
+        files = tuple(
+            RemoteFile(path, probed.size, digest, probed.validator)
+            for (path, digest), probed in zip(digests, probes, strict=True)
+        )
+        revision = _hashed("".join(f"{digest.hex}  {path}\n" for path, digest in digests))
+        return Snapshot(self.name, revision, files)
+
+    def _sums(self) -> bytes:
+        response = self._client.get(self._url, self.name, {}, accepted=(200,))
+        content = bytearray()
+        with contextlib.closing(self._client.chunks(response, self.name)) as chunks:
+            for chunk in chunks:
+                content += chunk
+                if len(content) > sha256sums.MAX_SUMS_BYTES:
+                    break
+        return bytes(content)
+
+    def _probe(self, path: str) -> _Probed:
+        """Ask for one byte rather than for HEAD, which signed URLs and some servers refuse."""
+        where = self._where(path)
+        response = self._client.get(
+            self._file_url(path), where, {"range": "bytes=0-0"}, accepted=(200, 206, 416)
+        )
+        self._client.discard(response)
+        _check_encoding(response, path, where)
+        size = _size(response)
+        if response.status_code == 416 and size != 0:
+            raise FetchError(f"{where}: the server cannot give the first byte of the file (HTTP 416)")
+        if size is None:
+            raise FetchError(f"{where}: the server does not say how large the file is (no Content-Length)")
+        if size > MAX_FILE_BYTES:
+            raise UnsupportedModel(f"{where}: too large: {size} bytes")
+        if response.status_code == 200:
+            self._without_ranges.add(path)
+        return _Probed(size, _validator(response))
+
+    def _requested(self, file: RemoteFile, headers: Mapping[str, str]) -> httpx.Response:
+        """A response, after checking that it is about the file of the snapshot."""
+        where = self._where(file.path)
+        try:
+            response = self._client.get(self._file_url(file.path), where, headers)
+        except ModelNotFound:
+            raise SourceChanged(f"{where}: the server does not have the file any more") from None
+        if _size(response) not in (None, file.size) or _is_other(response, file.version):
+            response.close()
+            raise SourceChanged(f"{where}: the file has changed since it was listed; fetch again")
+        try:
+            _check_encoding(response, file.path, where)
+        except FetchError:
+            response.close()
+            raise
+        return response
+
+    def _file_url(self, path: str) -> httpx.URL:
+        return self._url if self._archive else self._url.join(quote(path))
+
+    def _where(self, path: str) -> str:
+        return self.name if self._archive else f"{self.name}: {path}"
+
+
+def _parsed(uri: SourceUri) -> tuple[httpx.URL, str]:
+    """URL, and the SHA-256 in hex that the URI names; empty if none."""
+    try:
+        url = httpx.URL(f"{uri.scheme}://{uri.location}")
+        check_path(url.path.strip("/"))
+    except (httpx.InvalidURL, UnicodeError, ValueError, UnsupportedModel):
+        raise InvalidSource(f"{uri}: the URL is malformed; {_FORMS}") from None
+    if not url.host or url.userinfo or url.fragment:
+        raise InvalidSource(f"{uri.scheme}://{url.host}: the URL is malformed; {_FORMS}")
+    digest = _SHA256.fullmatch(uri.revision)
+    if uri.revision and digest is None:
+        raise InvalidSource(f"{uri}: a URL's revision is #sha256= and 64 hexadecimal digits")
+    return url, digest[1] if digest else ""
+
+
+def _is_within(response: httpx.Response, start: int, stop: int) -> bool:
+    """Whether a response with a part begins where it should, and ends there or before."""
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+    return match is not None and match[1] is not None and int(match[1]) == start and int(match[2]) < stop
+
+
+def _size(response: httpx.Response) -> int | None:
+    """Size of the whole file; None if the server does not say."""
+    if response.status_code == 200:
+        text = response.headers.get("content-length", "")
+    else:
+        match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+        text = match[3] if match else ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else None
+
+
+def _validator(response: httpx.Response) -> str:
+    """The ETag, else the date, else an empty string."""
+    etag, date = response.headers.get("etag", ""), response.headers.get("last-modified", "")
+    if _ETAG.fullmatch(etag):
+        return etag
+    return date if _DATE.fullmatch(date) else ""
+
+
+def _is_other(response: httpx.Response, version: str) -> bool:
+    """Whether a response is not about the content that had this validator. A response may leave its own out."""
+    now = response.headers.get("etag" if version.endswith('"') else "last-modified", "")
+    return bool(now and version) and now.removeprefix("W/") != version.removeprefix("W/")
+
+
+def _check_encoding(response: httpx.Response, path: str, where: str) -> None:
+    """Refuse content that is compressed for the transfer: its size is not the file's.
+
+    Servers also label gzip archives so, by their suffix, and send them as they are.
+    """
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
+    is_label = encoding in ("gzip", "x-gzip") and path.lower().endswith("gz")
+    if encoding != "identity" and not is_label:
+        raise FetchError(
+            f"{where}: the server compresses the file ({encoding[:20]}) although it was asked not to"
+        )
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
