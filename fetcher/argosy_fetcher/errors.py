@@ -35,6 +35,10 @@ class SourceChanged(FetchError):
     """The source changed a file while it was read, although its revision should be immutable."""
 
 
+class ModelInUse(FetchError):
+    """The model cannot be removed from the store, because a process uses or fetches it."""
+
+
 class Offline(FetchError):
     """The model is not in the store, and the network may not be used."""
 

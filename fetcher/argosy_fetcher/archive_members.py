@@ -1,0 +1,235 @@
+"""Archive members: reads tar and zip archives from hostile places, member by member.
+
+Owns formats, decompression and their bounds. Must not know which members are wanted, or where they go.
+A member's path is data here: it is never used as one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import stat
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, Literal, Protocol, cast
+
+from argosy_fetcher.errors import FetchError, UnsupportedModel
+from argosy_fetcher.snapshot import Packing
+
+MAX_MEMBERS: Final = 500_000
+"""Images on a full distribution have about 100,000 files."""
+MAX_RATIO: Final = 200
+"""Decompressed bytes per byte of an archive, beyond `RATIO_FREE_BYTES`. Weights compress to half at best."""
+RATIO_FREE_BYTES: Final = 1 << 30
+_CHUNK_BYTES: Final = 1 << 20
+_MAX_READ_BYTES: Final = 16 << 20
+"""Bound on what a format's own structures may make the reader hold in memory, such as a zip's directory."""
+_MAX_TAR_HEADER_BYTES: Final = 1 << 20
+_ZIP_METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
+
+class _Damaged(Exception):
+    """The archive is not what its format demands, or exceeds a bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    path: str
+    """As the archive has it, without a leading `./`."""
+    size: int
+    kind: Literal["file", "link", "other"]
+
+
+class MemberReader(Protocol):
+    """Iterates over members. `chunks` yields the content of the current one."""
+
+    def __iter__(self) -> Iterator[Member]: ...
+
+    def chunks(self) -> Iterator[bytes]: ...
+
+
+@contextmanager
+def open_archive(path: Path, packing: Packing, name: str) -> Iterator[MemberReader]:
+    """Open an archive, and turn whatever its parsers raise into an error that names it.
+
+    Args:
+        name: the model and the archive, for messages.
+
+    Raises (from the block):
+        UnsupportedModel: the archive is damaged or exceeds a bound.
+        FetchError: what reads this format is not installed.
+        OSError: the disk failed.
+    """
+    try:
+        limit = MAX_RATIO * path.stat().st_size + RATIO_FREE_BYTES
+        with ExitStack() as stack:
+            if packing == "zip":
+                file = stack.enter_context(_BoundedFile(io.FileIO(path)))
+                yield _ZipReader(stack.enter_context(zipfile.ZipFile(cast(IO[bytes], file))), limit)
+            else:
+                raw = stack.enter_context(path.open("rb"))
+                yield _TarReader(_ForwardReader(_decompressed(raw, packing, stack), limit))
+    except (FetchError, MemoryError):
+        raise
+    except gzip.BadGzipFile as error:  # an OSError, but not of the disk
+        raise UnsupportedModel(_damaged_message(name, error)) from None
+    except OSError:
+        raise
+    except Exception as error:  # parsers of hostile input raise anything
+        raise UnsupportedModel(_damaged_message(name, error)) from error
+
+
+def _damaged_message(name: str, error: Exception) -> str:
+    reason = str(error)[:200] or type(error).__name__
+    return f"{name}: the archive cannot be unpacked: {reason}; pack it again as tar, tar.gz, tar.zst or zip"
+
+
+class _Bytes(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+def _decompressed(raw: IO[bytes], packing: Packing, stack: ExitStack) -> _Bytes:
+    if packing == "tar":
+        return raw
+    if packing == "tar+gzip":
+        return stack.enter_context(gzip.GzipFile(fileobj=raw, mode="rb"))
+    if packing != "tar+zstd":
+        raise _Damaged(f"unknown packing {packing}")
+    try:
+        import zstandard
+    except ImportError:
+        raise FetchError("archives with zstd need a package: pip install 'argosy[fetch]'") from None
+    reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+    return cast(_Bytes, stack.enter_context(reader))
+
+
+class _ForwardReader:
+    """What tarfile needs of a seekable file, over a stream that only goes forward, with bounds.
+
+    Args:
+        limit: bytes that the stream may have.
+    """
+
+    def __init__(self, stream: _Bytes, limit: int) -> None:
+        self._stream = stream
+        self._limit = limit
+        self._position = 0
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int) -> bytes:
+        """Return `size` bytes, or less at the end."""
+        if not 0 <= size <= _MAX_TAR_HEADER_BYTES:
+            raise _Damaged(f"a header has {size} bytes")
+        found = self._stream.read(size)
+        while len(found) < size and (more := self._stream.read(size - len(found))):
+            found += more
+        self._position += len(found)
+        if self._position > self._limit:
+            raise _Damaged(f"it decompresses to more than {self._limit} bytes")
+        return found
+
+    def seek(self, position: int) -> int:
+        if position < self._position:
+            raise _Damaged("its headers point backwards")
+        while self._position < position:
+            if not self.read(min(position - self._position, _CHUNK_BYTES)):
+                raise _Damaged("it ends in the middle of a file")
+        return position
+
+
+class _TarReader:
+    def __init__(self, stream: _ForwardReader) -> None:
+        self._stream = stream
+        self._current: tarfile.TarInfo | None = None
+
+    def __iter__(self) -> Iterator[Member]:
+        archive: Any = tarfile.TarFile(fileobj=cast(IO[bytes], self._stream), mode="r")
+        number = 0
+        while (info := archive.next()) is not None:
+            archive.members = []  # tarfile keeps all that it has seen
+            number += 1
+            if number > MAX_MEMBERS:
+                raise _Damaged(f"it has more than {MAX_MEMBERS} files")
+            if info.size < 0:
+                raise _Damaged("a file has a negative size")
+            self._current = info
+            kind: Literal["file", "link", "other"] = "other"
+            if info.isreg() and not info.issparse():
+                kind = "file"
+            elif info.issym() or info.islnk() or info.issparse():
+                kind = "link"
+            yield Member(_without_dot(info.name), info.size, kind)
+
+    def chunks(self) -> Iterator[bytes]:
+        assert self._current is not None
+        self._stream.seek(self._current.offset_data)
+        missing = self._current.size
+        while missing > 0:
+            chunk = self._stream.read(min(missing, _CHUNK_BYTES))
+            if not chunk:
+                raise _Damaged("it ends in the middle of a file")
+            missing -= len(chunk)
+            yield chunk
+
+
+class _BoundedFile(io.BufferedReader):
+    """A file that does not read more at once than a well-formed archive needs."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            size = _MAX_READ_BYTES + 1
+        data = super().read(min(size, _MAX_READ_BYTES + 1))
+        if len(data) > _MAX_READ_BYTES:
+            raise _Damaged(f"its directory has more than {_MAX_READ_BYTES} bytes")
+        return data
+
+
+class _ZipReader:
+    def __init__(self, archive: zipfile.ZipFile, limit: int) -> None:
+        self._archive = archive
+        self._limit = limit
+        self._current: zipfile.ZipInfo | None = None
+
+    def __iter__(self) -> Iterator[Member]:
+        infos = self._archive.infolist()
+        if len(infos) > MAX_MEMBERS:
+            raise _Damaged(f"it has more than {MAX_MEMBERS} files")
+        for info in infos:
+            self._current = info
+            mode = info.external_attr >> 16
+            kind: Literal["file", "link", "other"] = "other"
+            if stat.S_ISLNK(mode):
+                kind = "link"
+            elif not info.is_dir():
+                kind = "file"
+            yield Member(_without_dot(info.filename), info.file_size, kind)
+
+    def chunks(self) -> Iterator[bytes]:
+        info = self._current
+        assert info is not None
+        if info.compress_type not in _ZIP_METHODS or info.flag_bits & 1:
+            raise _Damaged("it is encrypted, or compressed by another method than deflate")
+        missing = info.file_size
+        self._limit -= missing
+        if self._limit < 0:
+            raise _Damaged("it decompresses to too many bytes")
+        with self._archive.open(info) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                missing -= len(chunk)
+                if missing < 0:
+                    break
+                yield chunk
+        if missing:
+            raise _Damaged("a file has another size than announced")
+
+
+def _without_dot(path: str) -> str:
+    while path.startswith("./"):
+        path = path[2:].lstrip("/")
+    return path

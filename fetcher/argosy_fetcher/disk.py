@@ -1,0 +1,102 @@
+"""Disk: space, errors and durability of what the fetcher writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from argosy_fetcher.errors import FetchError, NoSpace
+
+MARGIN_BYTES: Final = 64 << 20
+"""Room that a fetch leaves on the disk, for journals, manifests and whoever else writes."""
+OTHER_DIRECTORY: Final = "choose another directory with --download-dir or ARGOSY_MODELS_DIR"
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP})
+
+
+def require_space(directory: Path, num_bytes: int, model: str) -> None:
+    """Check that the disk of a directory has room for more bytes.
+
+    Raises:
+        NoSpace: it has not.
+    """
+    found = os.statvfs(directory)
+    free = found.f_bavail * found.f_frsize
+    is_known = found.f_blocks > 0  # some network file systems report nothing
+    if num_bytes and is_known and free < num_bytes + MARGIN_BYTES:
+        raise NoSpace(
+            f"{model}: {format_bytes(num_bytes)} more must be stored, and the disk of {directory} has "
+            f"{format_bytes(free)} free; make room (argosy models prune), or {OTHER_DIRECTORY}"
+        )
+
+
+@contextmanager
+def disk_errors(model: str, directory: Path) -> Iterator[None]:
+    """Turn errors of the file system into errors that name the model and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise NoSpace(
+                f"{model}: the disk of {directory} is full; make room (argosy models prune), or {OTHER_DIRECTORY}. "
+                "What has arrived is kept"
+            ) from error
+        where = error.filename or directory
+        raise FetchError(
+            f"{model}: cannot use {where}: {error.strerror or error}; {OTHER_DIRECTORY}"
+        ) from error
+
+
+def format_bytes(num_bytes: int) -> str:
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / (1 << 30):.1f} GiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file atomically and durably: readers see the old content or the new, after a power failure too."""
+    temporary = path.with_name(f".argosy-new-{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def empty_directory(path: Path) -> Path:
+    """Return a directory after making it, or deleting what is in it."""
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir()
+    return path
+
+
+def fsync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames in a directory durable, on file systems that can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
+    finally:
+        os.close(descriptor)

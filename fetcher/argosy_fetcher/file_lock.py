@@ -1,0 +1,109 @@
+"""File locks between processes, by flock: exclusive ones with waiting, and shared ones that mark a use."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+
+@contextmanager
+def exclusive_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock file exclusively, creating it and its directory.
+
+    Args:
+        on_wait: called once if another process, or another thread, holds it.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    descriptor = _acquire(path, on_wait)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(path: Path, on_wait: Callable[[], None]) -> int:
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            continue  # the directory was removed in between
+        try:
+            if not _try_lock(descriptor, fcntl.LOCK_EX):
+                on_wait()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(descriptor, path):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the file was removed by the process that held it
+
+
+@contextmanager
+def try_exclusive_lock(path: Path) -> Iterator[bool]:
+    """Hold an existing lock file exclusively, or yield False if another holds it or it does not exist."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        yield _try_lock(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+class SharedLock:
+    """A shared lock on an existing file, held until it is closed, or the process ends. Read-only files suffice.
+
+    Raises (from the constructor):
+        FileNotFoundError: the file does not exist, or is being removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if not (_try_lock(self._descriptor, fcntl.LOCK_SH) and _is_at(self._descriptor, path)):
+                raise FileNotFoundError(f"{path} is being removed")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> SharedLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,154 @@
+"""Selection: which files of a model are served, and so fetched.
+
+Owns the names of files that an engine reads. Must not know how content arrives or where it is kept.
+Invariant: weights are safetensors; formats that can carry code are never selected.
+
+Reads config.json and the index of the weights, so that a model that cannot be served is refused before its weights are
+fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any, Final, TypeAlias
+
+from argosy_fetcher.errors import UnsupportedModel
+from argosy_fetcher.snapshot import RemoteFile, Snapshot, check_path
+
+MAX_SMALL_FILE_BYTES: Final = 16 << 20
+"""Bound on files that are read into memory. The index of a model with 100,000 tensors has 10 MB."""
+CONFIG: Final = "config.json"
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+TOKENIZER: Final = "tokenizer.json"
+COMPANIONS: Final = (
+    "generation_config.json",
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files next to config.json that are fetched if they exist."""
+_OTHER_FORMATS: Final = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+_NOT_THE_MODEL: Final = ("consolidated", "adapter_model")
+"""Beginnings of the names of safetensors files that repeat the weights in another layout, or are not weights of the
+model itself."""
+
+ReadSmall: TypeAlias = Callable[[RemoteFile], bytes]
+CheckConfig: TypeAlias = Callable[[dict[str, Any]], None]
+
+
+def select(
+    snapshot: Snapshot, read_small: ReadSmall, check_config: CheckConfig | None = None
+) -> tuple[RemoteFile, ...]:
+    """Return the files to fetch, small ones first.
+
+    Args:
+        read_small: returns a file's content, of at most `MAX_SMALL_FILE_BYTES`.
+        check_config: raises if a config.json is of a model that the caller does not serve.
+
+    Raises:
+        UnsupportedModel: files are missing, or the weights are in a format that is not served.
+        FetchError, TransientError: from `read_small`.
+    """
+    files = {file.path: file for file in snapshot.files}
+    config = files.get(CONFIG)
+    if config is None:
+        raise UnsupportedModel(f"{snapshot.source} has no {CONFIG}{_config_remedy(files)}")
+    content = _json_object(snapshot.source, CONFIG, read_small(config))
+    if check_config is not None:
+        check_config(content)
+    if TOKENIZER not in files:
+        raise UnsupportedModel(
+            f"{snapshot.source} has no {TOKENIZER}; write one with transformers: "
+            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
+        )
+    companions = [files[name] for name in COMPANIONS if name in files]
+    selected = (config, *companions, *_weights(snapshot.source, files, read_small))
+    for file in selected:
+        check_path(file.path)
+    return selected
+
+
+def is_served_name(name: str) -> bool:
+    """Whether a file of this name, without its folder, may belong to what is served. For archives, whose index cannot
+    be read before they are unpacked."""
+    return name in (CONFIG, INDEX, *COMPANIONS) or _is_weight(name)
+
+
+def _weights(source: str, files: Mapping[str, RemoteFile], read_small: ReadSmall) -> Iterator[RemoteFile]:
+    if (index := files.get(INDEX)) is not None:
+        yield index
+        for name in _shards(source, read_small(index)):
+            if name not in files:
+                raise UnsupportedModel(
+                    f"{source} lacks {name}, which its {INDEX} names; the upload is incomplete: use another revision"
+                )
+            yield files[name]
+    elif SINGLE in files:
+        yield files[SINGLE]
+    else:
+        found = sorted(path for path in files if "/" not in path and _is_weight(path))
+        if not found:
+            raise UnsupportedModel(f"{source} has no {SINGLE}{_weights_remedy(files)}")
+        yield from (files[path] for path in found)
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith(".safetensors") and not name.startswith(_NOT_THE_MODEL)
+
+
+def _shards(source: str, index: bytes) -> list[str]:
+    """Return the names of the files that an index lists."""
+    weight_map = _json_object(source, INDEX, index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UnsupportedModel(f"{source}: {INDEX} has no weight_map; use another revision")
+    names = set()
+    for name in weight_map.values():
+        # A shard is a file next to its index; anything else could read outside the model's directory.
+        if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
+            raise UnsupportedModel(
+                f"{source}: {INDEX} names {str(name)[:200]!r}; shards are .safetensors files in its own folder"
+            )
+        names.add(check_path(name))
+    return sorted(names)
+
+
+def _json_object(source: str, name: str, content: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{source}: {name} is not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise UnsupportedModel(f"{source}: {name} is not a JSON object")
+    return value
+
+
+def _config_remedy(files: Mapping[str, RemoteFile]) -> str:
+    folders = sorted(path.removesuffix(f"/{CONFIG}") for path in files if path.endswith(f"/{CONFIG}"))
+    if folders:
+        return f", but {', '.join(map(ascii, folders[:3]))} has: add the folder to the source"
+    if any(path.endswith(".gguf") for path in files):
+        return "; GGUF files are not served: use the repository that they were made from"
+    if "adapter_config.json" in files:
+        return "; it is an adapter: serve the model that it adapts"
+    return "; give a model in Hugging Face's layout"
+
+
+def _weights_remedy(files: Mapping[str, RemoteFile]) -> str:
+    suffixes = sorted({PurePosixPath(path).suffix for path in files} & set(_OTHER_FORMATS))
+    if suffixes:
+        return (
+            f" but {', '.join(suffixes)} files; only safetensors are served, because other formats can carry code or "
+            "are not in Hugging Face's layout: use a revision or a repository with safetensors, or convert it with "
+            "transformers: save_pretrained(DIRECTORY)"
+        )
+    return "; the upload is incomplete: use another revision"
