@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Final
+
+_MAX_MISSING: Final = 100
 
 
 @contextmanager
@@ -28,12 +31,16 @@ def exclusive_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 def _acquire(path: Path, on_wait: Callable[[], None]) -> int:
+    num_missing = 0
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:
-            continue  # the directory was removed in between
+        except FileNotFoundError:  # the directory was removed in between, or cannot be made at all
+            num_missing += 1
+            if num_missing > _MAX_MISSING:
+                raise
+            continue
         try:
             if not _try_lock(descriptor, fcntl.LOCK_EX):
                 on_wait()

@@ -23,7 +23,7 @@ from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES, CheckConfig, is_serve
 from argosy_fetcher.snapshot import MAX_FILES, RemoteFile, Snapshot
 from argosy_fetcher.sources.source import Source
 from argosy_fetcher.store import Store, StoredModel
-from argosy_fetcher.store_layout import PACKED, UNPACKED, StoredFile
+from argosy_fetcher.store_layout import PACKED, UNPACKED, StoredFile, is_revision
 from argosy_fetcher.transfer import TransferSettings, transfer
 from argosy_fetcher.unpacking import UnpackedFile, Unpacker, model_folder
 
@@ -245,6 +245,8 @@ def _is_unordered(snapshot: Snapshot) -> bool:
 def _fault(snapshot: Snapshot, source: str) -> str | None:
     if snapshot.source != source:
         return "it is that of another source"
+    if not is_revision(snapshot.revision):  # the type's pattern lets a line break at the end pass
+        return "its revision is not a name"
     if len(snapshot.files) > MAX_FILES:
         return f"it has more than {MAX_FILES} files"
     if len({file.path for file in snapshot.files}) < len(snapshot.files):

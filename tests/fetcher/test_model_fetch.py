@@ -1,0 +1,242 @@
+"""Fetching a whole model: what is fetched, when requests are made, and what ends in the store."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy_fetcher.errors import (
+    AccessDenied,
+    FetchError,
+    ModelNotFound,
+    NoSpace,
+    Offline,
+    TransientError,
+    UnsupportedModel,
+)
+from argosy_fetcher.model_fetch import FetchedModel, fetch_model
+from argosy_fetcher.retry import RetryPolicy
+from argosy_fetcher.snapshot import Digest, RemoteFile
+from argosy_fetcher.store import Store
+from argosy_fetcher.transfer import TransferSettings
+from model_files import CONFIG, other_files, served_files
+from recorded_progress import RecordedProgress
+from scripted_source import COMMIT, Read, ScriptedSource, Stop
+
+QUICK = TransferSettings(part_bytes=256, retry=RetryPolicy(wait=lambda event, seconds: None))
+
+
+def published(path: Path) -> dict[str, bytes]:
+    """The files of a model's directory but the store's own."""
+    return {file.name: file.read_bytes() for file in path.iterdir() if not file.name.startswith(".argosy")}
+
+
+def test_a_model_is_fetched_with_what_is_served_and_nothing_else(tmp_path: Path) -> None:
+    source = ScriptedSource({**other_files(), **served_files()})
+    progress = RecordedProgress()
+    model = fetch_model(source, Store(tmp_path), progress=progress, settings=QUICK)
+    assert published(model.path) == served_files()
+    assert source.paths_read() == set(served_files())
+    assert model == FetchedModel(model.path, "hf://acme/tiny", COMMIT)
+    assert model.path.name == COMMIT
+    assert progress.events == ["resolved", "begin", "end"]
+    assert progress.total == progress.received == sum(map(len, served_files().values()))
+    assert progress.present == 0
+
+
+def test_each_byte_is_requested_once(tmp_path: Path) -> None:
+    source = ScriptedSource(served_files())
+    fetch_model(source, Store(tmp_path), settings=QUICK)
+    assert source.num_bytes == sum(map(len, served_files().values()))
+    assert len({(read.path, read.start) for read in source.reads}) == len(source.reads)
+
+
+def test_the_manifest_names_source_revision_and_digests(tmp_path: Path) -> None:
+    source = ScriptedSource(served_files())
+    model = fetch_model(source, Store(tmp_path), settings=QUICK)
+    manifest = json.loads((model.path / ".argosy-model.json").read_text())
+    assert (manifest["source"], manifest["revision"]) == ("hf://acme/tiny", COMMIT)
+    assert {file["path"]: file["size"] for file in manifest["files"]} == {
+        path: len(content) for path, content in served_files().items()
+    }
+    assert all(file["digest"]["algorithm"] == "sha256" for file in manifest["files"])
+    assert "fetched_at" in manifest
+
+
+def test_a_second_start_makes_no_request(tmp_path: Path) -> None:
+    first = fetch_model(ScriptedSource(served_files()), Store(tmp_path), settings=QUICK)
+    source, progress = ScriptedSource(served_files()), RecordedProgress()
+    assert fetch_model(source, Store(tmp_path), progress=progress, settings=QUICK) == first
+    assert (source.num_snapshots, source.reads) == (0, [])
+    assert progress.events == ["resolved", "begin", "end"]
+    assert progress.present == progress.total > 0
+
+
+def test_a_commit_is_found_by_its_own_name(tmp_path: Path) -> None:
+    first = fetch_model(ScriptedSource(served_files()), Store(tmp_path), settings=QUICK)
+    by_commit = ScriptedSource(served_files(), requested_revision=COMMIT)
+    assert fetch_model(by_commit, Store(tmp_path), settings=QUICK) == first
+    assert by_commit.num_snapshots == 0
+
+
+def test_a_branch_stays_pinned_until_it_is_refreshed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = fetch_model(ScriptedSource(served_files()), store, settings=QUICK)
+    moved = ScriptedSource(served_files(seed=1), revision="f" * 40)
+    assert fetch_model(moved, store, settings=QUICK) == first
+    second = fetch_model(moved, store, refresh=True, settings=QUICK)
+    assert second.revision == "f" * 40
+    assert published(second.path) == served_files(seed=1)
+    assert fetch_model(ScriptedSource({}), store, settings=QUICK) == second
+    assert published(first.path) == served_files()
+
+
+def test_refreshing_an_unmoved_branch_fetches_nothing(tmp_path: Path) -> None:
+    first = fetch_model(ScriptedSource(served_files()), Store(tmp_path), settings=QUICK)
+    source = ScriptedSource(served_files())
+    assert fetch_model(source, Store(tmp_path), refresh=True, settings=QUICK) == first
+    assert (source.num_snapshots, source.reads) == (1, [])
+
+
+def test_offline_only_the_store_is_asked(tmp_path: Path) -> None:
+    source = ScriptedSource(served_files())
+    with pytest.raises(Offline, match=r"acme/tiny is not in the model store .*ARGOSY_OFFLINE"):
+        fetch_model(source, Store(tmp_path), offline=True, requested="acme/tiny", settings=QUICK)
+    assert source.num_snapshots == 0
+    first = fetch_model(source, Store(tmp_path), settings=QUICK)
+    assert fetch_model(ScriptedSource({}), Store(tmp_path), offline=True, refresh=True) == first
+
+
+def test_an_unserved_architecture_is_refused_before_weights_are_fetched(tmp_path: Path) -> None:
+    class NotServed(Exception): ...
+
+    def check_config(config: dict[str, Any]) -> None:
+        assert config == CONFIG
+        raise NotServed
+
+    source = ScriptedSource(served_files())
+    with pytest.raises(NotServed):
+        fetch_model(source, Store(tmp_path), check_config=check_config, settings=QUICK)
+    assert source.paths_read() == {"config.json"}
+
+
+@pytest.mark.parametrize("error", [ModelNotFound("no acme"), AccessDenied("gated")])
+def test_errors_of_the_source_are_passed_on(tmp_path: Path, error: FetchError) -> None:
+    source = ScriptedSource(served_files())
+    source.snapshot_failures = [error]
+    with pytest.raises(type(error)) as raised:
+        fetch_model(source, Store(tmp_path), settings=QUICK)
+    assert raised.value is error
+    assert source.num_snapshots == 1
+
+
+def test_listing_is_tried_again_after_transient_errors(tmp_path: Path) -> None:
+    source = ScriptedSource(served_files())
+    source.snapshot_failures = [TransientError("503"), ConnectionResetError("reset")]
+    fetch_model(source, Store(tmp_path), settings=QUICK)
+    assert source.num_snapshots == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ([RemoteFile("config.json", -1)], "size"),
+        ([RemoteFile("config.json", 1 << 50)], "size"),
+        ([RemoteFile("config.json", 2, Digest("sha256", "a" * 40))], "wrong length"),
+        ([RemoteFile("config.json", 2, Digest("sha256", "../../etc/passwd" * 4))], "digest"),
+        ([RemoteFile("config.json", 2), RemoteFile("config.json", 3)], "twice"),
+        ([RemoteFile("config.json", 2, version="v" * 5000)], "version"),
+        ([RemoteFile("x" * 5000, 2)], "name is too long"),
+        ([RemoteFile("\ud800", 2)], "surrogates"),
+        ([RemoteFile(f"{number}.safetensors", 2) for number in range(10_001)], "more than 10000 files"),
+    ],
+)
+def test_invalid_lists_of_files_are_refused(tmp_path: Path, files: list[RemoteFile], reason: str) -> None:
+    source = ScriptedSource({})
+    source.files = tuple(files)
+    with pytest.raises(FetchError, match=rf"hf://acme/tiny: .*invalid list of files: .*{reason}"):
+        fetch_model(source, Store(tmp_path), settings=QUICK)
+    assert source.reads == []
+
+
+@pytest.mark.parametrize("revision", ["", "..", "a/b", ".argosy-partial-x", "-x", "a" * 129, "a\n"])
+def test_revisions_that_are_no_names_are_refused(tmp_path: Path, revision: str) -> None:
+    source = ScriptedSource(served_files(), revision=revision)
+    with pytest.raises(FetchError, match="invalid list of files"):
+        fetch_model(source, Store(tmp_path / "store"), settings=QUICK)
+    assert Store(tmp_path / "store").list() == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x.safetensors", "/x.safetensors", "a\\b.safetensors", ".argosy.safetensors"]
+)
+def test_shards_with_unsafe_names_are_refused(tmp_path: Path, name: str) -> None:
+    index = json.dumps({"weight_map": {"w": name}}).encode()
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors.index.json": index, name: b"x"}
+    with pytest.raises(UnsupportedModel, match="safe"):
+        fetch_model(ScriptedSource(files), Store(tmp_path / "store"), settings=QUICK)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_full_disk_is_noticed_before_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 1 MiB blocks: 65 of them are free, and 64 MiB are not to be used
+    nearly_full = os.statvfs_result((1 << 20, 1 << 20, 1000, 65, 65, 1000, 1000, 1000, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: nearly_full)
+    source = ScriptedSource(served_files(shard_bytes=400_000))
+    with pytest.raises(
+        NoSpace, match=r"hf://acme/tiny: 1\.1 MiB more .* 65\.0 MiB free; .*argosy models prune"
+    ):
+        fetch_model(source, Store(tmp_path), settings=QUICK)
+    assert not any(path.endswith(".safetensors") for path in source.paths_read())
+    assert fetch_model(ScriptedSource(served_files()), Store(tmp_path), settings=QUICK).revision == COMMIT
+
+
+@pytest.mark.parametrize("place", ["/proc/argosy-models", "a-file/models"])
+def test_a_store_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path: Path, place: str) -> None:
+    (tmp_path / "a-file").touch()
+    source = ScriptedSource(served_files())
+    with pytest.raises(FetchError, match=r"hf://acme/tiny: cannot use .*ARGOSY_MODELS_DIR"):
+        fetch_model(source, Store(tmp_path / place), settings=QUICK)
+    assert source.num_snapshots == 0
+
+
+def test_a_damaged_model_is_fetched_again(tmp_path: Path) -> None:
+    model = fetch_model(ScriptedSource(served_files()), Store(tmp_path), settings=QUICK)
+    (model.path / "tokenizer.json").unlink()
+    source = ScriptedSource(served_files())
+    assert fetch_model(source, Store(tmp_path), settings=QUICK) == model
+    assert published(model.path) == served_files()
+
+
+def test_another_snapshot_of_the_same_revision_starts_afresh(tmp_path: Path) -> None:
+    def stop_late(read: Read) -> Stop | None:
+        is_last = read.path.startswith("model-00003") and read.start > 256
+        return Stop(0, FetchError("gone")) if is_last else None
+
+    source = ScriptedSource(served_files())
+    source.on_read = stop_late
+    with pytest.raises(FetchError, match="gone"):
+        fetch_model(source, Store(tmp_path), settings=QUICK)
+    changed = ScriptedSource(served_files(seed=1))
+    model = fetch_model(changed, Store(tmp_path), settings=QUICK)
+    assert published(model.path) == served_files(seed=1)
+
+
+def test_models_without_digests_are_checked_by_size_alone(tmp_path: Path) -> None:
+    source = ScriptedSource(served_files(), algorithm=None)
+    assert published(fetch_model(source, Store(tmp_path), settings=QUICK).path) == served_files()
+
+
+def test_two_sources_do_not_share_a_model(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = fetch_model(ScriptedSource(served_files()), store, settings=QUICK)
+    other = ScriptedSource(served_files(seed=1), name="s3://acme/tiny")
+    second = fetch_model(other, store, settings=QUICK)
+    assert first.path != second.path
+    assert published(second.path) == served_files(seed=1)

@@ -1,0 +1,328 @@
+"""The store: what is found, listed, held, removed and pruned."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from argosy_fetcher.errors import FetchError, ModelInUse
+from argosy_fetcher.model_fetch import fetch_model
+from argosy_fetcher.snapshot import RemoteFile
+from argosy_fetcher.sources.source import Chunk
+from argosy_fetcher.store import Store, StoredModel
+from argosy_fetcher.store_layout import choose_root, source_directory, write_ref
+from argosy_fetcher.transfer import TransferSettings
+from model_files import served_files
+from scripted_source import COMMIT, Read, ScriptedSource, Stop
+
+SIZE = sum(map(len, served_files().values()))
+DAY = 86400.0
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.time = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def add(store: Store, name: str = "hf://acme/tiny", revision: str = COMMIT) -> StoredModel:
+    """Put a model into a store."""
+    fetch_model(ScriptedSource(served_files(), name=name, revision=revision), store)
+    model = store.find(name, revision)
+    assert model is not None
+    return model
+
+
+def interrupt(store: Store, name: str = "hf://acme/half") -> StoredModel:
+    """Leave an interrupted fetch in a store."""
+
+    def stop_late(read: Read) -> Stop | None:
+        return Stop(0, FetchError("stopped")) if read.path == "model-00003-of-00003.safetensors" else None
+
+    source = ScriptedSource(served_files(), name=name)
+    source.on_read = stop_late
+    with pytest.raises(FetchError, match="stopped"):
+        fetch_model(source, store, settings=TransferSettings(max_parts_in_flight=1))
+    (partial,) = (model for model in store.list_partial() if model.source == name)
+    return partial
+
+
+def test_an_absent_store_is_empty(tmp_path: Path) -> None:
+    store = Store(tmp_path / "none")
+    assert store.find("hf://acme/tiny", "main") is None
+    assert (store.list(), store.list_partial()) == ((), ())
+    assert store.prune(max_bytes=0).removed == ()
+    assert not store.root.exists()
+
+
+def test_models_are_listed_with_size_and_last_use(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = Store(tmp_path, now=clock)
+    first = add(store)
+    clock.time += DAY
+    second = add(store, "s3://bucket/tiny")
+    assert store.list() == (first, second)
+    assert (first.size, first.last_used_at) == (SIZE, 1_800_000_000.0)
+    assert first.requested_revisions == ("main",)
+    assert second.last_used_at == 1_800_000_000.0 + DAY
+
+
+def test_last_use_is_noted(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = Store(tmp_path, now=clock)
+    model = add(store)
+    clock.time += DAY
+    store.hold(model.path).close()
+    assert [found.last_used_at for found in store.list()] == [clock.time]
+    clock.time += DAY
+    fetch_model(ScriptedSource({}), store)
+    assert [found.last_used_at for found in store.list()] == [clock.time]
+
+
+def test_a_read_only_store_serves_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = add(Store(tmp_path))
+
+    def refuse(path: Path, times: tuple[float, float]) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    store = Store(tmp_path)
+    assert fetch_model(ScriptedSource({}), store).path == model.path
+    with store.hold(model.path):
+        assert store.list() == (model,)
+
+
+def test_other_things_in_the_directory_are_ignored(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model = add(store)
+    (tmp_path / "file").touch()
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "models--acme--tiny").mkdir()
+    (model.path.parent / "f00").mkdir()
+    (model.path.parent / "link").symlink_to(model.path)
+    (tmp_path / f"link-{'0' * 8}").symlink_to(model.path.parent)
+    assert store.list() == (model,)
+    store.prune(max_bytes=SIZE)
+    assert store.list() == (model,)
+    assert (tmp_path / "hub").is_dir()
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"source": "hf://acme/tiny", "revision": "other", "files": [], "fetched_at": "2026-01-01T00:00:00Z"}',
+        b'{"source": "hf://acme/tiny", "revision": "%b", "files": [{"path": "../../x", "size": 1}], '
+        b'"fetched_at": "2026-01-01T00:00:00Z"}' % COMMIT.encode(),
+        b"[" * 100_000,
+    ],
+)
+def test_a_model_with_a_damaged_manifest_is_absent(tmp_path: Path, manifest: bytes) -> None:
+    store = Store(tmp_path / "store")
+    model = add(store)
+    (tmp_path / "x").write_bytes(b"x")
+    (model.path / ".argosy-model.json").write_bytes(manifest)
+    assert store.find("hf://acme/tiny", "main") is None
+    assert store.list() == ()
+
+
+@pytest.mark.parametrize("damage", ["remove", "truncate"])
+def test_a_model_with_a_damaged_file_is_absent(tmp_path: Path, damage: str) -> None:
+    store = Store(tmp_path)
+    model = add(store)
+    file = model.path / "model-00002-of-00003.safetensors"
+    if damage == "remove":
+        file.unlink()
+    else:
+        os.truncate(file, 10)
+    assert store.find("hf://acme/tiny", COMMIT) is None
+
+
+def test_a_model_of_another_source_in_the_same_directory_is_not_found(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model = add(store)
+    manifest = msgspec.json.decode((model.path / ".argosy-model.json").read_bytes())
+    manifest["source"] = "hf://evil/twin"
+    (model.path / ".argosy-model.json").write_bytes(msgspec.json.encode(manifest))
+    assert store.find("hf://acme/tiny", COMMIT) is None
+
+
+@pytest.mark.parametrize("refs", [b"", b"[]", b'{"main": 1}', b'{"main": "../../etc"}', b'{"main": "gone"}'])
+def test_damaged_pins_count_as_none(tmp_path: Path, refs: bytes) -> None:
+    store = Store(tmp_path)
+    model = add(store)
+    (model.path.parent / ".argosy-refs.json").write_bytes(refs)
+    assert store.find("hf://acme/tiny", "main") is None
+    assert store.find("hf://acme/tiny", COMMIT) is not None
+
+
+def test_the_number_of_pins_is_bounded(tmp_path: Path) -> None:
+    model = add(Store(tmp_path))
+    for number in range(300):
+        write_ref(model.path.parent, f"branch-{number}", COMMIT)
+    found = Store(tmp_path).list()[0].requested_revisions
+    assert len(found) == 256
+    assert found[-1] == "branch-299"
+
+
+@pytest.mark.parametrize("requested", ["..", ".", "", "../other", "a/b", ".argosy-partial-x"])
+def test_requested_revisions_are_not_paths(tmp_path: Path, requested: str) -> None:
+    store = Store(tmp_path)
+    add(store)
+    assert store.find("hf://acme/tiny", requested) is None
+
+
+def test_a_model_in_use_is_not_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model = add(store)
+    with store.hold(model.path), store.hold(model.path):
+        with pytest.raises(ModelInUse, match=rf"hf://acme/tiny at {COMMIT}: a running process uses it"):
+            store.remove(model)
+        pruned = store.prune(max_bytes=0, max_age=0)
+        assert (pruned.removed, [held.path for held in pruned.in_use]) == ((), [model.path])
+        assert store.list() != ()
+    store.remove(model)
+    assert store.list() == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_removed_model_cannot_be_held(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model = add(store)
+    store.remove(model)
+    with pytest.raises(FetchError, match="was removed from the store"):
+        store.hold(model.path)
+    store.remove(model)  # again: nothing to do
+
+
+def test_removing_one_revision_leaves_the_other(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first, second = add(store), add(store, revision="second")
+    store.remove(first)
+    assert [model.path for model in store.list()] == [second.path]
+    assert add(store) == first
+
+
+def test_interrupted_fetches_are_listed_apart_and_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    partial = interrupt(store)
+    assert store.list() == ()
+    assert (partial.source, partial.revision) == ("hf://acme/half", COMMIT)
+    assert partial.size > 0
+    assert store.find("hf://acme/half", COMMIT) is None
+    assert store.find("hf://acme/half", partial.path.name) is None
+    store.remove(partial)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fetch_under_way_is_not_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    class Halting(ScriptedSource):
+        def read(self, file: RemoteFile, start: int, stop: int) -> Iterator[Chunk]:
+            if file.path.endswith(".safetensors"):
+                has_begun.set()
+                assert may_go_on.wait(60)
+            yield from super().read(file, start, stop)
+
+    source = Halting(served_files())
+    thread = threading.Thread(target=fetch_model, args=(source, store))
+    thread.start()
+    try:
+        assert has_begun.wait(60)
+        (partial,) = store.list_partial()
+        with pytest.raises(ModelInUse, match="a running process fetches it"):
+            store.remove(partial)
+        assert store.prune(max_bytes=0, max_age=0).removed == ()
+    finally:
+        may_go_on.set()
+        thread.join()
+    assert store.find("hf://acme/tiny", "main") is not None
+
+
+def test_pruning_by_age(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = Store(tmp_path, now=clock)
+    old = add(store, "hf://acme/old")
+    clock.time += 10 * DAY
+    new = add(store, "hf://acme/new")
+    assert store.prune(max_age=10 * DAY).removed == ()
+    clock.time += 1
+    assert store.prune(max_age=10 * DAY).removed == (old,)
+    assert store.list() == (new,)
+
+
+def test_pruning_by_size_takes_what_was_used_longest_ago(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = Store(tmp_path, now=clock)
+    models = []
+    for number in range(4):
+        clock.time += DAY
+        models.append(add(store, f"hf://acme/{number}"))
+    clock.time += DAY
+    store.touch(models[0].path)
+    assert store.prune(max_bytes=2 * SIZE).removed == (models[1], models[2])
+    assert {model.path for model in store.list()} == {models[0].path, models[3].path}
+    assert store.prune(max_bytes=2 * SIZE).removed == ()
+    assert store.prune().removed == ()
+
+
+def test_pruning_removes_interrupted_fetches(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    partial = interrupt(store)
+    later = Store(tmp_path, now=lambda: partial.last_used_at + DAY)
+    assert later.prune(max_age=2 * DAY).removed == ()
+    assert [model.path for model in later.prune(max_age=DAY / 2).removed] == [partial.path]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_interrupted_removals_are_deleted(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model = add(store)
+    model.path.rename(model.path.parent / ".argosy-trash-0123")
+    assert store.list() == ()
+    store.prune()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_in_which_a_directory_was_removed_is_fetched_into_again(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.remove(add(store))
+    assert add(store).size == SIZE
+
+
+def test_directory_names_are_readable_safe_and_distinct() -> None:
+    assert source_directory("hf://Qwen/Qwen3-0.6B").startswith("hf-Qwen-Qwen3-0.6B-")
+    names = [source_directory(name) for name in ("hf://a/b", "hf://a-b", "../..", "", "x" * 500, "é" * 300)]
+    assert len(set(names)) == len(names)
+    assert all(len(name) < 100 and "/" not in name and name[0].isalnum() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("option", "environ", "root"),
+    [
+        ("/a", {"ARGOSY_MODELS_DIR": "/b", "HF_HOME": "/c"}, "/a"),
+        (None, {"ARGOSY_MODELS_DIR": "/b", "HF_HOME": "/c"}, "/b"),
+        (None, {"HF_HOME": "/c", "XDG_CACHE_HOME": "/d"}, "/c/argosy"),
+        (None, {"ARGOSY_MODELS_DIR": "", "HF_HOME": "", "XDG_CACHE_HOME": "/d"}, "/d/argosy/models"),
+        (None, {}, "/home/user/.cache/argosy/models"),
+        (None, {"XDG_CACHE_HOME": "relative"}, "/home/user/.cache/argosy/models"),
+        ("~/m", {}, "/home/user/m"),
+    ],
+)
+def test_location_of_the_store(
+    option: str | None, environ: dict[str, str], root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/user")
+    assert choose_root(option, environ) == Path(root)
