@@ -33,9 +33,13 @@ class FakeClock:
         return self.time
 
 
-def add(store: Store, name: str = "hf://acme/tiny", revision: str = COMMIT) -> StoredModel:
+def add(
+    store: Store, name: str = "hf://acme/tiny", revision: str = COMMIT, requested: str = "main"
+) -> StoredModel:
     """Put a model into a store."""
-    fetch_model(ScriptedSource(served_files(), name=name, revision=revision), store)
+    fetch_model(
+        ScriptedSource(served_files(), name=name, revision=revision, requested_revision=requested), store
+    )
     model = store.find(name, revision)
     assert model is not None
     return model
@@ -168,11 +172,12 @@ def test_damaged_pins_count_as_none(tmp_path: Path, refs: bytes) -> None:
 
 def test_the_number_of_pins_is_bounded(tmp_path: Path) -> None:
     model = add(Store(tmp_path))
-    for number in range(300):
-        write_ref(model.path.parent, f"branch-{number}", COMMIT)
+    pins = {f"branch-{number}": COMMIT for number in range(300)}
+    (model.path.parent / ".argosy-refs.json").write_bytes(msgspec.json.encode(pins))
+    write_ref(model.path.parent, "latest", COMMIT)
     found = Store(tmp_path).list()[0].requested_revisions
     assert len(found) == 256
-    assert found[-1] == "branch-299"
+    assert found[-1] == "latest"
 
 
 @pytest.mark.parametrize("requested", ["..", ".", "", "../other", "a/b", ".argosy-partial-x"])
@@ -207,10 +212,12 @@ def test_a_removed_model_cannot_be_held(tmp_path: Path) -> None:
 
 def test_removing_one_revision_leaves_the_other(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    first, second = add(store), add(store, revision="second")
+    first, second = add(store), add(store, revision="second", requested="v2")
     store.remove(first)
-    assert [model.path for model in store.list()] == [second.path]
-    assert add(store) == first
+    assert store.list() == (second,)
+    assert store.find("hf://acme/tiny", "main") is None
+    assert add(store).path == first.path
+    assert store.find("hf://acme/tiny", "v2") == second
 
 
 def test_interrupted_fetches_are_listed_apart_and_removed(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""Builds tar and zip archives in memory, honest and hostile ones."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import stat
+import tarfile
+import zipfile
+from collections.abc import Mapping
+
+from argosy_fetcher.snapshot import Packing
+
+
+def tar_of(files: Mapping[str, bytes]) -> bytes:
+    return tar_of_members([(tarfile.TarInfo(path), content) for path, content in files.items()])
+
+
+def tar_of_members(members: list[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+    """Write members as they are, with the sizes of their contents."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for member, content in members:
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def member_of_type(path: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    member = tarfile.TarInfo(path)
+    member.type = kind
+    member.linkname = target
+    return member
+
+
+def zip_of(files: Mapping[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+    return buffer.getvalue()
+
+
+def zip_with_link(path: str, target: str) -> bytes:
+    buffer = io.BytesIO()
+    info = zipfile.ZipInfo(path)
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(info, target)
+    return buffer.getvalue()
+
+
+def packed(files: Mapping[str, bytes], packing: Packing) -> bytes:
+    """Pack files in any of the packings."""
+    if packing == "zip":
+        return zip_of(files)
+    if packing == "tar+gzip":
+        return gzip.compress(tar_of(files))
+    if packing == "tar+zstd":
+        import zstandard
+
+        return zstandard.compress(tar_of(files))
+    return tar_of(files)
