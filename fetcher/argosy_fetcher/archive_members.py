@@ -6,6 +6,7 @@ A member's path is data here: it is never used as one.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import stat
@@ -77,7 +78,9 @@ def open_archive(path: Path, packing: Packing, name: str) -> Iterator[MemberRead
         raise
     except gzip.BadGzipFile as error:  # an OSError, but not of the disk
         raise UnsupportedModel(_damaged_message(name, error)) from None
-    except OSError:
+    except OSError as error:
+        if packing == "zip" and error.errno == errno.EINVAL:  # its directory points to before its beginning
+            raise UnsupportedModel(_damaged_message(name, error)) from None
         raise
     except Exception as error:  # parsers of hostile input raise anything
         raise UnsupportedModel(_damaged_message(name, error)) from error

@@ -15,7 +15,7 @@ import msgspec
 
 from argosy_fetcher.digests import HEX_DIGITS
 from argosy_fetcher.disk import disk_errors, empty_directory, fsync_file
-from argosy_fetcher.errors import FetchError, Offline, UnsupportedModel
+from argosy_fetcher.errors import FetchError, NoSpace, Offline, UnsupportedModel
 from argosy_fetcher.progress import Progress, Silent
 from argosy_fetcher.range_reader import read_whole
 from argosy_fetcher.retry import Attempts, retrying
@@ -156,7 +156,9 @@ class _Fetch:
         self._transfer(targets, packed, {}, extra_bytes=sum(file.size for file in files))
         try:
             return self._unpack(snapshot, targets, partial)
-        except UnsupportedModel:
+        except (OSError, NoSpace):
+            raise  # another attempt may succeed
+        except Exception:
             self._store.discard_partial(snapshot)  # of no use, and large
             raise
 

@@ -107,7 +107,7 @@ class _Whiteouts:
         folder, _, base = path.rpartition("/")
         prefix = f"{folder}/" if folder else ""
         removed = prefix if base == _OPAQUE else prefix + base.removeprefix(_WHITEOUT)
-        if removed in self._known:
+        if removed in self._known and base != _WHITEOUT:
             self._removed.add(removed)
 
     def hidden(self) -> list[str]:

@@ -6,17 +6,18 @@ import gzip
 import os
 import tarfile
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from archives import member_of_type, packed, tar_of, tar_of_members, zip_of, zip_with_link
 from argosy_fetcher import archive_members
 from argosy_fetcher.errors import FetchError, NoSpace, UnsupportedModel
 from argosy_fetcher.snapshot import Packing
 from argosy_fetcher.unpacking import Unpacker, model_folder
-from archives import member_of_type, packed, tar_of, tar_of_members, zip_of, zip_with_link
 from model_files import other_files, served_files
 
 PACKINGS: list[Packing] = ["tar", "tar+gzip", "tar+zstd", "zip"]
@@ -108,7 +109,7 @@ def test_links_are_refused_with_a_remedy(tmp_path: Path, kind: bytes) -> None:
 
 
 def test_links_in_a_zip_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="'m/config.json' is a link"):
+    with pytest.raises(UnsupportedModel, match=r"'m/config\.json' is a link"):
         unpack(tmp_path, (zip_with_link("m/config.json", "/etc/passwd"), "zip"))
 
 
@@ -213,10 +214,8 @@ def test_damaged_archives_do_no_harm(
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "root"
         root.mkdir()
-        try:
+        with suppress(FetchError):
             unpack(root, (bytes(content[: int(length * len(content)) + 1]), packing))
-        except FetchError:
-            pass
         assert os.listdir(name) == ["root"]
         assert set(os.listdir(root)) == {"archive-0", "unpacked"}
         assert all(path.is_file() and not path.is_symlink() for path in (root / "unpacked").iterdir())
@@ -241,14 +240,12 @@ def test_the_model_s_folder(tmp_path: Path, files: list[str], folder: str) -> No
     [
         ([], "there is no config.json in it"),
         (["model.safetensors"], "there is no config.json in it"),
-        (["a/config.json", "b/config.json"], r"several models in it \('a/', 'b/'\)"),
+        (["a/config.json", "b/config.json"], r"there are several models in it \('a/', 'b/'\)"),
     ],
 )
 def test_a_folder_that_is_not_clear(tmp_path: Path, files: list[str], message: str) -> None:
     unpacker = Unpacker(tmp_path, "oci://acme/tiny")
     for path in files:
         unpacker.add_file(path, tmp_path / "unused", 2)
-    with pytest.raises(
-        UnsupportedModel, match=rf"oci://acme/tiny: {message}" if "several" not in message else message
-    ):
+    with pytest.raises(UnsupportedModel, match=rf"^oci://acme/tiny: {message}"):
         model_folder(unpacker.files, "oci://acme/tiny")
