@@ -9,9 +9,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from argosy_fetcher.source_uri import parse
 
 from argosy_fetcher.errors import AccessDenied, FetchError, InvalidSource
+from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.object_store import ObjectStoreSource
 from bucket_server import BUCKET, BucketServer, forget_cloud
 from loopback_certificate import issue_certificate

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from argosy_fetcher.source_uri import parse
 
 from argosy_fetcher.errors import AccessDenied, FetchError, ModelNotFound, SourceChanged, TransientError
+from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.object_store import ObjectStoreSource
 from bucket_server import BUCKET, BucketServer, credentials_for, forget_cloud, refusal
 from scripted_http import Reply, ScriptedHttp

@@ -9,16 +9,16 @@ from contextlib import closing
 
 import httpx
 import pytest
-from argosy_fetcher.source_uri import parse
-from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
 from argosy_fetcher.errors import AccessDenied, ModelNotFound, SourceChanged
 from argosy_fetcher.snapshot import Digest, RemoteFile
+from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.object_store import ObjectStoreSource
 from bucket_server import forget_cloud
+from moto_server import running_moto
 
-pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # of moto and its dependencies
+pytestmark = pytest.mark.timeout(600)  # moto is installed first
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 CONFIG = b'{"model_type": "qwen3"}'
@@ -28,11 +28,8 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with running_moto() as url:
+        yield url
 
 
 class Bucket:

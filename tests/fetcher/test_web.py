@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager
 from urllib.parse import unquote
 
 import pytest
-from argosy_fetcher.source_uri import parse
 
 from argosy_fetcher.errors import (
     FetchError,
@@ -19,6 +18,7 @@ from argosy_fetcher.errors import (
     UnsupportedModel,
 )
 from argosy_fetcher.snapshot import Digest, RemoteFile
+from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.web import WebSource
 from scripted_http import Asked, Reply, ScriptedHttp, file_reply
 
