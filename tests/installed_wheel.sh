@@ -17,9 +17,9 @@ rm -rf "$venv"
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/third_party.pth"
 "$venv/bin/python" -P -c '
-import sys, argosy, argosy_engine, argosy_operator, argosy_protocol, argosy_resource, argosy_router
+import sys, argosy, argosy_engine, argosy_fetcher, argosy_operator, argosy_protocol, argosy_resource, argosy_router
 from argosy_router.native.build_kind import BUILD_KIND
-for package in argosy, argosy_engine, argosy_operator, argosy_protocol, argosy_resource, argosy_router:
+for package in argosy, argosy_engine, argosy_fetcher, argosy_operator, argosy_protocol, argosy_resource, argosy_router:
     assert package.__file__.startswith(sys.prefix), package.__file__
 assert BUILD_KIND == "compiled", BUILD_KIND
 '
