@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "argosy_protocol": "protocol",
+    "argosy_fetcher": "fetcher",
     "argosy_resource": "operator",
     "argosy_operator": "operator",
     "argosy_engine": "engine",
