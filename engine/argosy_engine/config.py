@@ -54,9 +54,22 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
     model: Annotated[
         str,
-        Meta(min_length=1, max_length=4096, description="builtin://tiny or a model directory"),
+        Meta(
+            min_length=1, max_length=4096, description="ORG/NAME of a Hugging Face hub, a directory or a URI"
+        ),
         Flag(is_hidden=True),  # the positional argument
     ]
+    revision: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=255)] | None,
+        Meta(description="branch, tag or commit of a model that is fetched; default: the source's own"),
+    ] = None
+    download_dir: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=4096)] | None,
+        Meta(
+            description="directory in which fetched models are kept; default: ARGOSY_MODELS_DIR, else a folder of the "
+            "user's cache"
+        ),
+    ] = None
     served_model_name: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
         Meta(max_length=64, description="names that clients may use; the first is the canonical one"),
@@ -198,11 +211,14 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
     @property
     def canonical_name(self) -> str:
-        """The name that seeds chunk hashes and that `/v1/models` lists first."""
+        """The name that seeds chunk hashes and that `/v1/models` lists first: unless it is given, the model as typed,
+        without `builtin://` and without a URL's query, which may be a signature."""
         if self.served_model_name:
             return self.served_model_name[0]
         scheme, separator, rest = self.model.partition("://")
-        return rest if separator and scheme == "builtin" else self.model
+        if separator and scheme == "builtin":
+            return rest
+        return self.model.partition("?")[0] if separator and scheme in ("http", "https") else self.model
 
     @classmethod
     def of(cls, **fields: object) -> EngineArgs:

@@ -3,6 +3,7 @@
 EngineError
 ├── ConfigError            whoever runs the engine: a flag or model cannot work; the message names the remedy
 │   └── DoesNotFit         not enough memory; the message says which --max-model-len would fit
+├── FetchFailed            whoever runs the engine, by trying again: the model's source or the network does not answer
 ├── InvalidRequest         the client: HTTP 400 (`param` names the field)
 │   └── PromptTooLong      code context_length_exceeded
 ├── RequestFailed          nobody: this request failed through the engine's fault (HTTP 500); others are not affected
@@ -25,6 +26,10 @@ class ConfigError(EngineError):
 
 
 class DoesNotFit(ConfigError):
+    pass
+
+
+class FetchFailed(EngineError):
     pass
 
 

@@ -1,9 +1,10 @@
 """`argosy doctor MODEL`: prints device, memory and the memory budget that a start with these flags would have.
 
-Reads config.json and the safetensors headers; imports no torch and starts no device. The KV cache is sized by the
-function the worker uses, from an estimate of the activations, so a start with the same memory free agrees with it.
+Reads config.json and the safetensors headers, of a remote model nothing else; imports no torch and starts no device.
+The KV cache is sized by the function the worker uses, from an estimate of the activations, so a start with the same
+memory free agrees with it.
 
-Exit codes: 0 it fits, 1 it does not, 2 wrong usage, or a model or device that cannot work.
+Exit codes: 0 it fits, 1 it does not, 2 wrong usage, or a model or device that cannot work or does not answer.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from msgspec import Struct
 
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.config import EngineArgs, MemoryBudget
-from argosy_engine.errors import ConfigError, DoesNotFit
+from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed
 from argosy_engine.frontend.memory_report import budget_table, size
+from argosy_engine.frontend.model_source import model_headers
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.model_path import resolve_model
 from argosy_engine.models.safetensors_header import checkpoint_elements
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory, gpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.engine_args(options)
     try:
         diagnosis = diagnose(args)
-    except ConfigError as error:
+    except (ConfigError, FetchFailed) as error:
         print(f"argosy doctor: {error}", file=sys.stderr)
         return 2
     if options.output == "json":
@@ -75,9 +76,11 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
 
     Raises:
         ConfigError: no such model, a checkpoint that cannot be served, or no such device.
+        FetchFailed: the model's source does not answer.
     """
-    path = resolve_model(args.model)
-    config = load_model_config(path)
+    with model_headers(args) as path:
+        config = load_model_config(path)
+        elements = dummy_elements(config) if args.load_format == "dummy" else checkpoint_elements(path)
     device = device or _find_device(args)
     dtype = choose_dtype(args.dtype, config.dtype, device.device)
     diagnosis = Diagnosis(
@@ -88,7 +91,6 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         device=device,
     )
     itemsize = _ITEMSIZE[dtype]
-    elements = dummy_elements(config) if args.load_format == "dummy" else checkpoint_elements(path)
     activations = estimate_activations(config, args, itemsize)
     try:
         budget = plan_memory(

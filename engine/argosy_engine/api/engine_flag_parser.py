@@ -14,7 +14,12 @@ class EngineFlagParser(FlagParser):
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog, description)
-        self.add_argument("model", nargs="?", help="builtin://tiny or a model directory")
+        self.add_argument(
+            "model",
+            nargs="?",
+            help="ORG/NAME of a Hugging Face hub, a directory, or hf://, s3://, gs://, oci://, https://, file://, "
+            "builtin://tiny",
+        )
 
     def add_engine_flags(self) -> None:
         """Add the flags of `EngineArgs`, last in the help text."""
@@ -23,7 +28,7 @@ class EngineFlagParser(FlagParser):
     def engine_args(self, options: argparse.Namespace) -> EngineArgs:
         """Return the engine's arguments. If they are invalid, print one line and exit with code 2."""
         if options.model is None:
-            self.error("give a model: builtin://tiny or a directory, as argument or in --config")
+            self.error("give a model: ORG/NAME, a directory or builtin://tiny, as argument or in --config")
         try:
             args = self.build(EngineArgs, options, model=options.model)
             args.check()

@@ -22,11 +22,13 @@ from argosy_engine.api.http.request_limits import RequestLimits
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
 from argosy_engine.config import EngineArgs, ResolvedConfig
-from argosy_engine.errors import ConfigError, EngineDead
+from argosy_engine.errors import ConfigError, EngineDead, FetchFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.memory_report import budget_table
+from argosy_engine.frontend.model_source import is_remote, local_model_async
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.osproc.file_descriptors import raise_limit, require_free
+from argosy_fetcher.progress_display import ProgressDisplay, progress_display
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.program.flags import InvalidValue
 from argosy_protocol.program.listen import CannotListen, listen
@@ -39,6 +41,8 @@ EXIT_ADDRESS = 3
 _MIN_DESCRIPTORS = 128
 """Minimum number of free descriptors. Half are for connections; the server and its core use 30, and a few more while
 the core starts."""
+_MAX_PHASE = 200
+"""Length of a line of progress in the answers of /ready."""
 _LAST_BYTES_S = 5
 """Time after the drain in which clients can read what has been sent."""
 
@@ -46,7 +50,8 @@ _LAST_BYTES_S = 5
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server and return the exit code.
 
-    0: drained; 1: the engine died; 2: wrong usage; 3: the address is not available.
+    0: drained; 1: the engine died, or the model could not be fetched for now; 2: wrong usage; 3: the address is not
+    available.
     """
     started = time.perf_counter()
     dump_stacks_on_signal()
@@ -65,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CannotListen as error:
         print(f"argosy serve: {error}", file=sys.stderr)
         return EXIT_ADDRESS
+    except FetchFailed as error:
+        print(f"argosy serve: {error}", file=sys.stderr)
+        return 1
     except EngineDead as error:
         print(f"argosy serve: the engine core died: {error}", file=sys.stderr)
         return 1
@@ -136,12 +144,25 @@ async def _serve(
 
 
 async def _load(engine: Engine, args: EngineArgs, stop: asyncio.Event, started: float, url: str) -> None:
-    engine.phase = "loading the model"
+    phases = [("api server imports", time.perf_counter() - started)]
+
+    def show(line: str) -> None:
+        logger.info("%s", line)
+        if not engine.is_draining:
+            engine.phase = f"fetching the model: {line[:_MAX_PHASE]}"
+
+    display: ProgressDisplay | None = None
+    if is_remote(args):
+        engine.phase, display = "fetching the model", progress_display(show)
     before = time.perf_counter()
-    llm = await AsyncLLM.start(args)
+    async with local_model_async(args, display) as local:
+        if display is not None:
+            phases.append(("fetch", time.perf_counter() - before))
+        engine.phase = "loading the model"
+        llm = await AsyncLLM.start(local)
     llm.on_dead = stop.set
     engine.attach(llm)
-    _print_start_up(llm.config, url, before - started, time.perf_counter() - started)
+    _print_start_up(llm.config, url, phases, time.perf_counter() - started)
 
 
 async def drain(engine: Engine, timeout_s: float, hurry: asyncio.Event) -> None:
@@ -174,9 +195,15 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-def _print_start_up(config: ResolvedConfig, url: str, imports_s: float, total_s: float) -> None:
-    """Print the model, its memory budget and the durations of the start-up phases to standard error."""
-    rows = [("api server imports", imports_s), *config.startup_phases]
+def _print_start_up(
+    config: ResolvedConfig, url: str, phases: Sequence[tuple[str, float]], total_s: float
+) -> None:
+    """Print the model, its memory budget and the durations of the start-up phases to standard error.
+
+    Args:
+        phases: those before the core was started.
+    """
+    rows = [*phases, *config.startup_phases]
     rows.append(("processes, tokenizer, hand-over", max(total_s - sum(seconds for _, seconds in rows), 0.0)))
     lines = [f"  {name:<34}{seconds:8.2f} s" for name, seconds in rows]
     print(

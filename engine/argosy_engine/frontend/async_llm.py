@@ -17,6 +17,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.errors import EngineAsleep, EngineDead, EngineError, RequestFailed
 from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.frontend.model_source import local_model_async
 from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.output_processor import OutputProcessor
@@ -52,12 +53,14 @@ class AsyncLLM:
 
     @classmethod
     async def start(cls, args: EngineArgs) -> AsyncLLM:
-        """Start the core and load the tokenizer.
+        """Start the core and load the tokenizer, after fetching the model if it is remote.
 
         Raises:
             ConfigError, EngineDead: the core could not start.
+            FetchFailed: the model could not be fetched for now.
         """
-        client = await AsyncMPClient.start(args)
+        async with local_model_async(args) as local:
+            client = await AsyncMPClient.start(local)
         try:
             return cls(client, InputProcessor(client.config))
         except BaseException:

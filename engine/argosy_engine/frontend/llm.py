@@ -36,13 +36,15 @@ class LLM:
     """A model, loaded in this process or in one of its own.
 
     Args:
-        model: `builtin://tiny` or a model directory.
+        model: `ORG/NAME` of a Hugging Face hub, a directory, `builtin://tiny`, or another source
+            (`argosy_fetcher.source_uri`). Remote models are fetched once, into a store on this machine.
         multiprocess: the engine core gets a process of its own, so that tokenising and stepping overlap.
         logits_processors: classes, or `MODULE:CLASS`, for requests with `SamplingParams.extra_args`.
         **engine_args: any other field of `EngineArgs`.
 
     Raises:
         ConfigError: the model or an argument cannot work.
+        FetchFailed: the model could not be fetched for now.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from argosy_engine.core.proc.core_client import InprocClient, SyncClient, SyncMP
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.memory_report import budget_table
+from argosy_engine.frontend.model_source import local_model
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput
 from argosy_engine.frontend.prompts import PromptType
@@ -47,15 +48,17 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, multiprocess: bool = False) -> LLMEngine:
-        """Load the model, and log its memory budget (`argosy.frontend`, INFO).
+        """Load the model, after fetching it if it is remote, and log its memory budget (`argosy.frontend`, INFO).
 
         Args:
             multiprocess: the core runs in a process of its own, so that tokenising and stepping overlap.
 
         Raises:
             ConfigError: the model or an argument cannot work.
+            FetchFailed: the model could not be fetched for now.
         """
-        client: SyncClient = SyncMPClient(args) if multiprocess else InprocClient(args)
+        with local_model(args) as local:
+            client: SyncClient = SyncMPClient(local) if multiprocess else InprocClient(local)
         try:
             logger.info("memory of %s\n%s", client.config.model_name, budget_table(client.config.memory))
             return cls(client)

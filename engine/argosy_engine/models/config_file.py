@@ -1,11 +1,13 @@
-"""Reads a checkpoint's config.json into its family's config class.
+"""Reads a checkpoint's config.json into its family's config class, or checks one before the checkpoint is fetched.
 
 A config is data: configs that name code to run (`auto_map`) are always rejected.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
@@ -20,35 +22,54 @@ def load_model_config(path: Path) -> ModelConfig:
     Raises:
         ConfigError: the architecture, dtype, quantisation or an option is not supported, or values are malformed.
     """
-    file = path / "config.json"
+    file, generation = path / "config.json", path / "generation_config.json"
     raw = read_json(file)
     try:
-        _refuse_code(raw)
-        if raw.get("quantization_config") or raw.get("compression_config"):
-            raise ConfigError("quantised checkpoints are not supported; use the unquantised one")
-        architectures = raw.get("architectures") or ["(none)"]
-        architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
-        config_class = registry.config_class(architecture)
-        common = {
-            "architecture": architecture,
-            "dtype": _dtype(raw),
-            "eos_token_ids": _eos_token_ids(raw, path),
-            "is_matryoshka": raw.get("is_matryoshka") or False,
-            "matryoshka_dimensions": raw.get("matryoshka_dimensions") or (),
-        }
-        try:
-            fields = config_class.fields_of(raw)
-        except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
-            raise ConfigError(f"malformed: {type(error).__name__}: {error}") from None
-        return config_class.of({**fields, **common})
+        return parse_config(raw, read_json(generation) if generation.is_file() else {})
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
 
 
+def parse_config(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
+    """Parse the contents of config.json and generation_config.json.
+
+    Raises:
+        ConfigError: as `load_model_config`.
+    """
+    _refuse_code(raw)
+    if raw.get("quantization_config") or raw.get("compression_config"):
+        raise ConfigError("quantised checkpoints are not supported; use the unquantised one")
+    architectures = raw.get("architectures") or ["(none)"]
+    architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
+    config_class = registry.config_class(architecture)
+    common = {
+        "architecture": architecture,
+        "dtype": _dtype(raw),
+        "eos_token_ids": _eos_token_ids(raw, generation),
+        "is_matryoshka": raw.get("is_matryoshka") or False,
+        "matryoshka_dimensions": raw.get("matryoshka_dimensions") or (),
+    }
+    try:
+        fields = config_class.fields_of(raw)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
+        raise ConfigError(f"malformed: {type(error).__name__}: {error}") from None
+    return config_class.of({**fields, **common})
+
+
+def check_config(raw: RawConfig) -> None:
+    """Check that a model with this config.json can be served, before anything else of it is fetched.
+
+    Raises:
+        ConfigError: as `load_model_config`.
+    """
+    parse_config(raw, {})
+
+
 def _refuse_code(raw: RawConfig) -> None:
-    if raw.get("auto_map"):
+    if auto_map := raw.get("auto_map"):
+        classes = sorted(auto_map) if isinstance(auto_map, dict) else auto_map
         raise ConfigError(
-            f"auto_map asks to run Python code that comes with the checkpoint ({sorted(raw['auto_map'])}); "
+            f"auto_map asks to run Python code that comes with the checkpoint ({classes}); "
             "that is never done. If the model is one of the supported architectures, remove auto_map from config.json"
         )
 
@@ -60,14 +81,10 @@ def _dtype(raw: RawConfig) -> str:
     return dtype
 
 
-def _eos_token_ids(raw: RawConfig, path: Path) -> tuple[int, ...]:
+def _eos_token_ids(raw: RawConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the EOS ids of config.json and generation_config.json, in this order and without duplicates."""
-    generation = path / "generation_config.json"
-    values = [raw.get("eos_token_id")]
-    if generation.is_file():
-        values.append(read_json(generation).get("eos_token_id"))
     ids: dict[int, None] = {}
-    for value in values:
+    for value in (raw.get("eos_token_id"), generation.get("eos_token_id")):
         for token_id in value if isinstance(value, list) else [value]:
             if isinstance(token_id, int) and not isinstance(token_id, bool):
                 ids[token_id] = None

@@ -1,10 +1,16 @@
-"""Model paths: resolves `builtin://tiny`, `file:///path` or a directory to a local directory."""
+"""Model paths: resolves `builtin://tiny`, `file:///path` or a directory to a local directory.
+
+Must not know how remote models are fetched (`frontend.model_source`): core and workers read directories only.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from argosy_engine.errors import ConfigError
+from argosy_fetcher.errors import FetchError
+from argosy_fetcher.file_lock import SharedLock
+from argosy_fetcher.model_hold import hold_model
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _BUILTIN = {"tiny": "argosy-tiny"}
@@ -21,14 +27,27 @@ def resolve_model(source: str) -> Path:
         return _resolve_builtin(rest)
     if separator and scheme != "file":
         raise ConfigError(
-            f"model source {source!r}: scheme must be builtin:// or file://, or give a directory"
+            f"model source {source!r} is not on this machine; give a directory, file:// or builtin://tiny"
         )
     path = Path(rest if separator else source).expanduser()
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"model {source!r}: {path} has no config.json; give a directory in Hugging Face's layout"
+            f"model {source!r}: {path} has no config.json; give a directory in Hugging Face's layout, "
+            "or hf://ORG/NAME for a repository of the hub"
         )
     return path
+
+
+def hold_stored_model(path: Path) -> SharedLock | None:
+    """Keep a model of the fetcher's store from being removed while its engine runs. None if it is not of a store.
+
+    Raises:
+        ConfigError: it is being removed.
+    """
+    try:
+        return hold_model(path)
+    except FetchError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _resolve_builtin(name: str) -> Path:

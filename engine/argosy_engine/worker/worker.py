@@ -19,7 +19,7 @@ from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.fingerprint import fingerprint
 from argosy_engine.models.loader import LoadedModel, load_model
 from argosy_engine.models.model_config import ModelConfig
-from argosy_engine.models.model_path import resolve_model
+from argosy_engine.models.model_path import hold_stored_model, resolve_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import kernels
 from argosy_engine.sample.logits_processor.interface import load_logits_processors
@@ -34,6 +34,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
 from argosy_engine.worker.memory_profiling import measure_activations
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
+from argosy_fetcher.file_lock import SharedLock
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,6 +56,8 @@ class Worker:
         self.world_size = world_size
         self._phases: list[tuple[str, float]] = []
         self._runner: ModelRunner | None = None
+        self._hold: SharedLock | None = None
+        """Keeps the checkpoint, which `wake_up` reads again, from being removed from the store."""
         self._path: Path
         self._config: ModelConfig
         self._device: torch.device
@@ -82,6 +85,7 @@ class Worker:
                     has_kernels = True
         with self._phase("config"):
             self._path = resolve_model(args.model)
+            self._hold = hold_stored_model(self._path)
             self._config = config = load_model_config(self._path)
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
@@ -163,6 +167,8 @@ class Worker:
 
     def shutdown(self) -> None:
         self._runner = None
+        if self._hold is not None:
+            self._hold.close()
 
     def _load(self) -> LoadedModel:
         return load_model(

@@ -1,0 +1,184 @@
+"""Model source: makes the model that a user named a directory on this machine, by fetching it where it is remote.
+
+Owns the step before the core starts: core and workers read directories and fetch nothing. Must not know protocols or
+the store (`argosy_fetcher.pull`). Invariant: a model that the engine does not serve is refused before any weight is
+fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError, FetchFailed
+from argosy_engine.models.fetch_check import check_fetched_config
+from argosy_engine.models.model_path import hold_stored_model, resolve_model
+from argosy_fetcher.errors import FetchError, TransientError
+from argosy_fetcher.progress import Progress
+from argosy_fetcher.progress_display import ProgressDisplay, progress_display
+from argosy_fetcher.source_uri import SourceUri, from_argument
+
+if TYPE_CHECKING:
+    from argosy_fetcher.pull import PulledModel
+
+
+def is_remote(args: EngineArgs) -> bool:
+    """Whether the model has to be fetched, or found in the store.
+
+    Raises:
+        ConfigError: the model's name is malformed.
+    """
+    return _uri(args).is_remote
+
+
+@contextmanager
+def local_model(args: EngineArgs, display: ProgressDisplay | None = None) -> Iterator[EngineArgs]:
+    """Yield arguments whose model is on this machine, and which serve it under the name that the user gave.
+
+    Args:
+        display: shows the fetch; a bar or lines on standard error if left out.
+
+    Raises:
+        ConfigError: the model does not exist, is hidden from the credentials, or cannot be served.
+        FetchFailed: the source or the network does not answer.
+    """
+    uri = _uri(args)
+    if not uri.is_remote:
+        yield args
+        return
+    with display or progress_display() as progress:
+        model = _pull(uri, args, progress)
+    try:
+        yield _localized(args, model)
+    finally:
+        model.close()
+
+
+@asynccontextmanager
+async def local_model_async(
+    args: EngineArgs, display: ProgressDisplay | None = None
+) -> AsyncIterator[EngineArgs]:
+    """As `local_model`, while the event loop goes on. Cancelling it leaves the fetch to end with the process."""
+    uri = _uri(args)
+    if not uri.is_remote:
+        yield args
+        return
+    with display or progress_display() as progress:
+        model = await _pull_in_daemon_thread(uri, args, progress)
+    try:
+        yield _localized(args, model)
+    finally:
+        model.close()
+
+
+@contextmanager
+def model_headers(args: EngineArgs, display: ProgressDisplay | None = None) -> Iterator[Path]:
+    """Yield a directory with the model's config and the headers of its weights, which are all that is read of a remote
+    model unless the store has it.
+
+    Raises:
+        ConfigError, FetchFailed: as `local_model`.
+    """
+    uri = _uri(args)
+    if not uri.is_remote:
+        yield resolve_model(args.model)
+        return
+    from argosy_fetcher.pull import find_model, pull_headers
+
+    with _fetch_errors():
+        stored = find_model(uri, download_dir=args.download_dir)
+    if stored is not None:
+        with hold_stored_model(stored.path) or nullcontext():
+            yield stored.path
+        return
+    with tempfile.TemporaryDirectory(prefix="argosy-headers-") as directory:
+        with _fetch_errors(), display or progress_display() as progress:
+            check = partial(check_fetched_config, uri.name)
+            pull_headers(uri, Path(directory), progress=progress, check_config=check)
+        yield Path(directory)
+
+
+def _uri(args: EngineArgs) -> SourceUri:
+    """
+    Raises:
+        ConfigError: the model's name or its revision is malformed, or a local model has a revision.
+    """
+    with _fetch_errors():
+        uri = from_argument(args.model)
+        if args.revision is None:
+            return uri
+        if not uri.is_remote:
+            raise ConfigError(
+                f"--revision {args.revision}: {args.model!r} is on this machine and has no revisions"
+            )
+        return uri.at_revision(args.revision)
+
+
+def _pull(uri: SourceUri, args: EngineArgs, progress: Progress) -> PulledModel:
+    from argosy_fetcher.pull import pull_model
+
+    with _fetch_errors():
+        return pull_model(
+            uri,
+            progress=progress,
+            download_dir=args.download_dir,
+            check_config=partial(check_fetched_config, uri.name),
+        )
+
+
+def _localized(args: EngineArgs, model: PulledModel) -> EngineArgs:
+    return msgspec.structs.replace(
+        args,
+        model=str(model.path),
+        served_model_name=args.served_model_name or (args.canonical_name,),
+        revision=None,
+        download_dir=None,
+    )
+
+
+@contextmanager
+def _fetch_errors() -> Iterator[None]:
+    """Raise the fetcher's errors as the engine's."""
+    try:
+        yield
+    except FetchError as error:
+        raise ConfigError(str(error)) from error
+    except TransientError as error:
+        raise FetchFailed(str(error)) from error
+
+
+async def _pull_in_daemon_thread(uri: SourceUri, args: EngineArgs, progress: Progress) -> PulledModel:
+    """Fetch in a thread that does not keep the process from ending, as those of the loop's executor would."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[PulledModel] = loop.create_future()
+
+    def settle(model: PulledModel | None, error: BaseException | None) -> None:
+        if model is not None:
+            if future.cancelled():
+                model.close()
+            else:
+                future.set_result(model)
+        elif error is not None and not future.cancelled():
+            future.set_exception(error)
+
+    def run() -> None:
+        model: PulledModel | None = None
+        failure: BaseException | None = None
+        try:
+            model = _pull(uri, args, progress)
+        except BaseException as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed: the process ends
+            loop.call_soon_threadsafe(settle, model, failure)
+
+    threading.Thread(target=run, name="fetch model", daemon=True).start()
+    return await future
