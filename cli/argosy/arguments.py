@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import re
+from typing import Final, NoReturn
 
 from argosy.errors import UsageError
+
+_SIZE: Final = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)(?:([kmgt])|([KMGT])(?:iB?)?)?")
+_AGE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)([smhdw])")
+_AGE_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,3 +40,23 @@ def port(text: str) -> int:
     if not 1 <= value <= 65535:
         raise argparse.ArgumentTypeError("must be between 1 and 65535")
     return value
+
+
+def size_bytes(text: str) -> int:
+    """Parse a size: bytes, or with a suffix k, m, g, t (decimal) or K, M, G, T (binary; Ki, KiB and so on as well)."""
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError("must be a size such as 500G or 64000000")
+    if found[2]:
+        factor = 1000 ** ("kmgt".index(found[2]) + 1)
+    else:
+        factor = 1024 ** ("KMGT".index(found[3]) + 1) if found[3] else 1
+    return int(float(found[1]) * factor)
+
+
+def age_seconds(text: str) -> float:
+    """Parse a duration with a unit: s, m, h, d or w."""
+    found = _AGE.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError("must be a number with a unit: s, m, h, d or w, such as 30d")
+    return float(found[1]) * _AGE_UNITS[found[2]]

@@ -46,6 +46,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "serve", "argosy_engine.api.serve:main", "run one engine: an OpenAI server for one model", "engine"
     ),
+    Command("models", "argosy.commands.models:main", "list, fetch and remove the models of this machine"),
     Command(
         "doctor",
         "argosy_engine.api.doctor:main",

@@ -1,4 +1,4 @@
-"""Display of a fleet on a terminal, or in a log.
+"""Display on a terminal, or in a log: tables, and a fleet's state.
 
 Owns: the text of replicas and services. Must not know: sockets, processes.
 Invariant: if standard output is not a terminal, every line is final and complete in itself.
@@ -33,6 +33,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def age(seconds: float) -> str:
+    """Format a duration in its largest unit of which there are at least two: `90s`, `12m`, `3d`."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)}{unit}"
+    return f"{int(seconds)}s"
 
 
 class Progress(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Never
 from unittest import mock
@@ -17,7 +17,7 @@ _INTRODUCTION = """\
 address of a server is not available, 130 interrupted. `-o json`, where a command has it, prints JSON for scripts."""
 _ELSEWHERE = {"serve": "engine-flags.md", "router": "router-flags.md"}
 _SUBCOMMANDS = {"bench": ("router", "argosy.commands.bench_router:main")}
-"""Command -> its only subcommand, and what that runs."""
+"""Command -> its only subcommand, and what that runs. Subcommands that argparse knows are found in the parser."""
 
 
 class _Made(Exception):
@@ -36,7 +36,9 @@ def commands_page() -> str:
             subcommand, target = _SUBCOMMANDS.get(command.name, ("", command.target))
             module, _, function = target.partition(":")
             parser = parser_of(getattr(import_module(module), function))
-            sections.append(_section(f"{command.name} {subcommand}".strip(), parser))
+            name = f"{command.name} {subcommand}".strip()
+            sections.append(_section(name, parser))
+            sections += [_section(f"{name} {inner}", made) for inner, made in _subparsers(parser)]
     return page("Command line", _INTRODUCTION, sections)
 
 
@@ -52,6 +54,12 @@ def parser_of(main: Callable[[Sequence[str]], object]) -> argparse.ArgumentParse
         except _Made as made:
             return made.parser
     raise AssertionError(f"{main} parses nothing")
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
 
 
 def _section(name: str, parser: argparse.ArgumentParser) -> str:

@@ -12,9 +12,19 @@ VARIABLES = {
         "ARGOSY_NATIVE": "`0` makes a CPU engine compute with torch instead of the C++ kernels; `debug` builds the "
         "kernels with their assertions.",
         "CXX": "C++ compiler that builds the CPU kernels at first use; otherwise `g++`, then `c++`.",
-        "XDG_CACHE_HOME": "Folder under which the built kernels are kept (`~/.cache`).",
+        "XDG_CACHE_HOME": "Folder under which the built kernels and fetched models are kept (`~/.cache`).",
         "CUDA_VISIBLE_DEVICES": "GPUs that the engine may use; an empty value hides all of them.",
         "OMP_WAIT_POLICY": "Set to `PASSIVE` unless given, so that the idle threads of torch do not spin.",
+    },
+    "Models (`argosy serve`, `argosy doctor`, `argosy models`, `LLM`)": {
+        "ARGOSY_MODELS_DIR": "Directory in which fetched models are kept, if `--download-dir` is not given "
+        "(`$HF_HOME/argosy` if `HF_HOME` is set, else `argosy/models` in the user's cache).",
+        "ARGOSY_OFFLINE, HF_HUB_OFFLINE": "`1` forbids requests: only models in the store are served.",
+        "ARGOSY_CREDENTIALS_DIR": "Directory with one file per credential, named like the variables below, such as a "
+        "mounted Secret. Its files win over the environment.",
+        "ARGOSY_OCI_PLAIN_HTTP": "Registries that are asked without TLS, as HOST[:PORT], separated by commas.",
+        "HF_TOKEN, HF_ENDPOINT, HF_HOME": "Token, address and directory of a Hugging Face hub, as its own tools read "
+        "them. [Models](../models.md#credentials) lists the credentials of every source.",
     },
     "Router (`argosy router`)": {
         "ARGOSY_ROUTER_API_KEY": "One client key (a comma is part of it), used if no `--api-key` is given. `argosy up` "

@@ -25,6 +25,7 @@ ADVICE = sorted(
         "operator/argosy_resource/**/*.py",
         "engine/argosy_engine/**/*.py",
         "cli/argosy/**/*.py",
+        "fetcher/argosy_fetcher/**/*.py",
     )
     for path in ROOT.glob(pattern)
     if path.is_file() and path.parent.name not in ("decisions", "log")  # these describe the past

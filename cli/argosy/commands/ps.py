@@ -16,7 +16,7 @@ from argosy.errors import OK, CommandError
 from argosy.local.control_client import ControlClient, connect
 from argosy.local.control_messages import FleetStatus, Watch
 from argosy.local.state_dir import choose_state_dir
-from argosy.terminal import table
+from argosy.terminal import age, table
 
 _ANSWER_S = 10.0
 _HEADER = ("REPLICA", "MODEL", "STATE", "REVISION", "RESTARTS", "INFLIGHT", "PID", "URL", "AGE", "REASON")
@@ -57,7 +57,7 @@ def _render(status: FleetStatus, now: float) -> str:
             str(replica.inflight),
             str(replica.pid or ""),
             replica.url,
-            _age(now - replica.started),
+            age(now - replica.started),
             replica.reason,
         )
         for service in status.services
@@ -80,10 +80,3 @@ def _render(status: FleetStatus, now: float) -> str:
     )
     notes = [f"{service.key}: {service.reason}" for service in status.services if service.reason]
     return "\n".join((table(_HEADER, rows), *notes))
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * size:
-            return f"{int(seconds // size)}{unit}"
-    return f"{int(seconds)}s"

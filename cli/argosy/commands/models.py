@@ -1,0 +1,278 @@
+"""`argosy models`: the models in this machine's store.
+
+Owns: the arguments, the table, and which stored models a name means. Must not know: how models are fetched or kept
+(`argosy_fetcher`). Only results go to standard output (a path, a table), so that `$(argosy models pull MODEL)` is a
+directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from typing import Any, Final
+
+import msgspec
+
+from argosy.arguments import Parser, age_seconds, size_bytes
+from argosy.errors import OK, CommandError, UsageError
+from argosy.terminal import age, table
+from argosy_fetcher.errors import FetchError, InvalidSource, TransientError
+from argosy_fetcher.progress_display import progress_display, size_text
+from argosy_fetcher.pull import find_model, name_in_store, open_store, pull_model
+from argosy_fetcher.source_uri import SourceUri, from_argument
+from argosy_fetcher.store import Store, StoredModel
+
+ENGINE_CHECK: Final = "argosy_engine.models.fetch_check:check_fetched_config"
+"""The engine's refusal of models that it does not serve. Named, not imported, because the command line does not depend
+on the engine, which need not be installed."""
+_HEADER: Final = ("MODEL", "REVISION", "SIZE", "USED", "STATE")
+_MIN_ABBREVIATION: Final = 7
+"""Characters of an abbreviated revision, as git's."""
+_SHOWN_REVISION: Final = 12
+
+
+def main(argv: Sequence[str]) -> int:
+    options = build_parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = options.run
+    with _fetch_errors():
+        return run(options)
+
+
+def build_parser() -> Parser:
+    """Make the parser with its subcommands."""
+    parser = Parser(
+        prog="argosy models",
+        description="List, fetch and remove the models in this machine's store.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, help="list, pull, path, rm or prune")
+    _add_list(commands)
+    _add_pull(commands)
+    _add_path(commands)
+    _add_rm(commands)
+    _add_prune(commands)
+    usages = [command.format_usage().removeprefix("usage: ") for command in commands.choices.values()]
+    parser.epilog = "usages:\n" + "".join(f"  {' '.join(usage.split())}\n" for usage in usages)
+    return parser
+
+
+def _add_list(commands: argparse._SubParsersAction[Parser]) -> None:
+    text = "List the models in the store, and what interrupted fetches have left."
+    parser = commands.add_parser("list", help="list the models", description=text)
+    parser.add_argument(
+        "-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)"
+    )
+    _add_download_dir(parser)
+    parser.set_defaults(run=_list)
+
+
+def _add_pull(commands: argparse._SubParsersAction[Parser]) -> None:
+    text = "Fetch a model unless the store has it, and print its directory."
+    parser = commands.add_parser("pull", help="fetch a model", description=text)
+    _add_model(parser)
+    parser.add_argument(
+        "--refresh",
+        action="store_true",
+        help="ask the source again what the revision is now; a branch is otherwise pinned at its first use",
+    )
+    _add_download_dir(parser)
+    parser.set_defaults(run=_pull)
+
+
+def _add_path(commands: argparse._SubParsersAction[Parser]) -> None:
+    text = "Print the directory of a model that the store has. Makes no request."
+    parser = commands.add_parser("path", help="print a model's directory", description=text)
+    _add_model(parser)
+    _add_download_dir(parser)
+    parser.set_defaults(run=_path)
+
+
+def _add_rm(commands: argparse._SubParsersAction[Parser]) -> None:
+    text = "Remove a model: all its revisions, unless one is given. A model that an engine uses stays."
+    parser = commands.add_parser("rm", help="remove a model", description=text)
+    _add_model(parser)
+    _add_download_dir(parser)
+    parser.set_defaults(run=_rm)
+
+
+def _add_prune(commands: argparse._SubParsersAction[Parser]) -> None:
+    text = "Remove the models that were not used for longest. A model that an engine uses stays."
+    parser = commands.add_parser("prune", help="remove models by age and size", description=text)
+    parser.add_argument(
+        "--max-size", type=size_bytes, metavar="SIZE", help="remove until the store has at most SIZE: 500G"
+    )
+    parser.add_argument(
+        "--max-age", type=age_seconds, metavar="AGE", help="remove what was not used for AGE: 30d, 12h"
+    )
+    _add_download_dir(parser)
+    parser.set_defaults(run=_prune)
+
+
+def _add_model(parser: Parser) -> None:
+    parser.add_argument(
+        "model", help="ORG/NAME of a Hugging Face hub, or hf://, s3://, gs://, oci://, https://"
+    )
+    parser.add_argument("--revision", metavar="REV", default="", help="branch, tag, commit or digest")
+
+
+def _add_download_dir(parser: Parser) -> None:
+    parser.add_argument(
+        "--download-dir",
+        metavar="DIR",
+        help="the store's directory ($ARGOSY_MODELS_DIR, else a folder of the user's cache)",
+    )
+
+
+def _list(options: argparse.Namespace) -> int:
+    store = open_store(options.download_dir)
+    complete, partial_ = store.list(), store.list_partial()
+    if options.output == "json":
+        rows = [_as_json(model, True) for model in complete] + [_as_json(model, False) for model in partial_]
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
+        return OK
+    now = time.time()
+    print(
+        table(
+            _HEADER,
+            [
+                *(_row(model, "complete", now) for model in complete),
+                *(_row(model, "partial", now) for model in partial_),
+            ],
+        )
+    )
+    return OK
+
+
+def _row(model: StoredModel, state: str, now: float) -> tuple[str, ...]:
+    used = age(max(0.0, now - model.last_used_at))
+    return model.source, _short(model.revision), size_text(model.size), f"{used} ago", state
+
+
+def _as_json(model: StoredModel, is_complete: bool) -> dict[str, Any]:
+    return {
+        "source": model.source,
+        "revision": model.revision,
+        "requested_revisions": model.requested_revisions,
+        "path": str(model.path),
+        "size": model.size,
+        "last_used_at": model.last_used_at,
+        "complete": is_complete,
+    }
+
+
+def _pull(options: argparse.Namespace) -> int:
+    uri = _remote(options)
+    with progress_display() as progress:
+        model = pull_model(
+            uri,
+            progress=progress,
+            download_dir=options.download_dir,
+            check_config=_engine_check(uri),
+            refresh=options.refresh,
+        )
+    model.close()
+    print(model.path)
+    return OK
+
+
+def _engine_check(uri: SourceUri) -> Callable[[dict[str, Any]], None] | None:
+    """Return the engine's check of a config.json; None if the engine cannot be imported."""
+    module, _, name = ENGINE_CHECK.partition(":")
+    try:
+        return partial(getattr(import_module(module), name), uri.name)
+    except ModuleNotFoundError:
+        return None
+
+
+def _path(options: argparse.Namespace) -> int:
+    uri = _remote(options)
+    found = find_model(uri, download_dir=options.download_dir)
+    if found is None:
+        raise CommandError(f"{uri} is not in the store; `argosy models pull {uri}` fetches it")
+    print(found.path)
+    return OK
+
+
+def _rm(options: argparse.Namespace) -> int:
+    uri = _remote(options)
+    store = open_store(options.download_dir)
+    found = _matching(store, uri)
+    if not found:
+        raise CommandError(f"{uri} is not in the store; `argosy models list` shows what is")
+    for model in found:
+        store.remove(model)
+        _tell_removed(model)
+    return OK
+
+
+def _matching(store: Store, uri: SourceUri) -> list[StoredModel]:
+    """Return the models, complete or not, that a source and its revision, if it has one, mean."""
+    names = {uri.name}
+    with suppress(FetchError):  # a package that is not installed
+        names.add(name_in_store(uri)[0])
+    return [
+        model
+        for model in (*store.list(), *store.list_partial())
+        if model.source in names and (not uri.revision or _is_revision(model, uri.revision))
+    ]
+
+
+def _is_revision(model: StoredModel, wanted: str) -> bool:
+    if wanted == model.revision or wanted in model.requested_revisions:
+        return True
+    plain = _plain(wanted)
+    return len(plain) >= _MIN_ABBREVIATION and _plain(model.revision).startswith(plain)
+
+
+def _plain(revision: str) -> str:
+    return revision.removeprefix("sha256:").removeprefix("sha256-")
+
+
+def _short(revision: str) -> str:
+    return _plain(revision)[:_SHOWN_REVISION]
+
+
+def _prune(options: argparse.Namespace) -> int:
+    if options.max_size is None and options.max_age is None:
+        raise UsageError("give --max-size SIZE, --max-age AGE or both")
+    pruned = open_store(options.download_dir).prune(max_bytes=options.max_size, max_age=options.max_age)
+    for model in pruned.removed:
+        _tell_removed(model)
+    for model in pruned.in_use:
+        print(f"{model.source} at {_short(model.revision)} is in use and stays", file=sys.stderr)
+    print(f"freed {size_text(sum(model.size for model in pruned.removed))}")
+    return OK
+
+
+def _tell_removed(model: StoredModel) -> None:
+    print(f"removed {model.source} at {_short(model.revision)} ({size_text(model.size)})")
+
+
+def _remote(options: argparse.Namespace) -> SourceUri:
+    """
+    Raises:
+        UsageError: the model is on this machine already.
+    """
+    uri = from_argument(options.model)
+    if uri.is_remote:
+        return uri.at_revision(options.revision)
+    if uri.scheme == "file":
+        raise UsageError(
+            f"{options.model!r} is a directory, or the name of none; write hf://ORG/NAME for a repository"
+        )
+    raise UsageError(f"{uri.scheme}:// models are not kept in the store")
+
+
+@contextmanager
+def _fetch_errors() -> Iterator[None]:
+    try:
+        yield
+    except InvalidSource as error:
+        raise UsageError(str(error)) from error
+    except (FetchError, TransientError) as error:
+        raise CommandError(str(error)) from error

@@ -1,0 +1,203 @@
+"""`argosy models`: what it prints, what it removes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from argosy.arguments import age_seconds, size_bytes
+from argosy.main import main
+from argosy_fetcher.errors import AccessDenied
+from argosy_fetcher.store import Store
+from argosy_fetcher.store_layout import LAST_USE
+from named_sources import TINY, publish_tiny, serve_names
+from scripted_source import Stop
+
+DAY_S = 86400
+
+
+@pytest.fixture(autouse=True)
+def _names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    serve_names(monkeypatch, tmp_path)
+    monkeypatch.chdir(tmp_path)  # where no directory is named like a repository
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that succeeds, and return its output."""
+    assert main(["models", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 1) -> str:
+    """Run a command that fails, and return the last line of its errors."""
+    assert main(["models", *arguments]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()[-1]
+
+
+def use(path: str, days_ago: float) -> None:
+    then = time.time() - days_ago * DAY_S
+    os.utime(Path(path) / LAST_USE, (then, then))
+
+
+def test_pull_prints_the_directory_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    source = publish_tiny("acme/tiny")
+    assert main(["models", "pull", "acme/tiny"]) == 0
+    captured = capsys.readouterr()
+    (line,) = captured.out.splitlines()
+    assert (Path(line) / "model.safetensors").read_bytes() == (TINY / "model.safetensors").read_bytes()
+    assert f"hf://acme/tiny: revision {source.revision}" in captured.err
+    assert run(capsys, "path", "acme/tiny") == f"{line}\n"
+    assert run(capsys, "path", "hf://acme/tiny@" + source.revision) == f"{line}\n"
+    assert run(capsys, "pull", "hf://acme/tiny") == f"{line}\n"
+    assert source.num_snapshots == 1
+
+
+def test_a_revision_may_be_part_of_the_name_or_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    source = publish_tiny("acme/tiny")
+    run(capsys, "pull", "acme/tiny", "--revision", "v1")
+    assert source.requested_revision == "v1"
+    assert run(capsys, "path", "acme/tiny@v1") == run(capsys, "path", "acme/tiny", "--revision", "v1")
+
+
+def test_list_shows_models_and_what_interrupted_fetches_have_left(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "list") == "MODEL  REVISION  SIZE  USED  STATE\n"
+    whole = publish_tiny("acme/tiny")
+    path = run(capsys, "pull", "acme/tiny").strip()
+    cut = publish_tiny("acme/cut")
+    cut.on_read = lambda read: (
+        Stop(after=1000, error=AccessDenied("gated")) if "safetensors" in read.path else None
+    )
+    assert fail(capsys, "pull", "acme/cut") == "argosy models: gated"
+    use(path, 3)
+    header, *rows = run(capsys, "list").splitlines()
+    assert header.split() == ["MODEL", "REVISION", "SIZE", "USED", "STATE"]
+    assert [row.split()[0] for row in rows] == ["hf://acme/tiny", "hf://acme/cut"]
+    assert [row.split()[1] for row in rows] == [whole.revision[:12]] * 2
+    assert [row.split()[-1] for row in rows] == ["complete", "partial"]
+    assert "  3d ago  " in rows[0]
+    models = json.loads(run(capsys, "list", "-o", "json"))
+    assert [model["complete"] for model in models] == [True, False]
+    assert models[0]["path"] == path
+    assert models[0]["requested_revisions"] == [""]
+
+
+def test_an_architecture_that_the_engine_does_not_serve_is_refused_before_the_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = publish_tiny("acme/bert", architectures=["BertModel"])
+    error = fail(capsys, "pull", "acme/bert")
+    assert error.startswith(
+        "argosy models: hf://acme/bert: config.json: architecture BertModel is not supported"
+    )
+    assert source.paths_read() == {"config.json"}
+
+
+def test_rm_removes_every_revision_or_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    source = publish_tiny("acme/tiny")
+    for revision in ("a", "b", "c"):
+        source.revision = revision * 40
+        run(capsys, "pull", "acme/tiny", "--revision", revision)
+    assert run(capsys, "rm", "acme/tiny@a").startswith("removed hf://acme/tiny at aaaaaaaaaaaa (")
+    assert [row.split()[1] for row in run(capsys, "list").splitlines()[1:]] == ["b" * 12, "c" * 12]
+    run(capsys, "rm", "acme/tiny", "--revision", "b" * 7)
+    assert [row.split()[1] for row in run(capsys, "list").splitlines()[1:]] == ["c" * 12]
+    assert "is not in the store; `argosy models list` shows" in fail(capsys, "rm", "acme/tiny@bbb")
+    run(capsys, "rm", "acme/tiny")
+    assert len(run(capsys, "list").splitlines()) == 1
+    assert "is not in the store" in fail(capsys, "rm", "acme/tiny")
+
+
+def test_a_model_in_use_is_not_removed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    publish_tiny("acme/tiny")
+    path = Path(run(capsys, "pull", "acme/tiny").strip())
+    with Store(tmp_path).hold(path):
+        assert "in use" in fail(capsys, "rm", "acme/tiny")
+        assert main(["models", "prune", "--max-size", "0"]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == "freed 0 B\n"
+        assert "is in use and stays" in captured.err
+    assert path.is_dir()
+    run(capsys, "rm", "acme/tiny")
+    assert not path.exists()
+
+
+def test_prune_removes_by_age_and_by_size(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, days_ago in (("old", 40), ("older", 50), ("new", 1)):
+        publish_tiny(f"acme/{name}")
+        use(run(capsys, "pull", f"acme/{name}").strip(), days_ago)
+    lines = run(capsys, "prune", "--max-age", "45d").splitlines()
+    assert lines[0].startswith("removed hf://acme/older at ")
+    assert lines[1].startswith("freed ")
+    assert "removed hf://acme/old at" in run(capsys, "prune", "--max-size", "8M")
+    assert "hf://acme/new" in run(capsys, "list")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["pull", "./nowhere"], "'./nowhere' is a directory, or the name of none; write hf://ORG/NAME"),
+        (["pull", "builtin://tiny"], "builtin:// models are not kept in the store"),
+        (["pull", "s3://UPPER/x"], "'UPPER' is no name of a bucket"),
+        (["pull", "hf://a/b@v1", "--revision", "v2"], "names another revision"),
+        (["prune"], "give --max-size SIZE, --max-age AGE or both"),
+        (["prune", "--max-size", "much"], "argument --max-size: must be a size such as 500G"),
+        (["prune", "--max-size", "5GB"], "argument --max-size: must be a size such as 500G"),
+        (["prune", "--max-age", "30"], "argument --max-age: must be a number with a unit"),
+        (["fetch"], "invalid choice: 'fetch'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_wrong_usage_is_one_line_with_the_remedy(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error in fail(capsys, *arguments, code=2)
+
+
+def test_what_is_not_in_the_store_has_no_path(capsys: pytest.CaptureFixture[str]) -> None:
+    publish_tiny("acme/tiny")
+    error = fail(capsys, "path", "acme/tiny")
+    assert error == (
+        "argosy models: hf://acme/tiny is not in the store; `argosy models pull hf://acme/tiny` fetches it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("64000000", 64_000_000),
+        ("2k", 2000),
+        ("1.5G", 3 << 29),
+        ("2Gi", 2 << 30),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("2h", 7200), ("30d", 30 * DAY_S), ("1w", 7 * DAY_S)]
+)
+def test_ages(text: str, seconds: float) -> None:
+    assert age_seconds(text) == seconds
+
+
+def test_help_shows_every_subcommand_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["models", "--help"])
+    shown = capsys.readouterr().out
+    for usage in (
+        "argosy models list ",
+        "argosy models pull ",
+        "argosy models rm ",
+        "--max-age AGE",
+        "--refresh",
+    ):
+        assert usage in shown
