@@ -23,6 +23,7 @@ _FOLDERS = (
     "router",
     "operator",
     "cli",
+    "fetcher",
     "crds",
     "charts",
     "bench",
