@@ -171,8 +171,9 @@ class _Fetch:
             if file.packing == "none":
                 unpacker.add_file(file.path, path, file.size)
             else:
-                unpacker.add_archive(file.path, path, file.packing)
-        folder = model_folder(unpacker.files, snapshot.source)
+                unpacker.add_archive(file.path, path, file.packing, file.folders)
+        preferred = dict.fromkeys(folder for file in snapshot.files for folder in file.folders)
+        folder = model_folder(unpacker.files, snapshot.source, tuple(preferred))
         members = {
             path.removeprefix(folder): found
             for path, found in unpacker.files.items()

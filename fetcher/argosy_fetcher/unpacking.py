@@ -8,7 +8,7 @@ never made or followed; files that are not served are not written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -51,8 +51,11 @@ class Unpacker:
         """Add a file as it is."""
         self.files[check_path(name)] = UnpackedFile(path, size)
 
-    def add_archive(self, name: str, path: Path, packing: Packing) -> None:
+    def add_archive(self, name: str, path: Path, packing: Packing, folders: Collection[str] = ()) -> None:
         """Unpack the served files of an archive. They replace those of the same path.
+
+        Args:
+            folders: what else than these is left out, unless it is empty; an empty name stands for the top folder.
 
         Raises:
             UnsupportedModel: the archive is damaged, or a served file has an unsafe name or is a link.
@@ -62,9 +65,11 @@ class Unpacker:
         below = _Whiteouts(self.files)
         with open_archive(path, packing, f"{self._model}: {name}") as members:
             for member in members:
-                base = member.path.rpartition("/")[2]
+                folder, _, base = member.path.rpartition("/")
                 if base.startswith(_WHITEOUT) and packing != "zip":
                     below.add(member.path)
+                elif folders and folder not in folders:
+                    continue
                 elif is_served_name(base) and member.kind != "other":
                     self._check(member)
                     added[member.path] = self._write(member, members)
@@ -125,8 +130,13 @@ def _with_folders(path: str) -> Iterator[str]:
             yield path[: end + 1]
 
 
-def model_folder(files: Mapping[str, UnpackedFile], model: str) -> str:
-    """Return the folder of the model among unpacked files: that of the only config.json with as few folders above it.
+def model_folder(files: Collection[str], model: str, preferred: Sequence[str] = ()) -> str:
+    """Return the folder of the model among unpacked files: the first preferred one with a config.json, or else that of
+    the only config.json with as few folders above it.
+
+    Args:
+        files: paths.
+        preferred: names of folders; an empty one stands for the top folder.
 
     Returns:
         The folder's path with a slash at the end, or an empty string.
@@ -134,6 +144,10 @@ def model_folder(files: Mapping[str, UnpackedFile], model: str) -> str:
     Raises:
         UnsupportedModel: there is no config.json, or the choice is not clear.
     """
+    for name in preferred:
+        folder = f"{name}/" if name else ""
+        if f"{folder}{CONFIG}" in files:
+            return folder
     folders = [path.removesuffix(CONFIG) for path in files if path.rpartition("/")[2] == CONFIG]
     if not folders:
         raise UnsupportedModel(f"{model}: there is no {CONFIG} in it; pack a model in Hugging Face's layout")

@@ -76,6 +76,17 @@ def test_whiteouts_remove_files_of_earlier_layers(
     assert set(unpack(tmp_path, (first, "tar"), (tar_of(dict.fromkeys(whiteouts, b"")), "tar"))) == left
 
 
+def test_only_given_folders_are_unpacked(tmp_path: Path) -> None:
+    files = dict.fromkeys(
+        ["config.json", "m/config.json", "m/n/config.json", "usr/lib/tokenizer.json"], b"{}"
+    )
+    (tmp_path / "image").write_bytes(tar_of(files))
+    (tmp_path / "unpacked").mkdir()
+    unpacker = Unpacker(tmp_path / "unpacked", "oci://acme/tiny")
+    unpacker.add_archive("image", tmp_path / "image", "tar", ("m", ""))
+    assert set(unpacker.files) == {"config.json", "m/config.json"}
+
+
 def test_whiteouts_do_not_remove_files_of_their_own_layer(tmp_path: Path) -> None:
     first = tar_of({"m/config.json": b"old", "m/tokenizer.json": b"old"})
     second = tar_of({"m/config.json": b"new", "m/.wh..wh..opq": b""})
@@ -222,17 +233,17 @@ def test_damaged_archives_do_no_harm(
 
 
 @pytest.mark.parametrize(
-    ("files", "folder"),
+    ("files", "preferred", "folder"),
     [
-        (["config.json", "sub/config.json"], ""),
-        (["models/tiny/config.json", "models/tiny/model.safetensors"], "models/tiny/"),
+        (["config.json", "sub/config.json"], [], ""),
+        (["models/tiny/config.json", "models/tiny/model.safetensors"], [], "models/tiny/"),
+        (["config.json", "models/config.json"], ["models", ""], "models/"),
+        (["config.json", "models/model.safetensors"], ["models", ""], ""),
+        (["other/config.json"], ["models", ""], "other/"),
     ],
 )
-def test_the_model_s_folder(tmp_path: Path, files: list[str], folder: str) -> None:
-    unpacker = Unpacker(tmp_path, "oci://acme/tiny")
-    for path in files:
-        unpacker.add_file(path, tmp_path / "unused", 2)
-    assert model_folder(unpacker.files, "oci://acme/tiny") == folder
+def test_the_model_s_folder(files: list[str], preferred: list[str], folder: str) -> None:
+    assert model_folder(files, "oci://acme/tiny", preferred) == folder
 
 
 @pytest.mark.parametrize(
@@ -243,9 +254,6 @@ def test_the_model_s_folder(tmp_path: Path, files: list[str], folder: str) -> No
         (["a/config.json", "b/config.json"], r"there are several models in it \('a/', 'b/'\)"),
     ],
 )
-def test_a_folder_that_is_not_clear(tmp_path: Path, files: list[str], message: str) -> None:
-    unpacker = Unpacker(tmp_path, "oci://acme/tiny")
-    for path in files:
-        unpacker.add_file(path, tmp_path / "unused", 2)
+def test_a_folder_that_is_not_clear(files: list[str], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"^oci://acme/tiny: {message}"):
-        model_folder(unpacker.files, "oci://acme/tiny")
+        model_folder(files, "oci://acme/tiny")
