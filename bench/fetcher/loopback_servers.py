@@ -42,7 +42,7 @@ class _BucketHandler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     server: BucketServer
 
-    def do_GET(self) -> None:  # noqa: N802 - the name that http.server looks for
+    def do_GET(self) -> None:
         url = urlsplit(self.path)
         _, _, key = unquote(url.path).strip("/").partition("/")
         query = parse_qs(url.query)
@@ -53,7 +53,7 @@ class _BucketHandler(BaseHTTPRequestHandler):
         else:
             self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
 
-    def do_HEAD(self) -> None:  # noqa: N802 - the name that http.server looks for
+    def do_HEAD(self) -> None:
         self.do_GET()
 
     def _list(self, prefix: str) -> None:

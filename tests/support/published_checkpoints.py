@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from text_models import byte_fallback_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from small_tokenizers import byte_fallback_tokenizer
 
 Shapes = dict[str, tuple[int, ...]]
 
