@@ -3,8 +3,9 @@
     python bench/fetcher/loopback_servers.py DIRECTORY
 
 Prints both addresses as a line of JSON, and serves until standard input ends. The hub is the look-alike of the tests.
-The bucket answers what clients of S3 ask to list and read objects, checks no signature, and sends with sendfile, so that
-it costs little beside the client that is measured. Its ETags are those of multipart uploads, as large objects have them.
+The bucket answers what clients of S3 ask to list and read objects, checks no signature, and sends with sendfile, so
+that it costs little beside the client that is measured. Its ETags are those of multipart uploads, as large objects
+have them.
 """
 
 from __future__ import annotations

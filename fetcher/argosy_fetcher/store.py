@@ -81,7 +81,7 @@ class Store:
 
     def list_partial(self) -> tuple[StoredModel, ...]:
         """Return the models whose fetch is under way or was interrupted."""
-        found = []
+        found: list[StoredModel] = []
         for directory in self._source_directories():
             for name in _names(directory):
                 if name.startswith(store_layout.PARTIAL_PREFIX):

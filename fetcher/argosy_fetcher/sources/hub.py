@@ -24,7 +24,7 @@ import msgspec
 from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from argosy_fetcher.errors import FetchError, InvalidSource, Offline, SourceChanged, TransientError
 from argosy_fetcher.snapshot import MAX_FILES, RemoteFile, Snapshot, check_path
