@@ -153,7 +153,7 @@ def test_an_answer_that_is_not_a_hub_s_is_an_error_that_names_the_setting(hub: H
 def test_another_commit_than_the_one_asked_for_is_refused(hub: HubServer) -> None:
     hub.faults.add("list", Fault(body=json.dumps(info(sha="b" * 40)).encode()))
     with pytest.raises(FetchError, match=f"it is for commit {'b' * 40}"):
-        hub_source(hub, revision=SHA).snapshot()
+        hub_source(hub, revision=hub.repositories[MODEL].refs["main"]).snapshot()
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,8 @@ def test_files_without_a_usable_digest_are_listed_without_one(hub: HubServer, bl
 
 SCRIPT = """
 import os
+from argosy_fetcher.source_uri import SourceUri
+from argosy_fetcher.sources.hub import HubSource
 source = HubSource(SourceUri("hf", "org/secret"), dict(os.environ))
 snapshot = source.snapshot()
 print(snapshot.revision, b"".join(source.read(snapshot.file("config.json"), 0, 8)).decode())

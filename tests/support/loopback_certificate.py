@@ -12,7 +12,7 @@ def issue_certificate(folder: Path) -> tuple[Path, Path]:
     new = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=fetcher-test -days 2"
     )
-    extensions = ("subjectAltName=IP:127.0.0.1", "keyUsage=critical,digitalSignature,keyCertSign")
+    extensions = ("subjectAltName=IP:127.0.0.1", "basicConstraints=critical,CA:FALSE")
     files = [
         "-addext",
         extensions[0],

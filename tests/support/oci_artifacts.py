@@ -74,13 +74,13 @@ def archive(contents: Mapping[str, bytes], compressed: bool = False) -> bytes:
 
 
 def manifest(layers: Sequence[Layer], media_type: str = OCI_MANIFEST, **fields: Any) -> bytes:
-    """A manifest of layers. Fields that are None are left out."""
+    """A manifest of layers, or of `raw_layers` as they are. Fields that are None are left out."""
     document = {
         "schemaVersion": 2,
         "mediaType": media_type,
         "config": Layer(b"{}", "application/vnd.oci.empty.v1+json").descriptor,
         "layers": [layer.descriptor for layer in layers],
-        **fields,
+        **{"layers" if key == "raw_layers" else key: value for key, value in fields.items()},
     }
     return json.dumps({key: value for key, value in document.items() if value is not None}).encode()
 

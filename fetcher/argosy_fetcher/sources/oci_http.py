@@ -82,6 +82,8 @@ def translated(subject: str) -> Iterator[None]:
     except httpx.InvalidURL:
         raise FetchError(f"{subject}: the registry gave a malformed URL") from None
     except httpx.HTTPError as error:
+        if "in location header" in str(error):  # httpx reads it even if it is not to follow it
+            raise FetchError(f"{subject}: the registry redirects to a malformed URL") from None
         raise _translation(subject, error) from error
 
 

@@ -130,6 +130,8 @@ class WebClient:
         except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
             raise FetchError(f"{where}: the request cannot be sent ({type(error).__name__})") from None
         except httpx.TransportError as error:
+            if "in location header" in str(error):  # httpx reads it even if it is not to follow it
+                raise FetchError(f"{where}: the server redirects to something that is not a URL") from None
             if _is_untrusted(error):
                 raise FetchError(
                     f"{where}: the certificate of {url.host} is not trusted; name a file with its authority's "
