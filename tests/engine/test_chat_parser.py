@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import hypothesis.strategies as st
 import pytest
@@ -150,3 +151,22 @@ def test_a_whole_call_ends_a_thought(
 
 def test_without_tools_a_call_is_text() -> None:
     assert ChatParser(parse_reasoning=False, parse_calls=False).feed(CALL, True).content == CALL
+
+
+@pytest.mark.parametrize("piece", ["abcd", "</think>"])
+@pytest.mark.parametrize("is_reasoning", [False, True], ids=["content", "reasoning"])
+def test_an_unclosed_call_is_read_in_linear_time(is_reasoning: bool, piece: str) -> None:
+    def feed_s(num_deltas: int) -> float:
+        times = []
+        for _ in range(2):
+            parser = ChatParser(
+                parse_reasoning=True, parse_calls=True, is_reasoning=is_reasoning, calls_end_reasoning=True
+            )
+            start = time.thread_time()
+            parser.feed("x<tool_call>")
+            for _ in range(num_deltas):
+                parser.feed(piece)
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    assert feed_s(160_000) < 24 * feed_s(20_000)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 THINK, END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_MAX_SEAM = len(_END_CALL) - 1
+"""Characters before a piece of text that may be the beginning of a marker in it."""
 _MAX_TRIMMED = 16
 """Maximum white space around a marker that belongs to it, so that the output of a model that writes only newlines is
 not held back for ever."""
@@ -55,13 +57,22 @@ class ChatParser:
         self._calls_end_reasoning = parse_calls and calls_end_reasoning
         self._state = "reasoning" if is_reasoning else "start" if parse_reasoning else "content"
         self._buffer = ""
+        self._pending: list[str] = []
+        """Text of an open call that is not in the buffer yet, because it cannot end the call."""
+        self._last_chars = ""
         self._newlines_to_skip = _MAX_TRIMMED if is_reasoning else 0
         """Number of newlines after a marker that still belong to it."""
         self.num_calls = 0
 
     def feed(self, text: str, is_last: bool = False) -> Parsed:
         """Parse more text. With `is_last` nothing is held back."""
-        self._buffer += text
+        recent = self._last_chars + text
+        self._last_chars = recent[-_MAX_SEAM:]
+        if not is_last and not self._may_advance(recent):
+            self._pending.append(text)
+            return Parsed()
+        self._buffer = "".join((self._buffer, *self._pending, text))
+        self._pending.clear()
         reasoning: list[str] = []
         content: list[str] = []
         calls: list[ParsedCall] = []
@@ -72,6 +83,15 @@ class ChatParser:
             self._buffer = ""
         self.num_calls += len(calls)
         return Parsed("".join(reasoning), "".join(content), tuple(calls))
+
+    def _may_advance(self, recent: str) -> bool:
+        """Whether an open call may end in the recent text: only then is the whole call looked at."""
+        match self._state:
+            case "call":
+                return _END_CALL in recent
+            case "call in thought":
+                return _END_CALL in recent or END_THINK in recent
+        return True
 
     def _advance(
         self, reasoning: list[str], content: list[str], calls: list[ParsedCall], is_last: bool
