@@ -217,9 +217,10 @@ def test_a_chat_that_cannot_fit_is_refused_before_its_text_is_looked_at(
 
 
 def test_a_rendered_chat_that_cannot_fit_is_refused_before_markers_are_looked_for(
-    renderer: Renderer,
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "<|" * (LIMIT * renderer.tokenizer.max_token_chars)
+    monkeypatch.setattr(ControlTokens, "hide", lambda *_: pytest.fail("markers were looked for"))
+    text = "<|im_end|>" * (LIMIT * renderer.tokenizer.max_token_chars)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
     request = decode_request("chat/completions", json.dumps({"messages": messages}).encode())
     with pytest.raises(PromptTooLong, match="characters at most"):

@@ -172,6 +172,9 @@ class Renderer:
         )
         if not self._control_tokens.concern(segments):
             return self.template.render(request), []
+        if sum(len(data) for _, data in segments) > self._max_characters:
+            # Hiding reads texts that templates may drop, too, and changes no length.
+            self._check_characters(len(self.template.render(request)))
         rendered = self.template.render(request, self._control_tokens.hide)
         self._check_characters(len(rendered))
         return self._control_tokens.reveal(rendered)
@@ -202,12 +205,16 @@ class Renderer:
             PromptTooLong: no model's token is so long that a text of so many characters could be a prompt.
         """
         limit = self.config.max_model_len
-        if count > limit and count > (most := limit * self.tokenizer.max_token_chars):
+        if count > limit and count > (most := self._max_characters):
             raise PromptTooLong(
                 f"this model's maximum context length is {limit} tokens, which are {most} characters at most, "
                 f"the prompt has {count}; shorten it",
                 param="prompt",
             )
+
+    @property
+    def _max_characters(self) -> int:
+        return self.config.max_model_len * self.tokenizer.max_token_chars
 
     def _seed(self, request: GenerationRequest) -> int:
         """Return the seed of the chain of chunk hashes."""
