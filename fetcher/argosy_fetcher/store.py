@@ -7,6 +7,7 @@ at a time writes below a source's directory; a model that a process holds is not
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -261,9 +262,12 @@ class Store:
 
 def _load_partial(path: Path) -> tuple[StoredModel, ...]:
     """Return an interrupted model, or nothing if it has just been published or removed."""
+    found = []
     try:
-        found = [file.stat(follow_symlinks=False) for file in _files_below(path)]
-        last_used_at = max([path.stat().st_mtime, *(file.st_mtime for file in found)])
+        began_at = path.stat().st_mtime
+        for file in _files_below(path):
+            with contextlib.suppress(FileNotFoundError):  # it has just got its final name
+                found.append(file.stat(follow_symlinks=False))
     except OSError:
         return ()
     return (
@@ -272,7 +276,7 @@ def _load_partial(path: Path) -> tuple[StoredModel, ...]:
             revision=path.name.removeprefix(store_layout.PARTIAL_PREFIX),
             path=path,
             size=sum(file.st_blocks * 512 for file in found),
-            last_used_at=last_used_at,
+            last_used_at=max([began_at, *(file.st_mtime for file in found)]),
         ),
     )
 
