@@ -117,7 +117,7 @@ def test_a_model_in_use_is_not_removed(capsys: pytest.CaptureFixture[str], tmp_p
     publish_tiny("acme/tiny")
     path = Path(run(capsys, "pull", "acme/tiny").strip())
     with Store(tmp_path).hold(path):
-        assert "in use" in fail(capsys, "rm", "acme/tiny")
+        assert "a running process uses it" in fail(capsys, "rm", "acme/tiny")
         assert main(["models", "prune", "--max-size", "0"]) == 0
         captured = capsys.readouterr()
         assert captured.out == "freed 0 B\n"

@@ -72,7 +72,7 @@ def test_a_model_stays_in_the_store_while_an_engine_runs() -> None:
     [
         (
             {"architectures": ["BertModel"]},
-            "architecture BertModel is not supported; there is: Gemma2ForCausalLM",
+            "architecture BertModel is not supported; there is: GPT2LMHeadModel",
         ),
         ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
         ({"auto_map": {"AutoModel": "model.Model"}}, "auto_map asks to run Python code"),

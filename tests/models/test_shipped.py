@@ -63,7 +63,7 @@ def test_the_folder_is_complete_and_small() -> None:
         "README.md",
     } <= {path.name for path in SHIPPED.iterdir()}
     assert (SHIPPED / "chat_template.jinja").read_text() == (
-        SHIPPED.parent / "chat_template.jinja"
+        SHIPPED.parent.parent / "training" / "chat_template.jinja"
     ).read_text()
 
 
