@@ -72,7 +72,9 @@ def test_the_tenant_of_a_request_reaches_the_core(name: str | None) -> None:
         told.append(tenant)
         return []
 
-    processor = SimpleNamespace(sampling_params=lambda request, num_prompts: None, process_inputs=process_inputs)
+    processor = SimpleNamespace(
+        sampling_params=lambda request, num_prompts: None, process_inputs=process_inputs
+    )
     serving = OpenAIServing(cast(Any, SimpleNamespace(input_processor=processor)), ("tiny",))
     request = CompletionRequest(prompt="a")
     serving.answering_as(name, "tenant").core_requests([cast(Any, "prompt")], request)
