@@ -326,9 +326,9 @@ class HubServer:
             left = None if left is None else left - len(piece)
 
     def _send(self, handler: _Handler, piece: bytes) -> None:
-        handler.connection.sendall(piece)
         with self._lock:
-            self.sent_bytes += len(piece)
+            self.sent_bytes += len(piece)  # before they go out: whoever has received them may look at once
+        handler.connection.sendall(piece)
         if self.bytes_per_s is not None:
             time.sleep(len(piece) / self.bytes_per_s)
 
