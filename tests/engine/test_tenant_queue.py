@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -324,3 +325,36 @@ def test_a_tenant_s_short_prompt_does_not_wait_for_another_s_long_ones() -> None
         scheduler.check()
     assert order.index("canary") <= 1, "only the prompt that had begun may come first"
     assert len(order) == 9
+
+
+@pytest.mark.parametrize("error", [None, "failed"])
+def test_what_tenants_were_charged_survives_a_rebuild(error: str | None) -> None:
+    scheduler = Scheduler(
+        KVCacheManager(256, BLOCK, False, 0.0),
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=2,
+        max_model_len=256,
+        eos_token_ids=frozenset(),
+    )
+    worker = FakeWorker(BLOCK)
+
+    def add(name: str, tenant: str, num_tokens: int) -> None:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        message = EngineCoreRequest(name, [1] * num_tokens, params, 0.0, tenant=tenant)
+        scheduler.add(Request(message, BLOCK, False))
+
+    for number in range(6):
+        add(f"many {number}", "many", 16)
+    add("few", "few", 4)
+    for _ in range(3):
+        planned = scheduler.schedule()
+        scheduler.update_from_output(planned, worker.execute(planned))
+    tenants = "many", "few"
+    num_output = sum(request.num_output_tokens for request in scheduler.running)
+    before = [scheduler.waiting.counter(tenant) for tenant in tenants]
+    assert before[0] != before[1]
+    assert num_output
+    scheduler.rebuild(error)
+    scheduler.check()
+    after = [scheduler.waiting.counter(tenant) for tenant in tenants]
+    assert sum(after) == sum(before) + num_output, "and the output of what ran is charged"

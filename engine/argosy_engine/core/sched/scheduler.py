@@ -503,7 +503,8 @@ class Scheduler:
     def rebuild(self, error: str | None = None) -> None:
         """Recover from a violated invariant: empty the KV cache and queue every unfinished request for recomputation.
 
-        Relies on `requests` only, because any other state may be wrong.
+        Relies on `requests` only, because any other state may be wrong; except for the tenants' counters, which affect
+        no more than the order of turns.
 
         Args:
             error: if given, end the requests with this error instead.
@@ -513,6 +514,7 @@ class Scheduler:
         self._released += self.in_flight.forget_all()
         unanswered = [request for request in self.requests.values() if request.finish_reason is None]
         self._released += self.requests
+        previous = self.waiting
         self.requests, self.waiting, self.blocked, self.running = {}, CallQueue(self.max_num_seqs), {}, []
         self._num_pending_tokens = 0
         for request in unanswered:
@@ -534,6 +536,9 @@ class Scheduler:
             if request.status not in BLOCKED:
                 request.status = RequestStatus.PREEMPTED
             self._enqueue(request)
+        self.waiting.restore_counters(previous)
+        for request in unanswered:
+            self._charge_output(request)
 
     def check(self) -> None:
         """Assert the invariants. O(requests + blocks); for tests and the idle engine."""

@@ -127,6 +127,15 @@ class TenantQueue:
         if len(counters) > MAX_IDLE_COUNTERS + len(self._tenants):
             self._forget()
 
+    def restore_counters(self, previous: TenantQueue) -> None:
+        """Take over the counters of a queue that this one replaces, and whose requests have been pushed again."""
+        self._last = previous._last
+        self._counters = {
+            **previous._counters,
+            **{tenant: previous.counter(tenant) for tenant in self._tenants},
+        }
+        self._changed.update(self._tenants)
+
     def _starting_counter(self, tenant: str, urgency: int) -> int:
         """Return the counter of a tenant that starts to wait at priority `urgency`."""
         own = self._counters.get(tenant, 0)
