@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from argosy_engine import EngineArgs
+from argosy_engine.executor.multiproc_executor import MultiprocExecutor
+from argosy_engine.models.model_path import resolve_model
+from argosy_engine.structured.compile_queue import BackendUnavailable
+from argosy_engine.structured.grammar_client import GrammarClient
+from argosy_engine.structured.grammar_messages import GrammarServerArgs
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from processes import Server, children, free_port, running, wait_until
 
+ENDLESS = GrammarSpec("regex", "(a|aa|aaa)*" * 2000)
+"""Takes minutes to compile."""
 SERVE = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--dtype", "float32"]
 
 
@@ -90,3 +101,53 @@ def test_a_hanging_main_thread_is_reported(state: str, tmp_path: Path) -> None:
             assert process.poll() is None
         finally:
             process.kill()
+
+
+def num_threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def test_workers_and_the_grammar_process_name_themselves(capfd: pytest.CaptureFixture[str]) -> None:
+    written = ""
+
+    def stacks_of(name: str, pid: int) -> None:
+        def has_told() -> bool:
+            nonlocal written
+            written += capfd.readouterr().err
+            return f"{name}, process {pid}: " in written
+
+        os.kill(pid, signal.SIGUSR1)
+        wait_until(has_told, name)
+        told = written.partition(f"{name}, process {pid}: ")
+        assert "most recent call first" in told[0]
+        assert "its stacks are above" in told[2]
+
+    args = EngineArgs.of(model="builtin://tiny", device="cpu", dtype="float32", threads=1)
+    executor = MultiprocExecutor(args, world_size=1)
+    client = GrammarClient(GrammarServerArgs(str(resolve_model("builtin://tiny")), 1024, [2], 1))
+    try:
+        executor.start()
+        (worker,) = children(os.getpid())
+        stacks_of("argosy engine worker", worker)
+        client.warm_up()
+        server = client.pid
+        assert server is not None
+        stacks_of("argosy engine grammar server", server)
+        compilation = client.new_compilation()
+
+        def compile_endlessly() -> None:
+            with contextlib.suppress(BackendUnavailable):
+                compilation.run(ENDLESS)
+
+        thread = threading.Thread(target=compile_endlessly)
+        thread.start()
+        wait_until(lambda: any(num_threads(pid) > 1 for pid in children(server)), "a compilation")
+        stacks_of("argosy engine grammar compilation", children(server)[0])
+        compilation.kill()
+        thread.join()
+        assert client.new_compilation().run(GrammarSpec("regex", "a")) is not None
+    finally:
+        client.close()
+        executor.shutdown()
+    assert "rank 0 of 1" in written
+    assert f"regex of {len(ENDLESS.text)} characters" in written

@@ -24,7 +24,7 @@ from argosy_engine.executor.worker_messages import CALL, DONE, EXECUTE, FAILED, 
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.osproc.child_process import die_with_parent
-from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
+from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
 from argosy_protocol.program.log_format import configure_logging
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank, world_size, parent, *ends = (int(argument) for argument in sys.argv[1:])
     die_with_parent(parent)
+    describe_on_signal("argosy engine worker", lambda: f"rank {rank} of {world_size}; its stacks are above")
     reader = BroadcastReader(ReaderEnds(*ends))
     threading.Thread(target=_exit_with_core, args=(reader.socket.fileno(),), daemon=True, name="core").start()
     WorkerProcess(rank, world_size, reader).serve()

@@ -1,7 +1,8 @@
 """SIGUSR1 handler: writes the stacks of all threads and a description of the process's state to standard error.
 
 The signal handler itself, in C, writes the stacks, so a process that hangs writes them too. A separate thread writes
-the description, because the main thread may be the one that hangs.
+the description, because the main thread may be the one that hangs. A process that may have no other thread writes its
+name at least.
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ from collections.abc import Callable
 logger = logging.getLogger("argosy.core")
 
 
-def dump_stacks_on_signal() -> None:
-    """Dump stacks on SIGUSR1, which kills the process by default. Call it as early as possible."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)
+def dump_stacks_on_signal(program: str = "") -> None:
+    """Dump stacks on SIGUSR1, which kills the process by default. Call it as early as possible, in the main thread.
+
+    Args:
+        program: name to write after the stacks, for a process that does not call `describe_on_signal`. It is written
+            once the main thread runs Python code.
+    """
+
+    def name(*_: object) -> None:
+        os.write(2, f"{program}, process {os.getpid()}: its stacks are above\n".encode())
+
+    signal.signal(signal.SIGUSR1, name if program else signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, chain=bool(program))
 
 
 def describe_on_signal(program: str, describe: Callable[[], str]) -> None:

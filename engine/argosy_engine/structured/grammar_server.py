@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from argosy_engine.osproc.child_process import die_with_parent, open_pidfd
-from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
+from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
 from argosy_engine.structured.grammar_messages import (
     COMPILED,
     FAULT,
@@ -55,7 +55,7 @@ engine computes on all cores, the compilation would hardly run, and a large sche
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    dump_stacks_on_signal()
+    dump_stacks_on_signal("argosy engine grammar server")
     # Ctrl-C goes to the whole process group, but the core decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -121,6 +121,7 @@ def _work(socket_: socket.socket, backend: XGrammarBackend, fault: str | None) -
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     job = msgspec.msgpack.decode(_receive(socket_), type=CompileJob)
+    describe_on_signal("argosy engine grammar compilation", lambda: f"{_describe(job)}; its stacks are above")
     # SIGALRM's default action kills the process without needing the interpreter.
     signal.setitimer(signal.ITIMER_REAL, job.deadline_s)
     _limit_memory()
@@ -148,13 +149,23 @@ def _result(
         return INVALID, f"compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
 
 
+def _describe(job: CompileJob) -> str:
+    return "vocabulary" if job.spec is None else f"{job.spec.kind} of {len(job.spec.text)} characters"
+
+
 def _receive(connection: socket.socket) -> bytes:
     """Receive a framed message. Ends the process if the other end is closed."""
-    size = connection.recv(4, socket.MSG_WAITALL)
-    payload = connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL) if size else b""
-    if not payload:
-        sys.exit(0)
-    return payload
+    return _receive_exactly(connection, int.from_bytes(_receive_exactly(connection, 4), "little"))
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:  # a signal may cut MSG_WAITALL short
+        part = connection.recv(size - len(received), socket.MSG_WAITALL)
+        if not part:
+            sys.exit(0)
+        received += part
+    return received
 
 
 def _limit_memory() -> None:
