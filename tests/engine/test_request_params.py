@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.request_params import MAX_ALLOWED_IDS_OF_A_CALL, to_sampling_params
 from argosy_engine.frontend.structured_output_request import MAX_GRAMMAR_TEXT_OF_A_CALL
 from argosy_engine.params.sampling_params import SamplingParams
-from argosy_protocol.openai import CompletionRequest
+from argosy_engine.structured import structured_outputs_params
+from argosy_engine.structured.structural_tag import tool_call_tag
+from argosy_protocol.openai import CompletionRequest, decode_request
 
 VOCAB = 2048
 PROMPTS = 1024
@@ -61,3 +64,16 @@ def test_a_large_schema_of_a_large_call_is_refused_by_the_field_that_the_client_
             response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": described}},
         )
     assert refused.value.param == "response_format"
+
+
+def test_the_schemas_of_tools_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_outputs_params, "normalized_tag", lambda _: pytest.fail("checked again"))
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"p": {"type": "string"}}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}
+    request = decode_request(
+        "chat/completions",
+        json.dumps({**body, "tools": [{"type": "function", "function": function}]}).encode(),
+    )
+    asked = to_sampling_params(request, {}, CONFIG).structured_outputs
+    assert asked is not None
+    assert asked.spec().text == tool_call_tag([{"type": "function", "function": function}])

@@ -20,6 +20,7 @@ from argosy_engine.models.model_path import resolve_model
 from argosy_engine.structured.grammar_size import MAX_PATTERN_SIZE, expanded_size
 from argosy_engine.structured.grammar_state import GrammarPhase, GrammarState
 from argosy_engine.structured.json_schema import MAX_DEPTH, normalized_schema
+from argosy_engine.structured.json_size import least_json_size
 from argosy_engine.structured.reasoning import Reasoning, reasoning_after
 from argosy_engine.structured.structural_tag import normalized_tag, tool_call_tag
 from argosy_engine.structured.structured_outputs_params import GrammarSpec, StructuredOutputsParams
@@ -259,6 +260,49 @@ def test_schemas_of_one_request_share_a_limit() -> None:
 def test_a_structured_output_is_checked_once_for_all_prompts_of_a_call() -> None:
     params = StructuredOutputsParams(json={"type": "object"})
     assert params.spec() is params.spec()
+
+
+class Unread(dict[str, Any]):
+    """An object whose values must not be read."""
+
+    def values(self) -> Any:
+        pytest.fail("it was looked at")
+
+    items = values
+
+
+MILLION = {"enum": [0] * (1 << 20)}
+
+
+@pytest.mark.parametrize("kind", ["json", "structural_tag"])
+def test_a_value_that_is_too_large_is_refused_before_it_is_written(kind: str) -> None:
+    params = StructuredOutputsParams(**{kind: {"unread": Unread(a=1), "many": MILLION["enum"]}})
+    with pytest.raises(InvalidRequest, match="has more") as raised:
+        params.spec()
+    assert raised.value.param == f"structured_outputs.{kind}"
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+))  # fmt: skip
+def test_the_least_size_of_a_value_is_at_most_that_of_its_text(value: Any) -> None:
+    least = least_json_size(value, 1 << 20)
+    assert 0 < least <= len(json.dumps(value, ensure_ascii=False))
+    assert least_json_size(value, least - 1) == least
+
+
+def test_tools_that_are_too_large_together_are_refused_before_they_are_looked_at() -> None:
+    def tool(parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+    described = tool({"type": "object", "properties": {}, "description": "x" * 40_000})
+    assert tool_call_tag([described] * 3)
+    for last in (described, tool({"type": "object", "properties": {"p": MILLION}})):
+        with pytest.raises(InvalidRequest, match="together exceed"):
+            tool_call_tag([described, described, described, last, tool(Unread(type="object"))])
+    with pytest.raises(InvalidRequest, match="surrogates"):
+        tool_call_tag([tool({"type": "object", "description": "\ud800"})])
 
 
 @pytest.mark.parametrize(

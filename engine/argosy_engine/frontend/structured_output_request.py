@@ -120,4 +120,4 @@ def _of_tool_choice(request: ChatCompletionRequest) -> StructuredOutputsParams |
     if not request.tools:
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
     parallel = request.parallel_tool_calls is not False
-    return StructuredOutputsParams(structural_tag=tool_call_tag(request.tools, name=name, parallel=parallel))
+    return StructuredOutputsParams.of_checked_tag(tool_call_tag(request.tools, name=name, parallel=parallel))

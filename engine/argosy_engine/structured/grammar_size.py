@@ -7,7 +7,10 @@ The sizes are computed by a hand-written scanner in linear time; XGrammar reject
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from functools import reduce
+from itertools import chain
 from typing import NamedTuple
 
 from argosy_engine.errors import InvalidRequest
@@ -52,14 +55,11 @@ def sum_sizes(sizes: Iterable[RepetitionSize]) -> RepetitionSize:
     return total
 
 
-def repeated(size: RepetitionSize, times: int, *, is_open: bool) -> RepetitionSize:
+def repeated(size: tuple[int, int, int], times: int, *, is_open: bool) -> RepetitionSize:
     """Return the size of an item repeated up to `times` times, or, if open, without an upper bound."""
     times = max(times, 1)
-    return RepetitionSize(
-        size.num_items,
-        min(size.written_out * times, _CAP),
-        min(size.unbounded * times + is_open, _CAP),
-    )
+    num_items, written_out, unbounded = size
+    return RepetitionSize(num_items, min(written_out * times, _CAP), min(unbounded * times + is_open, _CAP))
 
 
 def check_pattern(pattern: object) -> None:
@@ -126,11 +126,11 @@ def grammar_size(text: str) -> RepetitionSize:
     return _size(text, _read_grammar)
 
 
-def _size(text: str, read: Callable[[str, int], tuple[int, bool]]) -> RepetitionSize:
+def _size(text: str, read: Callable[[str, int], tuple[int, int]]) -> RepetitionSize:
     """Compute the size of an expression. Groups and repetitions look alike in both notations.
 
     Args:
-        read: reads what else begins at an index; returns the index after it, and whether it is an item.
+        read: reads what else begins at an index; returns the index after it, and how many items it is.
     """
     count = _Count()
     index = 0
@@ -149,72 +149,96 @@ def _size(text: str, read: Callable[[str, int], tuple[int, bool]]) -> Repetition
             times, is_open, index = counted
             count.repeat(times, is_open)
         else:
-            index, is_item = read(text, index)
-            if is_item:
-                count.add_item()
+            index, num_items = read(text, index)
+            if num_items:
+                count.add_items(num_items)
     return count.size
 
 
-def _read_pattern(pattern: str, index: int) -> tuple[int, bool]:
-    """Read a character, a class or an escape of a regular expression; `?`, `|`, `^` and `$` are no items."""
+_PLAIN = re.compile(r"[^(){*+?|^$\\\[]+")
+"""Characters of a regular expression that stand for themselves."""
+_CLASS = re.compile(r"\[\^*+(?:\\.?|[^\\])?(?:\\.?|[^\]\\])*+\]?", re.DOTALL)
+"""A class; a bracket at its beginning is a member. The closing bracket may be missing."""
+_STRING = re.compile(r'"(?:\\.|[^"\\\n])*+["\n]?', re.DOTALL)
+_NAME = re.compile(r"[\w.-]+")
+_SPACE = re.compile(r"\s+")
+
+
+def _read_pattern(pattern: str, index: int) -> tuple[int, int]:
+    """Read characters, a class or an escape of a regular expression; `?`, `|`, `^` and `$` are no items."""
+    if plain := _PLAIN.match(pattern, index):
+        return plain.end(), plain.end() - index
     char = pattern[index]
     if char in "?|^$":
-        return index + 1, False
-    return _end_of_item(pattern, index + 1, char), True
+        return index + 1, 0
+    return _end_of_item(pattern, index, char), 1
 
 
-def _read_grammar(text: str, index: int) -> tuple[int, bool]:
+def _read_grammar(text: str, index: int) -> tuple[int, int]:
     """Read a string, a class or a name of a grammar; comments, spaces and operators are no items."""
     char = text[index]
-    index += 1
+    if space := _SPACE.match(text, index):
+        return space.end(), 0
+    if name := _NAME.match(text, index):
+        return name.end(), 1
     if char == "#":
         end = text.find("\n", index)
-        return len(text) if end < 0 else end, False
+        return len(text) if end < 0 else end, 0
     if char == '"':
-        while index < len(text) and text[index] not in '"\n':
-            index += 2 if text[index] == "\\" else 1
-        return index + 1, True
+        string = _STRING.match(text, index)
+        assert string is not None
+        return string.end(), 1
     if char == "[":
-        return _end_of_item(text, index, char), True
-    if char.isalnum() or char in "_-.":
-        while index < len(text) and (text[index].isalnum() or text[index] in "_-."):
-            index += 1
-        return index, True
-    return index, False
+        return _end_of_item(text, index, char), 1
+    return index + 1, 0
 
 
 class _Count:
-    """Counter for the scanner: the sizes of the open groups, and of the item that a repetition would now repeat."""
+    """Counter for the scanner: the sizes of the open groups, and of the item that a repetition would now repeat.
+
+    Sizes are plain tuples here, and saturate where they are multiplied: the scanner runs over 128 KB.
+    """
 
     def __init__(self) -> None:
-        self._groups = [NO_REPETITION]
-        """Sizes of the open groups without their last item, outermost first."""
-        self._lasts = [NO_REPETITION]
-        """Sizes of the groups' last items."""
+        self._group: tuple[int, int, int] = NO_REPETITION
+        """Size of the innermost open group without its last item."""
+        self._last: tuple[int, int, int] = NO_REPETITION
+        self._outer: list[tuple[tuple[int, int, int], tuple[int, int, int]]] = []
+        """`_group` and `_last` of the groups around it, outermost first."""
 
-    def add_item(self) -> None:
+    def add_items(self, number: int) -> None:
+        """Add so many items, of which the last one can be repeated."""
         self._put(ONE_ITEM)
+        if number > 1:
+            items, written_out, unbounded = self._group
+            self._group = items + number - 1, written_out + number - 1, unbounded
 
     def open_group(self) -> None:
-        self._groups.append(NO_REPETITION)
-        self._lasts.append(NO_REPETITION)
+        self._outer.append((self._group, self._last))
+        self._group = self._last = NO_REPETITION
 
     def close_group(self) -> None:
-        if len(self._groups) > 1:
-            self._put(sum_sizes((self._groups.pop(), self._lasts.pop())))
+        if self._outer:
+            group = _added(self._group, self._last)
+            self._group, self._last = self._outer.pop()
+            self._put(group)
         else:  # malformed
-            self.add_item()
+            self._put(ONE_ITEM)
 
     def repeat(self, times: int, is_open: bool) -> None:
-        self._lasts[-1] = repeated(self._lasts[-1], times, is_open=is_open)
+        self._last = repeated(self._last, times, is_open=is_open)
 
     @property
     def size(self) -> RepetitionSize:
-        return sum_sizes((*self._groups, *self._lasts))
+        total = reduce(_added, chain.from_iterable(self._outer), _added(self._group, self._last))
+        return sum_sizes([RepetitionSize(*total)])
 
-    def _put(self, item: RepetitionSize) -> None:
-        self._groups[-1] = sum_sizes((self._groups[-1], self._lasts[-1]))
-        self._lasts[-1] = item
+    def _put(self, item: tuple[int, int, int]) -> None:
+        self._group, self._last = _added(self._group, self._last), item
+
+
+def _added(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, int, int]:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
 def _counts(text: str, start: int) -> tuple[int, bool, int] | None:
@@ -235,13 +259,11 @@ def _counts(text: str, start: int) -> tuple[int, bool, int] | None:
 
 
 def _end_of_item(pattern: str, index: int, char: str) -> int:
-    """Return the end of the escape, class or character that begins with `char`; `index` is the index after `char`."""
+    """Return the end of the escape, class or character at `index`, which begins with `char`."""
     if char == "\\":
-        return index + 1
+        return index + 2
     if char != "[":
-        return index
-    first = True
-    while index < len(pattern) and (pattern[index] != "]" or first):
-        first = first and pattern[index] == "^"
-        index += 2 if pattern[index] == "\\" else 1
-    return index + 1
+        return index + 1
+    found = _CLASS.match(pattern, index)
+    assert found is not None
+    return found.end()

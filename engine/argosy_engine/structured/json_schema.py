@@ -80,8 +80,13 @@ class CheckBudget:
             raise _error(path, "the schema is too large")
 
 
-def normalized_schema(schema: Any, budget: CheckBudget | None = None) -> str:
-    """Check a schema and return it as JSON text in the given order, with defaults that XGrammar reads too strictly.
+def normalized_schema(schema: Any) -> str:
+    """Check a schema and return it as JSON text (`checked_schema`)."""
+    return json.dumps(checked_schema(schema), ensure_ascii=False)
+
+
+def checked_schema(schema: Any, budget: CheckBudget | None = None) -> Any:
+    """Check a schema and return a copy in the given order, with defaults that XGrammar reads too strictly.
 
     Args:
         budget: what is left of the request's; by default the schema has one of its own.
@@ -93,7 +98,7 @@ def normalized_schema(schema: Any, budget: CheckBudget | None = None) -> str:
     try:
         root = copy.deepcopy(schema)
         _Checker(root, budget or CheckBudget()).check(root, "$", 0)
-        return json.dumps(root, ensure_ascii=False)
+        return root
     except RecursionError:
         raise _error("$", f"nested deeper than {MAX_DEPTH} levels") from None
 

@@ -23,14 +23,17 @@ from argosy_engine.structured.grammar_size import (
     repeated,
     sum_sizes,
 )
-from argosy_engine.structured.json_schema import CheckBudget, normalized_schema
+from argosy_engine.structured.json_schema import CheckBudget, checked_schema
+from argosy_engine.structured.json_size import least_json_size
 
 MAX_WHITESPACE = 32
 """Limit on consecutive white space between the parts of a JSON value. It is enough to indent eight levels; without a
 limit, a confused model may write newlines until `max_tokens`."""
 MAX_DEPTH = 64
 MAX_TAG_BYTES = 512 * 1024
-"""Enough for a catalogue of several hundred tools."""
+"""Limit of a client's tag with its schemas normalized."""
+MAX_TOOLS_BYTES = 128 * 1024
+"""Limit of the tag of all tools that may be called. The largest real tool catalogues are a third of it."""
 
 
 def normalized_tag(tag: Any) -> str:
@@ -51,7 +54,7 @@ def normalized_tag(tag: Any) -> str:
         raise InvalidRequest("a structural tag needs a format")
     normalized = _normalized(tag["format"], 0, CheckBudget())
     check_tag_size(_size(normalized))
-    return _encoded(normalized)
+    return _encoded(normalized, MAX_TAG_BYTES)
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
@@ -81,11 +84,15 @@ def tool_call_tag(
             tag is too large.
     """
     tags = []
-    budget = CheckBudget()
+    budget, size = CheckBudget(), 0
     check_tools(tools)
     for index, tool in enumerate(tools):
         function = tool["function"]
         if name is None or function["name"] == name:
+            # Before the schema is copied: one alone may have a million values.
+            size += least_json_size([function["name"], function.get("parameters")], MAX_TOOLS_BYTES - size)
+            if size > MAX_TOOLS_BYTES:
+                raise _too_large(MAX_TOOLS_BYTES)
             tags.append(_call_tag(function["name"], function.get("parameters"), f"tools[{index}]", budget))
     if not tags:
         raise InvalidRequest(
@@ -99,7 +106,8 @@ def tool_call_tag(
             "separator": "\n",
             "at_least_one": True,
             "stop_after_first": is_single,
-        }
+        },
+        MAX_TOOLS_BYTES,
     )
 
 
@@ -110,13 +118,13 @@ def _call_tag(name: str, parameters: Any, where: str, budget: CheckBudget) -> di
             "function.parameters must be a JSON schema of an object", f"{where}.function.parameters"
         )
     try:
-        text = normalized_schema({"type": "object", **schema} if "properties" in schema else schema, budget)
+        checked = checked_schema({"type": "object", **schema} if "properties" in schema else schema, budget)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), f"{where}.function.parameters") from None
     return {
         "type": "tag",
         "begin": '<tool_call>\n{"name": ' + json.dumps(name, ensure_ascii=False) + ', "arguments": ',
-        "content": _schema_format(json.loads(text)),
+        "content": _schema_format(checked),
         "end": "}\n</tool_call>",
     }
 
@@ -144,7 +152,7 @@ def _normalized(value: Any, depth: int, budget: CheckBudget) -> Any:
     if value.get("type") in ("json_schema", "qwen_xml_parameter") and "json_schema" in value:
         return {
             **value,
-            **_schema_format(json.loads(normalized_schema(value["json_schema"], budget))),
+            **_schema_format(checked_schema(value["json_schema"], budget)),
             "type": value["type"],
         }
     return {key: _normalized(item, depth + 1, budget) for key, item in value.items()}
@@ -186,8 +194,16 @@ def _schema_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
-def _encoded(form: dict[str, Any]) -> str:
+def _encoded(form: dict[str, Any], limit: int) -> str:
     text = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
-    if len(text) > MAX_TAG_BYTES:
-        raise InvalidRequest(f"tools and schemas together exceed {MAX_TAG_BYTES} bytes")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest("contains lone surrogates, which are not text") from None
+    if size > limit:
+        raise _too_large(limit)
     return text
+
+
+def _too_large(limit: int) -> InvalidRequest:
+    return InvalidRequest(f"tools and schemas together exceed {limit} bytes")

@@ -21,6 +21,7 @@ from argosy_engine.structured.grammar_size import (
     pattern_size,
 )
 from argosy_engine.structured.json_schema import normalized_schema
+from argosy_engine.structured.json_size import least_json_size
 from argosy_engine.structured.structural_tag import normalized_tag
 
 MAX_TEXT_BYTES = 128 * 1024
@@ -59,6 +60,13 @@ class StructuredOutputsParams(
     structural_tag: str | dict[str, Any] | None = None
     """XGrammar's description of free text with structured parts."""
     disable_any_whitespace: bool = False
+
+    @classmethod
+    def of_checked_tag(cls, tag: str) -> StructuredOutputsParams:
+        """Return parameters with a structural tag that needs no check (`tool_call_tag`)."""
+        params = cls(structural_tag=tag)
+        params.__dict__["_checked_spec"] = GrammarSpec("structural_tag", tag)
+        return params
 
     def spec(self) -> GrammarSpec:
         """Check the parameters and return the grammar to compile. The check is made once, for all prompts of a call.
@@ -126,7 +134,12 @@ def _bounded(text: str, limit: int) -> str:
 
 
 def _parsed(value: str | dict[str, Any] | None) -> Any:
-    """Parse a JSON value that is given as a value or as text, and check its size."""
+    """Parse a JSON value that is given as a value or as text, and check its size.
+
+    A value is written and parsed as well: that copies it, and refuses what is not JSON.
+    """
+    if not isinstance(value, str) and least_json_size(value, MAX_TEXT_BYTES) > MAX_TEXT_BYTES:
+        raise InvalidRequest(f"must have between 1 and {MAX_TEXT_BYTES} bytes, has more")
     try:
         text = value if isinstance(value, str) else json_codec.dumps(value, ensure_ascii=False)
         text = _bounded(text, MAX_TEXT_BYTES)
