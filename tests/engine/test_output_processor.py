@@ -22,9 +22,11 @@ from argosy_engine.errors import InvalidRequest, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
+from argosy_engine.frontend.tokenizer import Encoded
 from argosy_engine.messages.core_messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -472,6 +474,30 @@ def test_bad_words_do_not_appear(llm: LLM) -> None:
             assert word not in spans
     with pytest.raises(InvalidRequest, match="1024 tokens"):
         llm.generate([text], params.replace(bad_words=tuple(c * 300 for c in "xyzk")), use_tqdm=False)
+
+
+def test_bad_words_are_tokenised_once_for_all_prompts_of_a_call(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = InputProcessor(llm.renderer.config)
+    tokenizer, num_encoded = processor.renderer.tokenizer, 0
+    encode = tokenizer.encode
+
+    def counted(text: str, **options: Any) -> Encoded:
+        nonlocal num_encoded
+        num_encoded += 1
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    prompt = processor.renderer.render_prompt([5])
+    params = SamplingParams(bad_words=("one", "two"), n=2)
+    made = [request for _ in range(8) for request in processor.process_inputs(prompt, params)]
+    assert num_encoded == 4
+    assert len({request.sampling_params.bad_words_token_ids for request in made}) == 1
+    (other,) = processor.process_inputs(prompt, SamplingParams(bad_words=("three",)))
+    assert other.sampling_params.bad_words_token_ids != made[0].sampling_params.bad_words_token_ids
+    (none,) = processor.process_inputs(prompt, SamplingParams())
+    assert none.sampling_params.bad_words_token_ids == ()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.api.openai.openai_serving import to_api_error
+from argosy_engine.api.openai.chat import chat, chat_stream
+from argosy_engine.api.openai.completions import completion, completion_stream
+from argosy_engine.api.openai.openai_serving import OpenAIServing, to_api_error
 from argosy_engine.errors import EngineBusy, PromptTooLong, ResourceBusy
 from argosy_engine.frontend import render_pool
 from argosy_engine.frontend.control_tokens import ControlTokens
@@ -24,7 +26,7 @@ from argosy_engine.frontend.render_pool import (
     RenderPool,
     stop_if_abandoned,
 )
-from argosy_engine.frontend.renderer import Renderer
+from argosy_engine.frontend.renderer import MIN_INPUT_BYTES, Renderer
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
 from argosy_engine.messages.core_messages import EngineCoreOutput, ErrorKind
 from argosy_engine.models.model_path import resolve_model
@@ -187,6 +189,47 @@ async def test_a_search_for_markers_ends_when_its_client_leaves(pool: RenderPool
     assert ends == ["it was given up"]
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "chat stream", "completion", "completion stream"])
+@pytest.mark.parametrize("size", [SHORT, MEDIUM])
+async def test_the_core_s_requests_are_made_where_the_prompt_is_rendered(endpoint: str, size: int) -> None:
+    """Checking a grammar takes as long as tokenising a prompt."""
+    threads: list[int] = []
+
+    class Made(Exception):
+        pass
+
+    def sampling_params(request: Any, num_prompts: int) -> Any:
+        threads.append(threading.get_ident())
+        raise Made
+
+    def render(request: Any) -> list[str]:
+        threads.append(threading.get_ident())
+        return ["prompt"]
+
+    renderer = SimpleNamespace(render_chat=render, render_completion=render)
+    llm = SimpleNamespace(
+        renderer=renderer,
+        queue_limits=SimpleNamespace(check=lambda _: None),
+        input_processor=SimpleNamespace(sampling_params=sampling_params),
+    )
+    serving = OpenAIServing(llm, ("tiny",))  # type: ignore[arg-type]
+    of_chat = endpoint.startswith("chat")
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if of_chat else {"prompt": "x"}
+    request: Any = decode_request(
+        "chat/completions" if of_chat else "completions", json.dumps(prompt).encode()
+    )
+    answer: Any = (chat if of_chat else completion)(serving, request, "id", size)
+    if endpoint.endswith("stream"):
+        answer.close()
+        answer = anext((chat_stream if of_chat else completion_stream)(serving, request, "id", size))
+    with pytest.raises(Made):
+        await answer
+    serving.close()
+    rendered, made = threads
+    assert rendered == made
+    assert (made == threading.get_ident()) == (size == SHORT)
+
+
 LIMIT = 64
 
 
@@ -224,6 +267,26 @@ def test_a_rendered_chat_that_cannot_fit_is_refused_before_markers_are_looked_fo
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
     request = decode_request("chat/completions", json.dumps({"messages": messages}).encode())
     with pytest.raises(PromptTooLong, match="characters at most"):
+        renderer.render_chat(request)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        {"messages": [{"role": "assistant", "content": "<|" * MIN_INPUT_BYTES}]},
+        {"messages": [{"role": "assistant", "content": "", "reasoning": "<|" * MIN_INPUT_BYTES}]},
+        {"documents": [{"text": "<|" * MIN_INPUT_BYTES}]},
+        {"chat_template_kwargs": {"unused": "<|" * MIN_INPUT_BYTES}},
+    ],
+)
+def test_text_that_a_template_drops_is_bounded_before_markers_are_looked_for(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, dropped: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(ControlTokens, "hide", lambda *_: pytest.fail("markers were looked for"))
+    body = {"messages": [{"role": "user", "content": "Hi"}]} | dropped
+    request = decode_request("chat/completions", json.dumps(body).encode())
+    renderer.template = SimpleNamespace(render=lambda *_: "Hi", has_thinking=False)  # type: ignore[assignment]
+    with pytest.raises(PromptTooLong, match="the chat template drops"):
         renderer.render_chat(request)  # type: ignore[arg-type]
 
 

@@ -102,7 +102,7 @@ async def test_embeddings_and_beam_searches_have_their_tenant_as_well(
         await embed(serving, EmbeddingRequest(model="tiny", input=["a", "b"]), "1", 10)
         prompts = llm.renderer.render_completion(CompletionRequest(prompt="The sea"))
         beams = CompletionRequest(prompt="The sea", use_beam_search=True, n=2, max_tokens=3, temperature=0.0)
-        assert len(await serving.generate(prompts, beams)) == 2
+        assert len(await serving.generate(prompts, [], beams)) == 2
     finally:
         serving.close()
         await llm.close()

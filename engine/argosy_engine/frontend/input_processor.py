@@ -1,10 +1,11 @@
 """InputProcessor: makes the core's requests from a prompt and parameters (vLLM: `v1/engine/input_processor.py`).
 
-Requests that the core could not run are rejected here, in the API process.
+Requests that the core could not run are rejected here, in the API process. It may be called in any thread.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import time
@@ -43,8 +44,10 @@ class InputProcessor:
         self.renderer = Renderer(config)
         self.default_sampling_params = default_sampling_params(Path(config.model_path))
         self._logits_processors = load_logits_processors(config.logits_processors)
-        self._num_unseeded = 0
-        """Number of choices that got a seed from the engine's own sequence."""
+        self._unseeded = itertools.count(1)
+        """Numbers of the choices that get a seed from the engine's own sequence."""
+        self._last_bad_words: tuple[Sequence[str], tuple[tuple[int, ...], ...]] = ((), ())
+        """Words tokenised last, which the prompts of a call have in common, and their tokens."""
 
     def sampling_params(self, request: GenerationRequest, num_prompts: int = 1) -> SamplingParams:
         """Return the request's parameters over the model's generation config (`to_sampling_params`)."""
@@ -109,8 +112,8 @@ class InputProcessor:
         """Return the seed of a choice without one: the next of the engine's own sequence, if `--seed` is set."""
         if self.config.seed is None:
             return secrets.randbits(63)
-        self._num_unseeded += 1
-        return xxh3_64_intdigest(self._num_unseeded.to_bytes(8, "little"), self.config.seed) & _SEED_MASK
+        number = next(self._unseeded)
+        return xxh3_64_intdigest(number.to_bytes(8, "little"), self.config.seed) & _SEED_MASK
 
     def _resolve(self, prompt: TokenizedPrompt, params: SamplingParams) -> SamplingParams:
         """Return the parameters with checked token ids, bad words as tokens and `max_tokens` within the context."""
@@ -138,6 +141,9 @@ class InputProcessor:
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Tokenise each word as at the start of a text, and as after a space if the tokens differ."""
+        last_words, last_token_ids = self._last_bad_words
+        if words == last_words:
+            return last_token_ids
         encode = self.renderer.tokenizer.encode
         found: dict[tuple[int, ...], None] = {}
         for word in words:
@@ -152,6 +158,7 @@ class InputProcessor:
             raise InvalidRequest(
                 f"bad_words have more than {MAX_BAD_WORDS_TOKENS} tokens together", param="bad_words"
             )
+        self._last_bad_words = words, token_ids
         return token_ids
 
 

@@ -1,5 +1,6 @@
 """RenderPool: renders and tokenises prompts in threads by size, so that a long prompt delays only long ones.
 
+What else of a request takes time linear in its text, such as checking a grammar, is done together with its prompts.
 Prompts that take a few milliseconds are rendered on the event loop. Longer ones wait in the bounded queue of their size
 class, where tenants take turns and none can fill it. When its client leaves, a prompt is dropped: at once if it waits,
 at the next `stop_if_abandoned` if it runs.

@@ -30,6 +30,10 @@ from argosy_protocol.openai import (
 )
 from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segments
 
+MIN_INPUT_BYTES = 1 << 20
+"""Every chat may have so many bytes, however short the model's context, because templates drop earlier reasoning and
+may drop documents. All of it is searched for control tokens."""
+
 
 class TokenizedPrompt(NamedTuple):
     """A tokenised prompt."""
@@ -170,9 +174,11 @@ class Renderer:
         self._check_characters(
             sum(len(text) for m in request.messages if m.role != "assistant" for text in _texts(m))
         )
+        size = sum(len(data) for _, data in segments)
+        self._check_input(size)
         if not self._control_tokens.concern(segments):
             return self.template.render(request), []
-        if sum(len(data) for _, data in segments) > self._max_characters:
+        if size > self._max_characters:
             # Hiding reads texts that templates may drop, too, and changes no length.
             self._check_characters(len(self.template.render(request)))
         rendered = self.template.render(request, self._control_tokens.hide)
@@ -198,6 +204,19 @@ class Renderer:
     ) -> TokenizedPrompt:
         self.check_token_ids(token_ids)
         return TokenizedPrompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
+
+    def _check_input(self, size: int) -> None:
+        """
+        Raises:
+            PromptTooLong: a chat has more bytes than any prompt, and more than templates are known to drop.
+        """
+        limit = max(self._max_characters, MIN_INPUT_BYTES)
+        if size > limit:
+            raise PromptTooLong(
+                f"messages, tools and documents together have {size} bytes, at most {limit} are read, those "
+                "included that the chat template drops; shorten them",
+                param="messages",
+            )
 
     def _check_characters(self, count: int) -> None:
         """

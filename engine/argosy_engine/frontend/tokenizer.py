@@ -19,7 +19,7 @@ from argosy_engine.errors import ConfigError
 _CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 """Form of control tokens. DeepSeek's role markers, for example, are not marked as special."""
 INLINE_CHARS = 16384
-"""Texts up to this size are tokenised in a few milliseconds."""
+"""Texts up to this size are tokenised in a few milliseconds, or checked as a grammar in ten at most."""
 
 
 class Encoded:

@@ -21,8 +21,8 @@ async def chat(
         size: of the request's body, in bytes.
     """
     model = serving.check_model(request.model)
-    prompt = await _prompt(serving, request, size)
-    outputs = await serving.generate([prompt], request)
+    prompt, requests = await _prepare(serving, request, size)
+    outputs = await serving.generate([prompt], requests, request)
     chat_format = ChatFormat(serving.llm.renderer, request, request_id, model, prompt, len(outputs))
     return await whole_response(outputs, chat_format)
 
@@ -44,8 +44,7 @@ def chat_stream(
 
     async def prepare() -> tuple[list[EngineCoreRequest], ChatFormat]:
         model = serving.check_model(request.model)
-        prompt = await _prompt(serving, request, size)
-        requests = serving.core_requests([prompt], request)
+        prompt, requests = await _prepare(serving, request, size)
         return requests, ChatFormat(
             serving.llm.renderer, request, request_id, model, prompt, len(requests), with_ids=resumable
         )
@@ -53,6 +52,9 @@ def chat_stream(
     return stream_choices(serving.llm, request, prepare)
 
 
-async def _prompt(serving: OpenAIServing, request: ChatCompletionRequest, size: int) -> TokenizedPrompt:
-    serving.llm.queue_limits.check(request.n or 1)
-    return await serving.render_pool.run(size, serving.llm.renderer.render_chat, request, serving.tenant)
+async def _prepare(
+    serving: OpenAIServing, request: ChatCompletionRequest, size: int
+) -> tuple[TokenizedPrompt, list[EngineCoreRequest]]:
+    render_chat = serving.llm.renderer.render_chat
+    (prompt,), requests = await serving.prepare(lambda request: [render_chat(request)], request, size)
+    return prompt, requests

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator
 from argosy_engine.api.openai.choice_stream import stream_choices, whole_response
 from argosy_engine.api.openai.completion_format import CompletionFormat
 from argosy_engine.api.openai.openai_serving import OpenAIServing
-from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import Completion, CompletionRequest
 
@@ -21,8 +20,8 @@ async def completion(
         size: of the request's body, in bytes.
     """
     model = serving.check_model(request.model)
-    prompts = await _prompts(serving, request, size)
-    outputs, n = await serving.generate(prompts, request), request.n or 1
+    prompts, requests = await serving.prepare(serving.llm.renderer.render_completion, request, size)
+    outputs, n = await serving.generate(prompts, requests, request), request.n or 1
     for output in outputs:  # each prompt's log probabilities came with its first choice
         output.prompt_logprobs = outputs[output.index // n * n].prompt_logprobs
     completion_format = CompletionFormat(
@@ -43,8 +42,7 @@ def completion_stream(
 
     async def prepare() -> tuple[list[EngineCoreRequest], CompletionFormat]:
         model = serving.check_model(request.model)
-        prompts = await _prompts(serving, request, size)
-        requests = serving.core_requests(prompts, request)
+        prompts, requests = await serving.prepare(serving.llm.renderer.render_completion, request, size)
         resumed = [core_request.resume_token_ids for core_request in requests]
         return requests, CompletionFormat(
             serving.llm.renderer.tokenizer,
@@ -57,10 +55,3 @@ def completion_stream(
         )
 
     return stream_choices(serving.llm, request, prepare)
-
-
-async def _prompts(serving: OpenAIServing, request: CompletionRequest, size: int) -> list[TokenizedPrompt]:
-    serving.llm.queue_limits.check(request.n or 1)
-    return await serving.render_pool.run(
-        size, serving.llm.renderer.render_completion, request, serving.tenant
-    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from argosy_engine.api.openai.beam_choices import beam_choices
 from argosy_engine.errors import (
@@ -35,6 +36,8 @@ from argosy_protocol.openai import (
     ModelCard,
     ModelList,
 )
+
+_Request = TypeVar("_Request", bound=GenerationRequest)
 
 
 class OpenAIServing:
@@ -96,18 +99,43 @@ class OpenAIServing:
             )
         return name
 
+    async def prepare(
+        self, render: Callable[[_Request], Sequence[TokenizedPrompt]], request: _Request, size: int
+    ) -> tuple[Sequence[TokenizedPrompt], list[EngineCoreRequest]]:
+        """Render a request's prompts and make the core's requests of them, in a thread if the body is large.
+
+        A beam search makes its requests itself (`generate`).
+
+        Args:
+            size: of the request's body, in bytes; it bounds prompts and grammars.
+
+        Raises:
+            ApiError, EngineError: see `to_api_error`.
+        """
+
+        def work(request: _Request) -> tuple[Sequence[TokenizedPrompt], list[EngineCoreRequest]]:
+            prompts = render(request)
+            is_search = request.use_beam_search and not request.stream
+            return prompts, [] if is_search else self.core_requests(prompts, request)
+
+        self.llm.queue_limits.check(request.n or 1)
+        return await self.render_pool.run(size, work, request, self.tenant)
+
     async def generate(
-        self, prompts: Sequence[TokenizedPrompt], request: GenerationRequest
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        requests: Sequence[EngineCoreRequest],
+        request: GenerationRequest,
     ) -> list[GenerationOutput]:
-        """Generate all choices of all prompts, and return them complete."""
+        """Generate all choices of all prompts (`prepare`), and return them complete."""
         if request.use_beam_search:
             return await beam_choices(self.llm, prompts, request, tenant=self.tenant)
-        return await self.llm.collect(self.core_requests(prompts, request), request.n or 1)
+        return await self.llm.collect(requests, request.n or 1)
 
     def core_requests(
         self, prompts: Sequence[TokenizedPrompt], request: GenerationRequest
     ) -> list[EngineCoreRequest]:
-        """Make the core's requests, `n` for each prompt.
+        """Make the core's requests, `n` for each prompt. Thread-safe; linear in the request's text.
 
         Raises:
             BadRequest, InvalidRequest: fields contradict each other, or are out of bounds.
