@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,7 +154,7 @@ class NeverCompiles:
 
 class CompilesAtOnce(NeverCompiles):
     def run(self, spec: GrammarSpec) -> Any:
-        return SimpleNamespace(memory_size_bytes=1)
+        return SimpleNamespace(memory_size_bytes=1, text=spec.text)
 
 
 @pytest.mark.parametrize(
@@ -166,28 +166,63 @@ def test_a_batch_of_grammars_is_bounded_however_little_each_uses(
     cost_s: float, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 256 requests with a grammar of these costs a step, as many go on as fit into one step."""
-
-    class Matcher:
-        def __init__(self, *arguments: Any) -> None:
-            self.is_terminated = self.is_too_slow = False
-
-        def accept(self, token_id: int) -> bool:
-            return True
-
-        def take_cpu_s(self) -> float:
-            return cost_s
-
-    monkeypatch.setattr("argosy_engine.structured.manager.GrammarState", Matcher)
-    manager = StructuredOutputManager(CompileQueue(CompilesAtOnce(), num_threads=1), 64, (2,))
-    for number in range(256):
-        manager.add(str(number), GrammarRequest(GrammarSpec("regex", "a")))
-    while manager.is_waiting:
-        manager.wait(30)
-        assert not any(compiled.failure for compiled in manager.take_compiled())
-    monkeypatch.undo()
+    manager = manager_of_costs(monkeypatch)
+    add(manager, [cost_s] * 256)
     failures = manager.accept({request_id: [1] for request_id in manager.request_ids})
     assert len(failures) == 256 - left
     assert all(failure.is_overload for failure in failures.values())
+    manager.close()
+
+
+class Matcher:
+    """A matcher whose grammar tells how many seconds of CPU time a step takes."""
+
+    def __init__(self, grammar: Any, *_: Any) -> None:
+        self.cost_s = float(grammar.text)
+        self.is_terminated = self.is_too_slow = False
+
+    def fill(self, bitmask: Any, row: int) -> None: ...
+
+    def rollback(self, count: int) -> None: ...
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def take_cpu_s(self) -> float:
+        return self.cost_s
+
+
+def manager_of_costs(monkeypatch: pytest.MonkeyPatch) -> StructuredOutputManager:
+    monkeypatch.setattr("argosy_engine.structured.manager.GrammarState", Matcher)
+    return StructuredOutputManager(CompileQueue(CompilesAtOnce(), num_threads=1), 64, (2,))
+
+
+def add(manager: StructuredOutputManager, costs_s: Sequence[float], name: str = "") -> list[str]:
+    """Requests whose grammars take so long; their ids."""
+    request_ids = [f"{name}{number}" for number in range(len(costs_s))]
+    for request_id, cost_s in zip(request_ids, costs_s, strict=True):
+        manager.add(request_id, GrammarRequest(GrammarSpec("regex", str(cost_s))))
+    while manager.is_waiting:
+        manager.wait(30)
+        assert not any(compiled.failure for compiled in manager.take_compiled())
+    return request_ids
+
+
+def test_newcomers_do_not_make_their_first_step_longer_than_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their grammars are measured one by one before; those that have begun are not affected."""
+    manager = manager_of_costs(monkeypatch)
+    begun = add(manager, [0.02] * 5, "begun")
+    assert manager.bitmask(begun)[1] == {}
+    assert manager.accept({request_id: [1] for request_id in begun}) == {}
+    usual, expensive = add(manager, [0.0001] * 20, "usual"), add(manager, [0.09] * 40, "expensive")
+    _, failures = manager.bitmask([*expensive, *begun, *usual])
+    assert len(failures) == 38, "0.3 s is what a step may take"
+    assert failures.keys() < set(expensive)
+    assert all(failure.is_overload for failure in failures.values())
+    left = [request_id for request_id in manager.request_ids if request_id not in failures]
+    assert manager.bitmask(left)[1] == {}, "they are newcomers only once"
     manager.close()
 
 

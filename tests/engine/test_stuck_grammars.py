@@ -30,9 +30,12 @@ class Matcher:
     def __init__(self, grammar: Any, *rest: Any) -> None:
         self._is_stuck = grammar.text.startswith("stuck")
         self.is_terminated = self.is_too_slow = False
+        self._is_measured = False
 
     def fill(self, bitmask: Any, row: int) -> None:
-        if self._is_stuck and not self.release.is_set():
+        if not self._is_measured:
+            self._is_measured = True  # before its first step
+        elif self._is_stuck and not self.release.is_set():
             ends = time.thread_time() + 2 * STEP_CPU_S
             while time.thread_time() < ends:
                 pass  # uses up its time

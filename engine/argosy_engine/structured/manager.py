@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ grammar fails at its next step; requests without a grammar continue."""
 _MAX_NAMED = 16
 """Maximum number of request ids in one log line."""
 REPLAY_SLICE_S = 0.02
-"""Time between two engine steps for replaying the output of earlier runs into new grammars."""
+"""Time between two engine steps for replaying the output of earlier runs into new grammars, and for measuring these."""
 _REPLAY_CHUNK = 16
 _NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 _TOO_SLOW = "matching the output against this grammar takes too long; make the grammar less ambiguous"
@@ -65,6 +66,10 @@ _TOO_SLOW_TOGETHER = (
 _NOTHING_FITS = "no token satisfies the structured output together with the request's other limits"
 _FAULT = "the engine could not follow this request's grammar"
 _STUCK = NoGrammar("too many grammars are taking too long to match", is_overload=True)
+
+
+class _NoRoom(Exception):
+    """The other grammars of this step leave no time for a request's first bitmask."""
 
 
 class GrammarRequest(Struct, frozen=True, array_like=True):
@@ -118,7 +123,11 @@ class StructuredOutputManager:
         self._done: deque[tuple[str, CompiledGrammar | NoGrammar]] = deque()
         """Results of compile threads by request id; append and popleft are atomic."""
         self._replays: deque[tuple[str, Sequence[int]]] = deque()
-        """Requests whose grammar is compiled, with the tokens that it has yet to accept."""
+        """Requests whose grammar is compiled, with the tokens that it has yet to accept before its cost is measured."""
+        self._cpu_s: dict[str, float] = {}
+        """CPU time of the requests in `_states` in their last step, or of the measurement before their first one."""
+        self._newcomers: set[str] = set()
+        """Requests whose cost is measured, but that had no step yet."""
         self._compiled = threading.Event()
         self._specs: dict[str, GrammarSpec] = {}
         """Request id -> spec, for the requests in `_states`."""
@@ -211,19 +220,29 @@ class StructuredOutputManager:
         return compiled + self._replay_some()
 
     def _replay_some(self) -> list[Compiled]:
-        """Continue replays for up to `REPLAY_SLICE_S`; return the requests whose replay has ended."""
+        """Continue replays for up to `REPLAY_SLICE_S`; return the requests whose replay and measurement have ended."""
         replayed = []
         ends = time.monotonic() + REPLAY_SLICE_S
-        while self._replays and (time.monotonic() < ends or not self._replays[0][1]):
+        while self._replays and time.monotonic() < ends:
             request_id, output = self._replays.popleft()
             if request_id not in self._states:
                 continue  # the request was aborted
-            failure = self.accept({request_id: output[:_REPLAY_CHUNK]}).get(request_id)
+            failure = None
+            if output:
+                failure = self.accept({request_id: output[:_REPLAY_CHUNK]}).get(request_id)
             if failure is None and len(output) > _REPLAY_CHUNK:
                 self._replays.appendleft((request_id, output[_REPLAY_CHUNK:]))
             else:
-                replayed.append(Compiled(request_id, failure))
+                replayed.append(Compiled(request_id, failure or self._measure(request_id)))
         return replayed
+
+    def _measure(self, request_id: str) -> GrammarFailure | None:
+        """Fill a request's first bitmask alone, so that its cost is known before it shares a step with others."""
+        _, failures = self.bitmask([request_id])
+        if request_id in self._states:
+            self._cpu_s[request_id] = self._states[request_id].take_cpu_s()
+            self._newcomers.add(request_id)
+        return failures.get(request_id)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until `take_compiled` has something new. Call it only while `is_waiting`."""
@@ -234,8 +253,13 @@ class StructuredOutputManager:
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None:
                 self.compile_queue.cancel(request_id)
-            self._states.pop(request_id, None)
-            self._specs.pop(request_id, None)
+            if request_id in self._states:
+                self._drop_state(request_id)
+
+    def _drop_state(self, request_id: str) -> None:
+        del self._states[request_id], self._specs[request_id]
+        self._cpu_s.pop(request_id, None)
+        self._newcomers.discard(request_id)
 
     def replay(self, request_id: str, output: Sequence[int]) -> GrammarFailure | None:
         """Reset a request's grammar and let it accept these tokens. Returns a failure if it cannot, else None.
@@ -265,12 +289,15 @@ class StructuredOutputManager:
         num_rows = sum(sizes)
         if len(self._bitmask) < num_rows:
             self._bitmask = np.empty((num_rows, self._num_words), np.int32)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        starts = list(accumulate(sizes, initial=0))
+        refused = self._newcomers_without_room(request_ids) if self._newcomers else ()
         errors = self._run(
             request_ids,
             [
-                partial(self._fill, self._states[request_id], drafts.get(request_id, ()), start)
-                for request_id, start in zip(request_ids, starts, strict=True)
+                _refuse
+                if request_id in refused
+                else partial(self._fill, self._states[request_id], drafts.get(request_id, ()), start)
+                for request_id, start in zip(request_ids, starts, strict=False)
             ],
             lambda index: self._renew_bitmask(starts[index], sizes[index]),
         )
@@ -279,6 +306,24 @@ class StructuredOutputManager:
         return self._bitmask[:num_rows].tobytes(), self._failures(
             {request_ids[index]: error for index, error in errors.items()}
         )
+
+    def _newcomers_without_room(self, request_ids: Sequence[str]) -> Collection[str]:
+        """Return the requests in their first step to fail because all grammars would take longer than a step may.
+
+        Those that have begun are not affected, and the most expensive newcomers fail first.
+        """
+        newcomers = self._newcomers.intersection(request_ids)
+        if not newcomers:
+            return newcomers
+        self._newcomers -= newcomers
+        left_s = sum(self._cpu_s.get(request_id, 0.0) for request_id in request_ids)
+        refused = set[str]()
+        for request_id in sorted(newcomers, key=self._cpu_s.__getitem__, reverse=True):
+            if left_s <= MAX_STALL_CPU_S:
+                break
+            refused.add(request_id)
+            left_s -= self._cpu_s[request_id]
+        return refused
 
     def _run(
         self,
@@ -346,6 +391,7 @@ class StructuredOutputManager:
     def _too_slow_together(self, request_ids: Sequence[str]) -> dict[str, GrammarFailure]:
         """Return the requests to fail because all grammars together take too long; nearly always none."""
         costs = {request_id: self._states[request_id].take_cpu_s() for request_id in request_ids}
+        self._cpu_s |= costs
         left_s = sum(costs.values())
         if left_s <= MAX_TOTAL_CPU_S:
             return {}
@@ -362,8 +408,10 @@ class StructuredOutputManager:
         """Turn exceptions of matchers into failures, and drop these requests' grammar states."""
         failures, unmade = {}, list[str]()
         for request_id, error in errors.items():
-            del self._states[request_id], self._specs[request_id]
-            if isinstance(error, TooManyStuck):
+            self._drop_state(request_id)
+            if isinstance(error, _NoRoom):
+                failures[request_id] = GrammarFailure(_TOO_SLOW_TOGETHER, is_overload=True)
+            elif isinstance(error, TooManyStuck):
                 unmade.append(request_id)
                 failures[request_id] = GrammarFailure(_STUCK.reason, is_overload=True)
             elif isinstance(error, TookTooLong):
@@ -389,6 +437,10 @@ class StructuredOutputManager:
         self._done.append((request_id, result))
         self._compiled.set()
         self.wake()
+
+
+def _refuse() -> None:
+    raise _NoRoom
 
 
 def _follow(state: GrammarState, token_ids: Sequence[int]) -> GrammarFailure | None:
