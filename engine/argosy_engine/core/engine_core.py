@@ -209,6 +209,7 @@ class EngineCore:
             self._admit_compiled()
             step = self.scheduler.schedule()
             if self.structured:
+                self.structured.start(request.request_id for request in step.new_requests)
                 # What a grammar allows depends on tokens that are still in flight; `_mask_next` sends the mask then.
                 step.awaits_grammar = bool(self._launched and self._with_grammar(step))
                 step.grammar = None if step.awaits_grammar else self._grammar_bitmask(step)
@@ -337,7 +338,8 @@ class EngineCore:
 
     def _fail_stalled(self) -> None:
         """Fail the requests that the watchdog reports as stalled."""
-        stalled = self.watchdog.check(self.scheduler.requests.values(), self._num_computed)
+        checked = self.watchdog.check(self.scheduler.requests.values(), self._num_computed)
+        stalled = [request_id for request_id in checked if not self.structured.is_deferred(request_id)]
         if not stalled:
             return
         self._num_stalled += len(stalled)

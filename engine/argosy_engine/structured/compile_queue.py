@@ -418,7 +418,7 @@ class CompileQueue:
 
     def _remember(self, spec: GrammarSpec, grammar: CompiledGrammar) -> None:
         """Put a grammar into the LRU cache. A grammar that is larger than the whole cache is not kept."""
-        size = int(grammar.memory_size_bytes) + len(spec.text)
+        size = grammar_bytes(spec, grammar)
         if spec in self._cache or size > self.cache_bytes:
             return
         self._cache[spec] = grammar, size
@@ -426,6 +426,11 @@ class CompileQueue:
         while self.cached_bytes > self.cache_bytes:
             _, (_, old) = self._cache.popitem(last=False)
             self.cached_bytes -= old
+
+
+def grammar_bytes(spec: GrammarSpec, grammar: CompiledGrammar) -> int:
+    """Return the memory that a compiled grammar and its text take."""
+    return int(grammar.memory_size_bytes) + len(spec.text)
 
 
 def _answer(answers: list[tuple[Done, CompiledGrammar | NoGrammar]]) -> None:

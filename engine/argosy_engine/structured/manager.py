@@ -23,8 +23,9 @@ import numpy as np
 from msgspec import Struct
 
 from argosy_engine.structured.bounded_thread import BoundedThread, TookTooLong, TooManyStuck
-from argosy_engine.structured.compile_queue import CompileQueue, NoGrammar
+from argosy_engine.structured.compile_queue import CompileQueue, NoGrammar, grammar_bytes
 from argosy_engine.structured.grammar_state import GrammarState
+from argosy_engine.structured.queued_grammars import QueuedGrammars
 from argosy_engine.structured.reasoning import Reasoning
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
@@ -118,7 +119,11 @@ class StructuredOutputManager:
         self.wake = wake
         self._num_words = -(-vocab_size // 32)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._waiting: dict[str, tuple[GrammarRequest, Sequence[int]]] = {}
+        self._waiting: dict[str, tuple[GrammarRequest, Sequence[int], str]] = {}
+        """Request id -> arguments of `add`."""
+        self._deferred: dict[str, tuple[GrammarRequest, Sequence[int], str]] = {}
+        """The same of requests whose grammar is compiled again once `queued` has room for it."""
+        self.queued = QueuedGrammars()
         self._states: dict[str, GrammarState] = {}
         self._done: deque[tuple[str, CompiledGrammar | NoGrammar]] = deque()
         """Results of compile threads by request id; append and popleft are atomic."""
@@ -157,7 +162,7 @@ class StructuredOutputManager:
     @property
     def request_ids(self) -> list[str]:
         """Ids of the requests that have a grammar or wait for one."""
-        return [*self._states, *self._waiting]
+        return [*self._states, *self._waiting, *self._deferred]
 
     def is_following(self, request_id: str) -> bool:
         """Whether the request's grammar is compiled."""
@@ -165,7 +170,15 @@ class StructuredOutputManager:
 
     def is_waiting_for(self, request_id: str) -> bool:
         """Whether `take_compiled` will still report this request."""
-        return request_id in self._waiting or any(replay[0] == request_id for replay in self._replays)
+        return (
+            request_id in self._waiting
+            or request_id in self._deferred
+            or any(replay[0] == request_id for replay in self._replays)
+        )
+
+    def is_deferred(self, request_id: str) -> bool:
+        """Whether this request waits until others that hold their grammar have started."""
+        return request_id in self._deferred
 
     def add(
         self, request_id: str, request: GrammarRequest, output: Sequence[int] = (), key: str = ""
@@ -176,7 +189,7 @@ class StructuredOutputManager:
             output: tokens of an earlier run, which the grammar must accept first.
             key: tenant, for fair shares of the compile queue.
         """
-        self._waiting[request_id] = request, output
+        self._waiting[request_id] = request, output, key
         if self.num_stuck >= MAX_STUCK:
             self._finished(request_id, _STUCK)
             return
@@ -188,6 +201,16 @@ class StructuredOutputManager:
             raise
         if grammar is not None:
             self._finished(request_id, grammar)
+
+    def start(self, request_ids: Iterable[str]) -> None:
+        """Take note of requests that got a slot, so that their grammars no longer count as queued."""
+        for request_id in request_ids:
+            self.queued.release(request_id)
+        self._resume_deferred()
+
+    def _resume_deferred(self) -> None:
+        while (request_id := self.queued.resume()) is not None:
+            self.add(request_id, *self._deferred.pop(request_id))
 
     def warm_up(self) -> None:
         """Prepare for the first grammar in the background, once. Call it while the engine is idle."""
@@ -205,18 +228,24 @@ class StructuredOutputManager:
             request_id, result = self._done.popleft()
             if request_id not in self._waiting:
                 continue  # the request was aborted
-            request, output = self._waiting.pop(request_id)
+            request, output, key = self._waiting.pop(request_id)
             if isinstance(result, NoGrammar):
+                self.queued.release(request_id)
                 compiled.append(Compiled(request_id, GrammarFailure(result.reason, result.is_overload)))
+                continue
+            if not self.queued.admit(request_id, key, request.spec, grammar_bytes(request.spec, result)):
+                self._deferred[request_id] = request, output, key
                 continue
             try:
                 self._states[request_id] = GrammarState(result, request.reasoning, self._eos_token_ids)
             except Exception:
                 logger.exception("the grammar of request %s cannot be followed", request_id)
+                self.queued.release(request_id)
                 compiled.append(Compiled(request_id, GrammarFailure(_FAULT, is_fault=True)))
                 continue
             self._specs[request_id] = request.spec
             self._replays.append((request_id, output))
+        self._resume_deferred()
         return compiled + self._replay_some()
 
     def _replay_some(self) -> list[Compiled]:
@@ -253,13 +282,18 @@ class StructuredOutputManager:
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None:
                 self.compile_queue.cancel(request_id)
+            self._deferred.pop(request_id, None)
             if request_id in self._states:
                 self._drop_state(request_id)
+            else:
+                self.queued.release(request_id)
+        self._resume_deferred()
 
     def _drop_state(self, request_id: str) -> None:
         del self._states[request_id], self._specs[request_id]
         self._cpu_s.pop(request_id, None)
         self._newcomers.discard(request_id)
+        self.queued.release(request_id)
 
     def replay(self, request_id: str, output: Sequence[int]) -> GrammarFailure | None:
         """Reset a request's grammar and let it accept these tokens. Returns a failure if it cannot, else None.

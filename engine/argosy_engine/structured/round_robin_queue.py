@@ -26,6 +26,13 @@ class RoundRobinQueue(Generic[T]):
         self._queues.setdefault(key, deque()).append(item)
         self._size += 1
 
+    def peek(self) -> tuple[str, T] | None:
+        """Return what `pop` would return, without removing it."""
+        if not self._queues:
+            return None
+        key, items = next(iter(self._queues.items()))
+        return key, items[0]
+
     def pop(self) -> tuple[str, T] | None:
         """Remove the first item of the key whose turn it is; return (key, item), or None if the queue is empty."""
         if not self._queues:
