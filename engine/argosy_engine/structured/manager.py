@@ -27,6 +27,7 @@ from argosy_engine.structured.compile_queue import CompileQueue, NoGrammar, gram
 from argosy_engine.structured.grammar_state import GrammarState
 from argosy_engine.structured.queued_grammars import QueuedGrammars
 from argosy_engine.structured.reasoning import Reasoning
+from argosy_engine.structured.step_costs import StepCosts
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 if TYPE_CHECKING:
@@ -37,16 +38,6 @@ logger = logging.getLogger("argosy.structured")
 MAX_STEP_CPU_S = 0.1
 """Limit on the CPU time of one request's bitmask, or of matching its tokens of one step, because all other requests
 wait for it. Usual grammars need tens of microseconds. Beyond the limit the call is abandoned and its request fails."""
-MAX_TOTAL_CPU_S = 0.1
-"""Limit on the CPU time of all grammars in one step: a dozen grammars that are bearable alone would together stall all
-streams. Beyond the limit the most expensive request fails, one per step, until the rest fits."""
-MIN_BLAMED_CPU_S = 0.01
-"""CPU time that a request must have used to fail by `MAX_TOTAL_CPU_S`: no request of a large batch of usual grammars
-should."""
-MAX_STALL_CPU_S = 0.3
-"""Limit on the CPU time of all grammars in one step that holds however little each request uses, because hundreds of
-requests below `MIN_BLAMED_CPU_S` would together stall all streams for seconds. Beyond it the most expensive requests
-fail at once, as many as it takes. A thousand usual grammars need a third of it."""
 MAX_STUCK = 4
 """Limit on threads stuck in abandoned calls. When it is reached, new grammars are refused, because they might get stuck
 too, and running requests fail if a call for an equal grammar was abandoned."""
@@ -60,10 +51,6 @@ REPLAY_SLICE_S = 0.02
 _REPLAY_CHUNK = 16
 _NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 _TOO_SLOW = "matching the output against this grammar takes too long; make the grammar less ambiguous"
-_TOO_SLOW_TOGETHER = (
-    "matching outputs against grammars takes too long, and most of the time goes to this one; "
-    "retry later, or make it less ambiguous"
-)
 _NOTHING_FITS = "no token satisfies the structured output together with the request's other limits"
 _FAULT = "the engine could not follow this request's grammar"
 _STUCK = NoGrammar("too many grammars are taking too long to match", is_overload=True)
@@ -88,6 +75,13 @@ class GrammarFailure(Struct, frozen=True):
     """Whether the request may succeed later."""
     is_fault: bool = False
     """Whether the engine is at fault, not the grammar."""
+
+
+_TOO_SLOW_TOGETHER = GrammarFailure(
+    "matching outputs against grammars takes too long, and most of the time goes to this one; "
+    "retry later, or make it less ambiguous",
+    is_overload=True,
+)
 
 
 class Compiled(Struct, frozen=True):
@@ -129,10 +123,7 @@ class StructuredOutputManager:
         """Results of compile threads by request id; append and popleft are atomic."""
         self._replays: deque[tuple[str, Sequence[int]]] = deque()
         """Requests whose grammar is compiled, with the tokens that it has yet to accept before its cost is measured."""
-        self._cpu_s: dict[str, float] = {}
-        """CPU time of the requests in `_states` in their last step, or of the measurement before their first one."""
-        self._newcomers: set[str] = set()
-        """Requests whose cost is measured, but that had no step yet."""
+        self._costs = StepCosts()
         self._compiled = threading.Event()
         self._specs: dict[str, GrammarSpec] = {}
         """Request id -> spec, for the requests in `_states`."""
@@ -269,8 +260,7 @@ class StructuredOutputManager:
         """Fill a request's first bitmask alone, so that its cost is known before it shares a step with others."""
         _, failures = self.bitmask([request_id])
         if request_id in self._states:
-            self._cpu_s[request_id] = self._states[request_id].take_cpu_s()
-            self._newcomers.add(request_id)
+            self._costs.add_newcomer(request_id, self._states[request_id].take_cpu_s())
         return failures.get(request_id)
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -291,8 +281,7 @@ class StructuredOutputManager:
 
     def _drop_state(self, request_id: str) -> None:
         del self._states[request_id], self._specs[request_id]
-        self._cpu_s.pop(request_id, None)
-        self._newcomers.discard(request_id)
+        self._costs.forget(request_id)
         self.queued.release(request_id)
 
     def replay(self, request_id: str, output: Sequence[int]) -> GrammarFailure | None:
@@ -324,7 +313,7 @@ class StructuredOutputManager:
         if len(self._bitmask) < num_rows:
             self._bitmask = np.empty((num_rows, self._num_words), np.int32)
         starts = list(accumulate(sizes, initial=0))
-        refused = self._newcomers_without_room(request_ids) if self._newcomers else ()
+        refused = self._costs.newcomers_without_room(request_ids)
         errors = self._run(
             request_ids,
             [
@@ -340,24 +329,6 @@ class StructuredOutputManager:
         return self._bitmask[:num_rows].tobytes(), self._failures(
             {request_ids[index]: error for index, error in errors.items()}
         )
-
-    def _newcomers_without_room(self, request_ids: Sequence[str]) -> Collection[str]:
-        """Return the requests in their first step to fail because all grammars would take longer than a step may.
-
-        Those that have begun are not affected, and the most expensive newcomers fail first.
-        """
-        newcomers = self._newcomers.intersection(request_ids)
-        if not newcomers:
-            return newcomers
-        self._newcomers -= newcomers
-        left_s = sum(self._cpu_s.get(request_id, 0.0) for request_id in request_ids)
-        refused = set[str]()
-        for request_id in sorted(newcomers, key=self._cpu_s.__getitem__, reverse=True):
-            if left_s <= MAX_STALL_CPU_S:
-                break
-            refused.add(request_id)
-            left_s -= self._cpu_s[request_id]
-        return refused
 
     def _run(
         self,
@@ -415,28 +386,17 @@ class StructuredOutputManager:
             results[request_id] = _follow(self._states[request_id], sampled[request_id])
 
         errors = self._run(followed, [partial(follow, request_id) for request_id in followed])
-        results |= self._too_slow_together([i for n, i in enumerate(followed) if n not in errors])
+        costs = {
+            request_id: self._states[request_id].take_cpu_s()
+            for index, request_id in enumerate(followed)
+            if index not in errors
+        }
+        results |= dict.fromkeys(self._costs.too_slow_together(costs), _TOO_SLOW_TOGETHER)
         # An abandoned call may still write to `results`.
         failures = {
             request_id: failure for request_id, failure in list(results.items()) if failure is not None
         }
         return failures | self._failures({followed[index]: error for index, error in errors.items()})
-
-    def _too_slow_together(self, request_ids: Sequence[str]) -> dict[str, GrammarFailure]:
-        """Return the requests to fail because all grammars together take too long; nearly always none."""
-        costs = {request_id: self._states[request_id].take_cpu_s() for request_id in request_ids}
-        self._cpu_s |= costs
-        left_s = sum(costs.values())
-        if left_s <= MAX_TOTAL_CPU_S:
-            return {}
-        failures = dict[str, GrammarFailure]()
-        for request_id, cost_s in sorted(costs.items(), key=lambda item: item[1], reverse=True):
-            is_blamed = not failures and cost_s >= MIN_BLAMED_CPU_S
-            if not is_blamed and left_s <= MAX_STALL_CPU_S:
-                break
-            failures[request_id] = GrammarFailure(_TOO_SLOW_TOGETHER, is_overload=True)
-            left_s -= cost_s
-        return failures
 
     def _failures(self, errors: Mapping[str, Exception]) -> dict[str, GrammarFailure]:
         """Turn exceptions of matchers into failures, and drop these requests' grammar states."""
@@ -444,7 +404,7 @@ class StructuredOutputManager:
         for request_id, error in errors.items():
             self._drop_state(request_id)
             if isinstance(error, _NoRoom):
-                failures[request_id] = GrammarFailure(_TOO_SLOW_TOGETHER, is_overload=True)
+                failures[request_id] = _TOO_SLOW_TOGETHER
             elif isinstance(error, TooManyStuck):
                 unmade.append(request_id)
                 failures[request_id] = GrammarFailure(_STUCK.reason, is_overload=True)
