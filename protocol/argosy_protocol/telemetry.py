@@ -99,6 +99,9 @@ class Load(Struct, frozen=True, kw_only=True, tag="load", tag_field="type", omit
     longest_step_s: float = 0.0
     """Longest step in the last minutes of computing; a core without a step for several times as long is stuck. 0 if not
     measured yet or not reported."""
+    num_yielding: int = 0
+    """Of `num_running` and `num_waiting`, sequences of calls with several: an engine takes batch slots from them for
+    other calls. 0 if not reported."""
 
 
 class Draining(Struct, frozen=True, kw_only=True, tag="draining", tag_field="type"):

@@ -96,6 +96,18 @@ def test_a_request_finds_a_slot_though_calls_of_many_sequences_hold_them_all(num
         assert engine.steps_until("canary") <= LONG + 1
 
 
+def test_sequences_that_yield_are_those_of_calls_with_several() -> None:
+    engine = Engine()
+    engine.add("single")
+    engine.add_call("call", 20, max_tokens=3)
+    assert engine.scheduler.waiting.num_yielding == 20
+    engine.steps(1)
+    assert len(engine.scheduler.running) == SLOTS
+    assert engine.scheduler.waiting.num_yielding == 20
+    engine.steps(40)
+    assert engine.scheduler.waiting.num_yielding == 0
+
+
 def test_a_call_that_arrives_gets_as_many_slots_as_one_that_holds_them_all() -> None:
     engine = Engine()
     engine.add_call("first", 64)

@@ -370,6 +370,18 @@ def test_telemetry_tells_hello_snapshot_and_what_is_stored(http: httpx.Client) -
     assert answer["usage"]["prompt_tokens"] - 16 <= tokens[-1] <= answer["usage"]["prompt_tokens"]
 
 
+def test_telemetry_tells_how_many_sequences_yield_slots(http: httpx.Client) -> None:
+    reader = FrameReader()
+    call = {**FOREVER, "n": 3, "stream": True}
+    with http.stream("GET", TELEMETRY_PATH) as telemetry, http.stream("POST", "/v1/completions", json=call):
+        loads: list[Load] = []
+        for data in telemetry.iter_raw():
+            loads += [frame for frame in reader.feed(data) if isinstance(frame, Load)]
+            if any(load.num_yielding for load in loads) or len(loads) > 100:
+                break
+    assert loads[-1].num_yielding == 3
+
+
 def test_metrics_have_vllm_names(http: httpx.Client) -> None:
     text = http.get("/metrics").text
     for name in (

@@ -42,3 +42,21 @@ def test_own_dispatches_count_before_and_after_a_report() -> None:
     assert (load.queued_tokens, load.requests) == (900, 3)
     load.forget()
     assert (load.queued_tokens, load.requests) == (0, 0)
+
+
+def test_sequences_of_calls_with_several_yield_to_other_accounts() -> None:
+    load = ReplicaLoad()
+    load.report(requests=30, tokens=0, yielding=20)  # other routers'
+    own = load.charge(10, 8, "a")
+    load.charge(10, 1, "a")
+    assert (load.requests, load.yielding, load.yielding_to("a"), load.yielding_to("b")) == (39, 28, 20, 28)
+    load.report(requests=39, tokens=0, yielding=28)
+    assert (load.yielding_to("a"), load.yielding_to("b")) == (20, 28), "not counted twice"
+    own.release()
+    own.release()
+    assert (load.requests, load.yielding_to("a"), load.yielding_to("b")) == (31, 20, 20)
+    load.report(requests=1, tokens=0)
+    assert load.yielding == 0
+    load.charge(10, 8, "a")
+    load.forget()
+    assert (load.yielding_to("a"), load.yielding_to("b")) == (0, 8), "of a silent replica, our own count"

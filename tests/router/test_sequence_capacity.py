@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from argosy_protocol.errors import ApiError
@@ -164,6 +166,66 @@ async def test_a_client_that_leaves_gives_all_its_seats_back() -> None:
         await r.until(lambda: room(r) == SEATS)
 
 
+@contextlib.asynccontextmanager
+async def fleet_with_keys(tmp_path: Path) -> AsyncIterator[tuple[Rig, Held]]:
+    """A replica that holds what it is sent, for the keys `sk-large` and `sk-small`."""
+    keys = tmp_path / "keys"
+    keys.write_text("sk-large name=large\nsk-small name=small\n")
+    held = Held()
+    engine = FakeEngine(script=held, hello={"max_num_seqs": SEQS})
+    async with rig([engine], policy="least-load", api_keys_file=keys) as r:
+        yield r, held
+        held.let()
+        await r.until(lambda: r.metric(f'admitted_requests{{model="{MODEL}"}}') == 0)
+
+
+def asking_as(r: Rig, key: str, n: int = 1) -> asyncio.Task[httpx.Response]:
+    headers = {"authorization": f"Bearer sk-{key}"}
+    body = {"model": MODEL, **CHAT, "n": n}
+    return asyncio.create_task(r.http.post("/v1/chat/completions", json=body, headers=headers))
+
+
+SHARE = SEATS - SEQS // 2
+"""Seats of a key beside other keys' calls that fill the replica."""
+
+
+async def test_large_calls_leave_capacity_to_other_keys(tmp_path: Path) -> None:
+    async with fleet_with_keys(tmp_path) as (r, held):
+        tasks = [asking_as(r, "large", 100)]
+        await r.until(lambda: held.asked == 1)
+        tasks.append(asking_as(r, "large"))
+        await r.until(lambda: queued(r) == 1)
+        tasks.append(asking_as(r, "small", 2))
+        await r.until(lambda: held.asked == 2)
+        for count in range(SHARE - 2):
+            tasks.append(asking_as(r, "small"))
+            await r.until(lambda count=count: held.asked == count + 3)
+        tasks.append(asking_as(r, "small"))
+        await r.until(lambda: queued(r) == 2)
+        assert held.asked == SHARE, "no more than that"
+        held.let()
+        assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+        assert r.replica(0).load.yielding == 0
+
+
+async def test_large_calls_of_other_routers_leave_capacity_too(tmp_path: Path) -> None:
+    async with fleet_with_keys(tmp_path) as (r, held):
+        heard = r.replica(0).heard_at
+        r.engines[0].announce(Load(core_step_age_s=0.0, num_running=SEQS, num_waiting=96, num_yielding=100))
+        await r.until(lambda: r.replica(0).heard_at != heard)
+        tasks = []
+        for count in range(SHARE):
+            tasks.append(asking_as(r, "small"))
+            await r.until(lambda count=count: held.asked == count + 1)
+        tasks.append(asking_as(r, "small"))
+        await r.until(lambda: queued(r) == 1)
+        heard = r.replica(0).heard_at
+        r.engines[0].announce(Load(core_step_age_s=0.0, num_running=SEQS, num_waiting=0))
+        await r.until(lambda: r.replica(0).heard_at != heard and held.asked == SHARE + 1)
+        held.let()
+        assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+
+
 # the queue of a service alone
 
 
@@ -174,10 +236,10 @@ class Replicas:
         self.seats = seats
         self.taken = 0
 
-    def room(self, now: float, name: str) -> int:
+    def room(self, now: float, name: str, account: Account | None = None) -> int:
         return self.seats - self.taken
 
-    def takes(self, now: float, name: str, sequences: int) -> bool:
+    def takes(self, now: float, name: str, sequences: int, account: Account | None = None) -> bool:
         return self.taken + min(sequences, self.seats) <= self.seats
 
 
@@ -291,6 +353,39 @@ def test_an_account_s_large_calls_hold_back_others_for_a_small_share_of_the_time
     assert len(waits) > 1000
     assert sum(wait > 1.0 for wait in waits) <= 2, "the small ones wait long once, each of two"
     assert larges > total_s / (HOLD_BACK_S + 2.0) - 1, "nor do the large ones starve"
+
+
+def test_large_calls_of_many_accounts_hold_back_others_no_longer_than_those_of_one() -> None:
+    """Each account sends one large call after another to replicas that other routers keep almost full."""
+    replicas = Replicas(8)
+    replicas.taken = 7
+    queue = ServiceQueue("tiny", replicas.room, lambda: Bounds(100, 1000, 600.0, 0.0), 0.0, replicas.takes)
+    larges, small = [Asked(replicas, 8) for _ in range(20)], Asked(replicas, 1)
+    for each in (*larges, small):
+        assert not queue.try_admit(0.0, "", each.sequences)
+        queue.enqueue(each, 0.0)
+    held_steps, longest, num_large, num_small, step_s, steps = 0, 0, 0, 0, 0.1, 1200
+    run = 0
+    for step in range(1, steps + 1):
+        now = step * step_s
+        queue.tick(now)
+        is_held_back = not small.told and replicas.taken < replicas.seats
+        held_steps += is_held_back
+        run = run + 1 if is_held_back else 0
+        longest = max(longest, run)
+        for each in [each for each in (*larges, small) if each.told]:
+            replicas.taken -= each.sequences
+            queue.ended(now, each.sequences)
+            again = Asked(replicas, each.sequences, each.account)
+            queue.enqueue(again, now)
+            if each is small:
+                small, num_small = again, num_small + 1
+            else:
+                larges[larges.index(each)] = again
+                num_large += 1
+    assert longest * step_s < HOLD_BACK_S + 0.5
+    assert held_steps * step_s < HOLD_BACK_S + 0.15 * steps * step_s
+    assert num_small > 20 < num_large, "all have their turns"
 
 
 def test_a_large_call_that_leaves_delays_no_other() -> None:

@@ -40,7 +40,7 @@ class FakeReplicas:
         self.requests = 0
         FakeReplicas.current = self
 
-    def room(self, now: float, name: str = "") -> int:
+    def room(self, now: float, name: str = "", account: Account | None = None) -> int:
         if self.seats is None:
             raise Unavailable("none")
         return self.seats - self.requests

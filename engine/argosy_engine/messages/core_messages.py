@@ -153,6 +153,8 @@ class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     longest_step_s: float = 0.0
     num_stalled: int = 0
     """Requests that the watchdog has failed since the last report."""
+    num_yielding: int = 0
+    """Of the running and waiting requests, sequences of calls with several."""
 
 
 class ResidencyDelta(Struct, array_like=True, omit_defaults=True, gc=False):

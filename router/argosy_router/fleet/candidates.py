@@ -96,9 +96,14 @@ class CandidatePool:
             candidates = self._with_slots(below)
         return candidates
 
-    def free_sequences(self, now: float, name: str = "") -> int:
+    def free_sequences(self, now: float, name: str = "", account: object = None) -> int:
         """Return how many more sequences the replicas that can answer as `name` can take together; zero or less if they
         are full.
+
+        Args:
+            account: whose sequences they would be. Other accounts' calls with several sequences then count as half of a
+                replica's batch at most: an engine gives slots that such calls hold beyond that to others, so these need
+                not wait until the calls have ended. Without an account they count in full.
 
         Raises:
             Unavailable: no such replica is routable.
@@ -114,14 +119,17 @@ class CandidatePool:
                 return NO_LIMIT
             else:
                 capacity = int(BATCHES_PER_REPLICA * load.max_num_seqs)
+                taken = load.requests
+                if account is not None:
+                    taken -= max(0, load.yielding_to(account) - load.max_num_seqs // 2)
                 # A replica overloaded by one huge call counts as negative, but for no more than half a batch, so that
                 # its peers' batches can still be filled.
-                free += max(capacity - load.requests, load.max_num_seqs - capacity)
+                free += max(capacity - taken, load.max_num_seqs - capacity)
         return free
 
-    def can_take(self, now: float, name: str, sequences: int) -> bool:
-        """Return whether there is capacity for a request with this many sequences. A request larger than any replica
-        needs only as much as an idle replica has.
+    def can_take(self, now: float, name: str, sequences: int, account: object = None) -> bool:
+        """Return whether there is capacity for a request with this many sequences (of this account, as in
+        `free_sequences`). A request larger than any replica needs only as much as an idle replica has.
 
         Raises:
             Unavailable: no replica that can answer as `name` is routable.
@@ -131,7 +139,7 @@ class CandidatePool:
             most = limit - min(sequences, limit)
             replicas = self.healthy(now, (), name).replicas
             return any(replica.load.inflight_sequences <= most for replica in replicas)
-        free = self.free_sequences(now, name)
+        free = self.free_sequences(now, name, account)
         if free >= sequences or free <= 0:
             return free > 0
         capacities = [

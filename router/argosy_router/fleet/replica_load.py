@@ -39,11 +39,15 @@ class ReplicaLoad(Candidate):
         "_recent_tokens",
         "_sequence_change",
         "_token_change",
+        "_yielding_by_account",
+        "_yielding_change",
         "inflight",
         "inflight_sequences",
         "inflight_tokens",
         "reported_requests",
         "reported_tokens",
+        "reported_yielding",
+        "yielding",
     )
 
     def __init__(self, name: str = "", on_measured: Callable[[], None] | None = None) -> None:
@@ -59,6 +63,13 @@ class ReplicaLoad(Candidate):
         self.reported_requests = 0
         """Requests that the replica reported; an engine counts each sequence as a request of its own."""
         self.reported_tokens = 0
+        self.reported_yielding = 0
+        """Of the reported requests, sequences of calls with several."""
+        self.yielding = 0
+        """Estimate of these sequences now: the engine takes batch slots from them for other calls."""
+        self._yielding_by_account: dict[object, int] = {}
+        """Those of this router's requests."""
+        self._yielding_change = 0
         self._measured = _UNMEASURED
         self._on_measured = on_measured
         self._assumed = PRIOR
@@ -84,8 +95,15 @@ class ReplicaLoad(Candidate):
         """Whether one more sequence would join the engine's batch at once, by the current estimate."""
         return self.requests < self.max_num_seqs
 
-    def charge(self, tokens: int, sequences: int = 1) -> Charge:
+    def yielding_to(self, account: object) -> int:
+        """Return the sequences in calls with several of other accounts, or of any account at other routers."""
+        return self.yielding - self._yielding_by_account.get(account, 0) if self.yielding else 0
+
+    def charge(self, tokens: int, sequences: int = 1, account: object = None) -> Charge:
         """Charge a request that is about to be sent, with its uncached prompt tokens and number of sequences."""
+        if sequences > 1:
+            self._yielding_by_account[account] = self._yielding_by_account.get(account, 0) + sequences
+            self._yielding_change += sequences
         self.inflight += 1
         self.inflight_sequences += sequences
         self._sequence_change += sequences
@@ -94,7 +112,7 @@ class ReplicaLoad(Candidate):
         self._open_tokens += tokens
         self._token_change += tokens
         self._refresh()
-        return Charge(self, tokens, sequences, self._generation)
+        return Charge(self, tokens, sequences, self._generation, account)
 
     def report(
         self,
@@ -104,10 +122,12 @@ class ReplicaLoad(Candidate):
         kv_usage: float = 0.0,
         prefill_tokens_per_s: float = 0.0,
         decode_step_s: float = 0.0,
+        yielding: int = 0,
     ) -> None:
         """Take over the replica's own figures, which include earlier charges. A rate of zero is unknown."""
         self.reported_requests = requests
         self.reported_tokens = tokens
+        self.reported_yielding = yielding
         self.kv_usage = kv_usage
         self._has_report = True
         self._is_measuring = prefill_tokens_per_s > 0.0
@@ -116,6 +136,7 @@ class ReplicaLoad(Candidate):
         self._recent_tokens = 0
         self._token_change = 0
         self._sequence_change = 0
+        self._yielding_change = 0
         known = self._measured
         self._measure(
             Rates(prefill_tokens_per_s or known.prefill_tokens_per_s, decode_step_s or known.decode_step_s)
@@ -166,10 +187,20 @@ class ReplicaLoad(Candidate):
         else:
             self.queued_tokens = self.inflight_tokens
             self.requests = self.inflight_sequences
+        if self.yielding or self._yielding_by_account or self.reported_yielding:
+            own = sum(self._yielding_by_account.values())
+            self.yielding = max(own, self.reported_yielding + self._yielding_change)
         self.wait_s = waiting_s(self)
 
-    def discharge(self, tokens: int, generation: int, *, ended_sequences: int = 0) -> None:
+    def discharge(
+        self, tokens: int, generation: int, *, ended_sequences: int = 0, account: object = None
+    ) -> None:
         """Undo (part of) a charge; called only by `Charge`. `ended_sequences` are those of a request that has ended."""
+        if ended_sequences > 1:
+            left = self._yielding_by_account.pop(account) - ended_sequences
+            if left:
+                self._yielding_by_account[account] = left
+            self._yielding_change -= ended_sequences
         self.inflight_tokens -= tokens
         age = self._generation - generation
         if age <= 1:
@@ -187,9 +218,12 @@ class ReplicaLoad(Candidate):
 class Charge:
     """One dispatched request on one replica's load."""
 
-    __slots__ = ("_generation", "_is_open", "_load", "_sequences", "_tokens")
+    __slots__ = ("_account", "_generation", "_is_open", "_load", "_sequences", "_tokens")
 
-    def __init__(self, load: ReplicaLoad, tokens: int, sequences: int, generation: int) -> None:
+    def __init__(
+        self, load: ReplicaLoad, tokens: int, sequences: int, generation: int, account: object
+    ) -> None:
+        self._account = account
         self._load = load
         self._tokens = tokens
         self._sequences = sequences
@@ -207,4 +241,6 @@ class Charge:
         if self._is_open:
             self._is_open = False
             tokens, self._tokens = self._tokens, 0
-            self._load.discharge(tokens, self._generation, ended_sequences=self._sequences)
+            self._load.discharge(
+                tokens, self._generation, ended_sequences=self._sequences, account=self._account
+            )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 from argosy_protocol.errors import Unavailable
+from argosy_router.auth.accounts import Account
 from argosy_router.config import FlowControlLimits
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
@@ -60,14 +61,21 @@ class FlowController:
 
     # a request's way
 
-    def try_admit(self, service: Service, now: float, name: str = "", sequences: int = 1) -> bool:
+    def try_admit(
+        self,
+        service: Service,
+        now: float,
+        name: str = "",
+        sequences: int = 1,
+        account: Account | None = None,
+    ) -> bool:
         """Admit a request at once if there is capacity and its turn has come; otherwise `enqueue` it.
 
         Args:
             name: adapter or alias that only some replicas have; empty for any replica.
         """
         queue = self._queues.get(service) or self._add_queue(service, now)
-        return queue.try_admit(now, name, sequences)
+        return queue.try_admit(now, name, sequences, account)
 
     def retract(self, service: Service, now: float, sequences: int = 1) -> None:
         """Take back the admission of a request that could not be sent."""
@@ -80,9 +88,11 @@ class FlowController:
             Unavailable: the service has no replica, and requests are not held until there is one.
             TooManyRequests: the queue is full.
         """
-        self._queues[service].enqueue(request, now)
+        may_go = self._queues[service].enqueue(request, now)
         if not self._deadline.is_set:
             self._deadline.set(TICK_S)
+        if may_go:
+            self._tick_soon()
 
     def remove(self, service: Service, request: QueuedRequest) -> None:
         """Take a queued request out because its client left."""
@@ -96,10 +106,8 @@ class FlowController:
         """Note the end of an admitted request."""
         queue = self._queues[service]
         queue.ended(now, sequences)
-        if queue.num_queued and not self._is_tick_near:
-            # In a turn of its own: the caller may be in the middle of something.
-            self._is_tick_near = True
-            asyncio.get_running_loop().call_soon(self._tick)
+        if queue.num_queued:
+            self._tick_soon()
 
     def has_capacity(self, service: Service, now: float, name: str = "", sequences: int = 1) -> bool:
         """Whether a service that has admitted requests could take one more at once, and no request is queued for it."""
@@ -131,6 +139,12 @@ class FlowController:
             own.queue_timeout_s or limits.queue_timeout_s,
             own.hold_timeout_s or limits.hold_timeout_s,
         )
+
+    def _tick_soon(self) -> None:
+        """Tick in a turn of its own: the caller may be in the middle of something."""
+        if not self._is_tick_near:
+            self._is_tick_near = True
+            asyncio.get_running_loop().call_soon(self._tick)
 
     def _tick(self) -> None:
         self._is_tick_near = False

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
@@ -82,9 +82,9 @@ class _Band(Generic[E]):
         flow.entries[entry] = None
         self.count += 1
 
-    def next(self, names: Collection[str] | None, without: Collection[Account]) -> E | None:
-        """Return the entry whose turn it is among those with these names and of all accounts but these, without taking
-        it; None if there is none."""
+    def next(self, names: Collection[str] | None, may_go: Callable[[E], bool] | None) -> E | None:
+        """Return the entry whose turn it is among those with these names, without taking it; None if there is none. An
+        account whose next entry may not go is passed over."""
         passed_over: list[_Flow[E]] = []
         entry: E | None = None
         while entry is None and self._order:
@@ -95,7 +95,9 @@ class _Band(Generic[E]):
             if start != flow.start:
                 self._list(flow)
                 continue
-            entry = flow.first(names) if flow.account not in without else None
+            entry = flow.first(names)
+            if entry is not None and may_go is not None and not may_go(entry):
+                entry = None
             passed_over.append(flow)
         for flow in passed_over:
             self._list(flow)
@@ -177,9 +179,9 @@ class FairQueue(Generic[E]):
             self.take(entry)
         return entry
 
-    def next_named(self, names: Collection[str], without: Collection[Account] = ()) -> E | None:
-        """Return the entry that `pop_named` would take if these accounts had none."""
-        return self._next(None if len(names) == len(self._by_name) else names, without)
+    def next_named(self, names: Collection[str], may_go: Callable[[E], bool] | None = None) -> E | None:
+        """Return the entry that `pop_named` would take if accounts whose next entry may not go had none."""
+        return self._next(None if len(names) == len(self._by_name) else names, may_go)
 
     def take(self, entry: E) -> None:
         """Take the entry whose turn it is."""
@@ -187,10 +189,10 @@ class FairQueue(Generic[E]):
         band.take(entry)
         self._forget(entry, band)
 
-    def _next(self, names: Collection[str] | None, without: Collection[Account] = ()) -> E | None:
+    def _next(self, names: Collection[str] | None, may_go: Callable[[E], bool] | None = None) -> E | None:
         """Return the entry whose turn it is; None for `names` is any name."""
         for priority in self._priorities:
-            entry = self._bands[priority].next(names, without)
+            entry = self._bands[priority].next(names, may_go)
             if entry is not None:
                 return entry
         return None

@@ -14,8 +14,12 @@ request is admitted, not when it arrives. The capacity is looked up again only w
 Capacity is counted in sequences, because sequences fill an engine: a request with 128 choices takes 128 times the
 capacity of one. If the next request needs more capacity than is free, the requests behind it wait, so that small
 requests cannot keep it out for ever; after `HOLD_BACK_S` it is admitted to the capacity that is free. The time in which
-requests wait for it is its account's, and limited: an account that has used it up is passed over while its next request
-does not fit. So large calls that are short, and therefore cheap in the fair queue, cannot keep all others waiting.
+requests wait for large calls is limited for all accounts together: once it is used up, an account whose next request
+does not fit is passed over. So large calls that are short, and therefore cheap in the fair queue, cannot keep all
+others waiting, however many accounts send them.
+
+Large calls that run do not keep other accounts out either: the capacity for an account counts them in part only, as
+`capacity` says.
 
 Requests for an adapter, or for an alias that not all replicas have, count the capacity of the replicas that can answer
 them. They wait in the same queue; those for which there is capacity overtake those for which there is none.
@@ -28,17 +32,18 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
-from argosy_router.auth.accounts import Account
+from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.flow_control.fair_queue import FairQueue, QueueFull
 from argosy_router.flow_control.queued_request import QueuedRequest
 
 CAPACITY_MAX_AGE_S: Final = 0.25
 """Lifetime of a looked-up capacity: meanwhile other routers may fill the same replicas."""
-HOLD_BACK_S: Final = 10.0
-"""The time in which most responses end. Other routers fill the same replicas, so the capacity for a large request may
-never be free at once; the requests behind it should not wait longer for that."""
+HOLD_BACK_S: Final = 2.0
+"""A delay that an interactive client bears. Other routers fill the same replicas, so the capacity for a large request
+may never be free at once; the requests behind it should not wait longer for that. Admitted to less than it needs, it
+waits inside the engine, which gives others their slots."""
 HOLD_BACK_SHARE: Final = 0.1
-"""Share of the time in which requests wait for an account's large calls, beyond the first `HOLD_BACK_S`."""
+"""Share of the time in which requests wait for large calls, beyond the first `HOLD_BACK_S`."""
 DRAIN_WINDOW_S: Final = 10.0
 MAX_RETRY_AFTER_S: Final = 60.0
 """OpenAI's SDKs ignore a longer hint."""
@@ -94,7 +99,7 @@ class _Availability:
 
 
 class _HoldBackTime:
-    """How long one account may still have others wait for its large calls."""
+    """How long requests may still wait for others' large calls."""
 
     __slots__ = ("_left_s", "_time")
 
@@ -108,7 +113,7 @@ class _HoldBackTime:
         return self._left_s
 
     def spend(self, seconds: float, now: float) -> None:
-        """Note that others have waited for so long until now."""
+        """Note that requests have waited for so long until now."""
         self._left_s = self.left_s(now) - seconds
 
 
@@ -118,21 +123,22 @@ class ServiceQueue:
     def __init__(
         self,
         model: str,
-        capacity: Callable[[float, str], int],
+        capacity: Callable[[float, str, Account | None], int],
         bounds: Callable[[], Bounds],
         now: float,
-        fits: Callable[[float, str, int], bool] | None = None,
+        fits: Callable[[float, str, int, Account | None], bool] | None = None,
     ) -> None:
         """
         Args:
-            capacity: `capacity(now, name)` returns how many more sequences for a name the replicas can run now (the
-                empty name is the model itself), or raises Unavailable if none of them can answer it.
-            fits: `fits(now, name, sequences)` returns whether the replicas can run one request with several sequences
-                now, or raises likewise; by default the sequences are compared with the capacity.
+            capacity: `capacity(now, name, account)` returns how many more sequences for a name the replicas can run now
+                (the empty name is the model itself), or raises Unavailable if none of them can answer it. For an
+                account, other accounts' large calls may count in part; without one they count in full.
+            fits: `fits(now, name, sequences, account)` returns whether the replicas can run one request with several
+                sequences now, or raises likewise; by default the sequences are compared with the capacity.
         """
         self._model = model
         self._capacity = capacity
-        self._fits = fits or (lambda now, name, sequences: capacity(now, name) >= sequences)
+        self._fits = fits or (lambda now, name, sequences, account: capacity(now, name, account) >= sequences)
         self._bounds = bounds
         self._queue: FairQueue[QueuedRequest] = FairQueue()
         self._drain = DrainRate(now)
@@ -146,12 +152,11 @@ class ServiceQueue:
         """When that lookup is out of date."""
         self._allowed_name = ""
         """The name that the lookup was for."""
-        self._held_back_for: Account | None = None
-        """The account of the next request, while that waits for more capacity and all others wait behind it."""
+        self._is_holding_back = False
+        """Whether the next request waits for more capacity and all others wait behind it."""
         self._held_back_since = now
         """When they were last found waiting for it."""
-        self._hold_back_times: dict[Account, _HoldBackTime] = {}
-        """Of the accounts that have recently had others wait."""
+        self._hold_back_time = _HoldBackTime(now)
         self._availability = {"": _Availability(now)}
         """Availability of the model itself (the empty name), and of each name that a request is queued for."""
 
@@ -159,26 +164,28 @@ class ServiceQueue:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def try_admit(self, now: float, name: str = "", sequences: int = 1) -> bool:
+    def try_admit(
+        self, now: float, name: str = "", sequences: int = 1, account: Account | None = None
+    ) -> bool:
         """Admit a request at once, and count it, if its turn has come and there is capacity; otherwise `enqueue` it."""
         if self._queue:
-            if self._held_back_for is not None or self._queue.oldest_of(name) is not None:
+            if self._is_holding_back or self._queue.oldest_of(name) is not None:
                 return False
             self._fresh_until = now  # requests queued for other names may take the free capacity
         if sequences > 1:
             try:
-                if not self._fits(now, name, sequences):
+                if not self._fits(now, name, sequences, account):
                     return False
             except Unavailable:
                 return False
         elif self.sequences >= self._allowed or now >= self._fresh_until or name != self._allowed_name:
             try:
-                self._allowed = self.sequences + self._capacity(now, name)
+                self._allowed = self.sequences + self._capacity(now, name, None)
+                self._fresh_until = now + CAPACITY_MAX_AGE_S
+                self._allowed_name = name
+                if self.sequences >= self._allowed and self._capacity(now, name, account) <= 0:
+                    return False
             except Unavailable:
-                return False
-            self._fresh_until = now + CAPACITY_MAX_AGE_S
-            self._allowed_name = name
-            if self.sequences >= self._allowed:
                 return False
         self._count(sequences)
         return True
@@ -193,8 +200,9 @@ class ServiceQueue:
         self.sequences -= sequences
         self._fresh_until = now
 
-    def enqueue(self, request: QueuedRequest, now: float) -> None:
-        """Queue a request that was not admitted.
+    def enqueue(self, request: QueuedRequest, now: float) -> bool:
+        """Queue a request that was not admitted. Returns whether a `tick` may admit it at once, since those before it
+        may be of accounts whose own large calls fill the replicas.
 
         Raises:
             Unavailable: the service has no replica, and requests are not held until there is one.
@@ -213,6 +221,10 @@ class ServiceQueue:
         request.since = now
         if evicted is not None:
             evicted.refuse(self._refusal(now, evicted.name))
+        try:
+            return self._capacity(now, name, request.account) > 0
+        except Unavailable:
+            return False
 
     def remove(self, request: QueuedRequest) -> None:
         """Take a queued request out because its client left."""
@@ -230,15 +242,23 @@ class ServiceQueue:
         self._look_up(now, "")
         self._end_hold_back(now)
         passed_over: set[Account] = set()
+
+        def is_next(request: QueuedRequest) -> bool:
+            """Whether a request goes, or all others wait for it."""
+            account = request.account
+            if account in passed_over:
+                return False
+            if self._capacity(now, request.name, account) > 0 and (
+                self._may_go(request, now) or self._hold_back(now)
+            ):
+                return True
+            passed_over.add(account)
+            return False
+
         while names := [name for name in self._queue.names if self._look_up(now, name) > 0]:
-            request = self._queue.next_named(names, passed_over)
-            if request is None:
+            request = self._queue.next_named(names, is_next)
+            if request is None or self._is_holding_back:
                 break
-            if not self._may_go(request, now):
-                if self._hold_back(request.account, now):
-                    break
-                passed_over.add(request.account)
-                continue
             self._queue.take(request)
             self._count(request.sequences)
             request.admit()
@@ -247,30 +267,27 @@ class ServiceQueue:
         self._forget_names()
 
     def _may_go(self, request: QueuedRequest, now: float) -> bool:
-        """Whether there is capacity for all sequences of the next request, or it has waited for that long enough."""
-        if request.sequences == 1 or self._fits(now, request.name, request.sequences):
+        """Whether the free capacity is enough for all sequences of the next request, or it has waited for that long
+        enough."""
+        sequences = request.sequences
+        if sequences == 1 or self._fits(now, request.name, sequences, request.account):
             return True
         if request.next_since < 0.0:
             request.next_since = now
         return now - request.next_since >= min(HOLD_BACK_S, self._bounds().queue_timeout_s / 2)
 
-    def _hold_back(self, account: Account, now: float) -> bool:
-        """Have all requests wait for the account's next one, if it may have them wait any longer."""
-        time = self._hold_back_times.get(account)
-        if time is None:
-            times = self._hold_back_times.items()
-            self._hold_back_times = {each: kept for each, kept in times if kept.left_s(now) < HOLD_BACK_S}
-            time = self._hold_back_times[account] = _HoldBackTime(now)
-        if time.left_s(now) <= 0.0:
+    def _hold_back(self, now: float) -> bool:
+        """Have all requests wait for the next one, if they may wait any longer."""
+        if self._hold_back_time.left_s(now) <= 0.0:
             return False
-        self._held_back_for, self._held_back_since = account, now
+        self._is_holding_back, self._held_back_since = True, now
         return True
 
     def _end_hold_back(self, now: float) -> None:
-        """Charge the account for which requests have waited since the last tick."""
-        account, self._held_back_for = self._held_back_for, None
-        if account is not None:
-            self._hold_back_times[account].spend(now - self._held_back_since, now)
+        """Count the time in which requests have waited since the last tick."""
+        if self._is_holding_back:
+            self._is_holding_back = False
+            self._hold_back_time.spend(now - self._held_back_since, now)
 
     def _expire(self, name: str, now: float) -> None:
         """Refuse the requests that were queued for `name` too long."""
@@ -285,12 +302,13 @@ class ServiceQueue:
             oldest.refuse(self._refusal(now, name))
 
     def _look_up(self, now: float, name: str) -> int:
-        """Return the capacity for `name`, and note whether there are replicas at all."""
+        """Return the capacity for `name` that an account without requests has (of a router with keys: without keys
+        there is one account only), and note whether there are replicas at all."""
         availability = self._availability.get(name)
         if availability is None:
             availability = self._availability[name] = _Availability(now)
         try:
-            capacity, is_unavailable = self._capacity(now, name), False
+            capacity, is_unavailable = self._capacity(now, name, ANONYMOUS), False
         except Unavailable as error:
             capacity, is_unavailable = 0, True
             availability.reason = error.message

@@ -96,7 +96,7 @@ class RequestHandler:
         outcome, flow_control = exchange.outcome, self._flow_control
         call, now = outcome.call, outcome.started
         sequences = call.estimate.sequences
-        if flow_control.try_admit(call.service, now, call.prompt.name, sequences):
+        if flow_control.try_admit(call.service, now, call.prompt.name, sequences, call.account):
             try:
                 exchange.start()
             except (Unavailable, TooManyRequests):  # the replicas' capacity was last looked up a moment ago

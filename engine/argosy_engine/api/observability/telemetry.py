@@ -151,6 +151,7 @@ class TelemetryHub(Observer):
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_step_s=stats.decode_step_s,
             longest_step_s=stats.longest_step_s,
+            num_yielding=stats.num_yielding,
         )
 
     def _send_load(self) -> None:

@@ -56,6 +56,11 @@ class CallQueue(TenantQueue):
         """Iterate over the waiting requests in no particular order."""
         return chain(super().__iter__(), *self._queues.values())
 
+    @property
+    def num_yielding(self) -> int:
+        """Running and waiting sequences of calls with several, which yield slots to other calls."""
+        return self._num_slots + self._num_queued
+
     def push(self, request: Request) -> None:
         call_id = request.call_id
         if not call_id:

@@ -200,6 +200,7 @@ class TelemetryClient:
             kv_usage=load.kv_usage,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
+            yielding=load.num_yielding,
         )
         health = replica.health
         if replica.load.has_free_slot and health.found_capacity():

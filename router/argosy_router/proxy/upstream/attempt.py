@@ -89,7 +89,7 @@ class Attempt:
             self.relay = StreamRelay(transcript, hides_usage=call.hides_usage)
             resumed_tokens = record.resumed_tokens = transcript.num_tokens
         tokens = choice.uncached_tokens + resumed_tokens
-        self._charge = choice.replica.load.charge(tokens, call.estimate.sequences)
+        self._charge = choice.replica.load.charge(tokens, call.estimate.sequences, call.account)
         self.started = now()
         self.status = 0
         self.headers = b""
