@@ -1,4 +1,4 @@
-"""Rate limits of an account: requests and tokens per minute, and parallel requests."""
+"""Rate limits of an account: requests and tokens per minute, parallel requests and sequences."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy_protocol.errors import BadRequest
 from argosy_router.ratelimit.key_limits import RateLimited, Reservation
 from argosy_router.ratelimit.token_bucket import PERIOD_S, TokenBucket, duration
 
@@ -69,6 +70,32 @@ def test_parallel_requests_are_counted() -> None:
         limited.reserve(1, 0.0)
     second.cancel()
     limited.reserve(1, 0.0)
+
+
+def test_parallel_sequences_are_counted() -> None:
+    limited = account(max_parallel_sequences=8)
+    first = limited.reserve(1, 0.0, 5)
+    with pytest.raises(RateLimited, match="5 sequences in progress, and may have 8"):
+        limited.reserve(1, 0.0, 4)
+    second = limited.reserve(1, 0.0, 3)
+    first.settle(5)
+    first.cancel()
+    with pytest.raises(RateLimited):
+        limited.reserve(1, 0.0, 6)
+    second.cancel()
+    limited.reserve(1, 0.0, 8)
+
+
+def test_a_call_that_has_more_sequences_than_its_key_may_is_told_so() -> None:
+    limited = account(max_parallel_sequences=8)
+    with pytest.raises(BadRequest, match="generates 9 sequences .* may have 8 in progress: send smaller"):
+        limited.reserve(1, 0.0, 9)
+    limited.divide(4, 0.0)
+    held = limited.reserve(1, 0.0, 8)  # more than the share of two, alone
+    with pytest.raises(RateLimited):
+        limited.reserve(1, 0.0)
+    held.settle(1)
+    limited.reserve(1, 0.0, 2)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 400), st.integers(0, 800)), max_size=60))

@@ -287,6 +287,19 @@ async def test_no_kind_of_end_leaves_a_request_reserved(tmp_path: Path, script: 
             await r.until(lambda: r.router.requests.inflight == 0)
 
 
+async def test_every_sequence_of_a_request_counts_as_parallel(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-key name=key max_parallel_sequences=4\n")
+    async with rig([FakeEngine()], api_keys_file=keys) as r:
+        r.http.headers["authorization"] = "Bearer sk-key"
+        for _ in range(2):
+            assert (await r.chat(n=4)).status_code == 200
+        answer = await r.chat(n=5)
+        assert answer.status_code == 400
+        assert "may have 4 in progress" in answer.json()["error"]["message"]
+        assert len(r.engines[0].requests) == 2
+
+
 async def test_a_stream_that_moves_on_is_settled_once(tmp_path: Path) -> None:
     script = ResumableStream(deaths=[400])
     async with metered(tmp_path, FakeEngine(script=script), FakeEngine(script=script)) as (r, _):

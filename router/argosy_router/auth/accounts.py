@@ -43,7 +43,12 @@ class Account:
         self._terms = terms
         self._secret = secret
         self._limits.apply(
-            terms.name, terms.requests_per_minute, terms.tokens_per_minute, terms.max_parallel_requests, now
+            terms.name,
+            terms.requests_per_minute,
+            terms.tokens_per_minute,
+            terms.max_parallel_requests,
+            terms.max_parallel_sequences,
+            now,
         )
 
     @property
@@ -72,13 +77,14 @@ class Account:
         salt = (asked or "").encode("utf-8", "surrogatepass")
         return hashlib.blake2b(salt, key=self._secret, digest_size=24, person=b"argosy-salt/1").hexdigest()
 
-    def reserve(self, tokens: int, now: float) -> Reservation:
-        """Reserve one request and an estimate of its tokens.
+    def reserve(self, tokens: int, now: float, sequences: int = 1) -> Reservation:
+        """Reserve one request with its sequences and an estimate of its tokens.
 
         Raises:
             RateLimited: one of the limits is reached; nothing was reserved.
+            BadRequest: the request alone has more sequences than the limit allows.
         """
-        return self._limits.reserve(tokens, now)
+        return self._limits.reserve(tokens, now, sequences)
 
     def learn_output(self, tokens: float) -> None:
         """Learn from the response to a request without `max_tokens`, which had `tokens` for each sequence."""

@@ -27,7 +27,9 @@ class KeyTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tokens_per_minute: Annotated[int, Meta(ge=0, le=MAX_PER_MINUTE)] = 0
     """Counts prompt and completion tokens together."""
     max_parallel_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Counts queued requests too."""
+    """Counts queued requests too, each as one, as LiteLLM does."""
+    max_parallel_sequences: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Counts each choice, prompt of a batch and beam of these requests: what takes an engine's batch slots."""
     weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
     """Share of a saturated service, relative to the other keys with queued requests for it."""
     priority: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)] = 0

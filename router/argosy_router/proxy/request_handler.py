@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
+from argosy_protocol.errors import ApiError, BadRequest, TooManyRequests, Unavailable
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.server_interface import Client
@@ -86,8 +86,8 @@ class RequestHandler:
         client.attach(exchange)
         try:
             self._charges.reserve(outcome)
-        except RateLimited as limited:
-            exchange.refuse(limited)
+        except (RateLimited, BadRequest) as refusal:
+            exchange.refuse(refusal)
             return
         self._admit(exchange, client)
 

@@ -1,15 +1,15 @@
-"""Limits of one key: requests and tokens per minute and parallel requests, reserved before a request is sent.
+"""Limits of one key: requests and tokens per minute, parallel requests and sequences, reserved before a request is sent.
 
 Owns: how much of its limits a key has left at this router. Must not know: keys themselves, requests, queues, HTTP.
 Each of several routers has its share of the limits; together they keep the limits, except for one request each if a
-limit is smaller than the number of routers.
+limit is smaller than the number of routers, or a request has more sequences than the share.
 Invariant: a reservation is closed once; tokens that a request reserved and did not use are returned, and those that it
 used beyond its reservation are owed.
 """
 
 from __future__ import annotations
 
-from argosy_protocol.errors import TooManyRequests
+from argosy_protocol.errors import BadRequest, TooManyRequests
 from argosy_router.ratelimit.token_bucket import RateLimits
 
 
@@ -40,6 +40,11 @@ class KeyLimits:
         self._max_parallel_requests = 0
         self._parallel_share = 0
         """This router's share of `_max_parallel_requests`; zero without that limit."""
+        self._max_parallel_sequences = 0
+        self._sequence_share = 0
+        """This router's share of `_max_parallel_sequences`; zero without that limit."""
+        self._sequences = 0
+        """Sequences of the requests with an open reservation."""
         self._active = 0
         """Requests with an open reservation."""
 
@@ -49,6 +54,7 @@ class KeyLimits:
         requests_per_minute: int,
         tokens_per_minute: int,
         max_parallel_requests: int,
+        max_parallel_sequences: int,
         now: float,
     ) -> None:
         """Set the limits of all routers together, where zero is no limit; what was used of the old ones stays used."""
@@ -56,6 +62,7 @@ class KeyLimits:
         self._requests_per_minute = requests_per_minute
         self._tokens_per_minute = tokens_per_minute
         self._max_parallel_requests = max_parallel_requests
+        self._max_parallel_sequences = max_parallel_sequences
         self._divide(now)
 
     def divide(self, routers: int, now: float) -> None:
@@ -65,21 +72,34 @@ class KeyLimits:
             self._divide(now)
 
     def _divide(self, now: float) -> None:
-        """Set this router's share of the limits: of rates exactly, of parallel requests at least one."""
-        routers, parallel = self._routers, self._max_parallel_requests
+        """Set this router's share of the limits: of rates exactly, of parallel requests and sequences at least one."""
+        routers, parallel, sequences = (
+            self._routers,
+            self._max_parallel_requests,
+            self._max_parallel_sequences,
+        )
         self._rates.apply(self._requests_per_minute / routers, self._tokens_per_minute / routers, now)
         self._parallel_share = max(1, parallel // routers) if parallel else 0
+        self._sequence_share = max(1, sequences // routers) if sequences else 0
 
     @property
     def is_limited(self) -> bool:
-        return self._rates.is_limited or self._parallel_share > 0
+        return self._rates.is_limited or self._parallel_share > 0 or self._sequence_share > 0
 
-    def reserve(self, tokens: int, now: float) -> Reservation:
-        """Reserve one request and an estimate of its tokens.
+    def reserve(self, tokens: int, now: float, sequences: int = 1) -> Reservation:
+        """Reserve one request with its sequences and an estimate of its tokens. A request with more sequences than this
+        router's share passes while the key has no other.
 
         Raises:
             RateLimited: one of the limits is reached; nothing was reserved.
+            BadRequest: the request alone has more sequences than the limit allows.
         """
+        share = self._sequence_share
+        if share and sequences > self._max_parallel_sequences:
+            raise BadRequest(
+                f"the request generates {sequences} sequences (choices, prompts of a batch or beams), and API key "
+                f"{self._name!r} may have {self._max_parallel_sequences} in progress: send smaller requests"
+            )
         wait_s = self._rates.wait_s(tokens, now)
         if wait_s > 0.0:
             raise RateLimited(
@@ -93,28 +113,39 @@ class KeyLimits:
                 retry_after_s=1.0,
                 limits=self._rates.header_lines(),
             )
+        if share and self._sequences + min(sequences, share) > share:
+            raise RateLimited(
+                f"API key {self._name!r} has {self._sequences} sequences in progress, and may have "
+                f"{self._max_parallel_sequences}",
+                retry_after_s=1.0,
+                limits=self._rates.header_lines(),
+            )
         if self._rates.tokens is not None:
             tokens = min(
                 tokens, int(self._rates.tokens.capacity)
             )  # more than a full bucket can never be reserved
         self._active += 1
+        self._sequences += sequences
         self._rates.take(1, tokens)
-        return Reservation(self, tokens, self._rates.header_lines())
+        return Reservation(self, tokens, sequences, self._rates.header_lines())
 
-    def close(self, requests: int, tokens: int) -> None:
-        """Correct the limits by the difference from what was reserved; for `Reservation` only."""
+    def close(self, requests: int, tokens: int, sequences: int) -> None:
+        """Free the reserved sequences, and correct the other limits by the difference from what was reserved; for
+        `Reservation` only."""
         self._active -= 1
+        self._sequences -= sequences
         self._rates.take(requests, tokens)
 
 
 class Reservation:
     """What one request has reserved of its key's limits."""
 
-    __slots__ = ("_is_open", "_limits", "_tokens", "header_lines")
+    __slots__ = ("_is_open", "_limits", "_sequences", "_tokens", "header_lines")
 
-    def __init__(self, limits: KeyLimits, tokens: int, header_lines: bytes) -> None:
+    def __init__(self, limits: KeyLimits, tokens: int, sequences: int, header_lines: bytes) -> None:
         self._limits = limits
         self._tokens = tokens
+        self._sequences = sequences
         self._is_open = True
         self.header_lines = header_lines
         """Header lines of the response, which tell what is left of the limits."""
@@ -131,4 +162,4 @@ class Reservation:
     def _close(self, requests: int, tokens: int) -> None:
         if self._is_open:
             self._is_open = False
-            self._limits.close(requests, tokens)
+            self._limits.close(requests, tokens, self._sequences)

@@ -28,13 +28,16 @@ class RateLimitCharges:
 
         Raises:
             RateLimited: one of the limits is reached; nothing was taken.
+            BadRequest: the request can never be within the limits.
         """
         call = outcome.call
         account = call.account
         if not account.is_limited:
             return
         try:
-            outcome.reservation = account.reserve(call.estimate.total, outcome.started)
+            outcome.reservation = account.reserve(
+                call.estimate.total, outcome.started, call.estimate.sequences
+            )
         except RateLimited:
             self._limited.add((account.name,))
             raise
