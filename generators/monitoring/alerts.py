@@ -137,6 +137,14 @@ def alerts(registry: Registry) -> list[Alert]:
             "Add routers, or raise --max-connections, and the limit of open files with it.",
         ),
         Alert(
+            "ArgosyRoutersNotCounted",
+            f'max by (instance) ({registry.gauge("limiting_routers")}{{source="assumed"}}) > 0',
+            "5m",
+            "warning",
+            "{{ $labels.instance }} cannot count the routers, and divides the limits of keys by an assumed number.",
+            "Let its service account list and watch pods in its namespace, as the chart's Role does.",
+        ),
+        Alert(
             "ArgosyUsageNotWritten",
             f"sum by (instance) (increase({registry.counter('usage_write_failures')}[5m])) > 0",
             "0m",

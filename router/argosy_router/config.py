@@ -290,6 +290,15 @@ class RouterConfig:
             group=_ACCESS, metavar="N", default="with --kubernetes the router pods are counted, otherwise 1"
         ),
     ] = 0
+    expected_routers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1000,
+            description="with --kubernetes, number of routers to assume until their pods can be counted",
+        ),
+        Flag(group=_ACCESS, metavar="N"),
+    ] = 1
     auth: Annotated[
         bool,
         Meta(description="refuse to serve an address that is not loopback without API keys"),

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from argosy_router.http.tls import watch as watch_tls
 from argosy_router.http.tls_listener import TlsListener
 from argosy_router.metrics import definitions as define
 from argosy_router.metrics.registry import Metrics
+from argosy_router.metrics.series import Labels
 from argosy_router.native.build_kind import BUILD_KIND
 from argosy_router.observability.access_log import AccessLog
 from argosy_router.observability.line_writer import LineWriter
@@ -129,7 +130,12 @@ class Router:
                 config.flow_control.keep_alive_s, config.flow_control.keep_alive_after_s
             ),
         )
-        self._keys = ApiKeys(config.api_keys, config.api_keys_file, routers=max(1, config.routers))
+        self._keys = ApiKeys(
+            config.api_keys,
+            config.api_keys_file,
+            routers=config.routers or (config.expected_routers if config.kubernetes else 1),
+        )
+        self._routers_are_counted = False
         self.application = RouterApplication(
             self.fleet,
             self.requests,
@@ -146,6 +152,7 @@ class Router:
             define.REFUSED_CONNECTIONS.value(lambda: self.server.connection_limit.refused),
             define.STREAM_PAUSES.value(lambda: self.server.read_coalescer.pauses),
             define.INFLIGHT_BODY_BYTES.value(lambda: self.server.body_memory.held),
+            define.LIMITING_ROUTERS.reading(self._routers),
         )
         self._listener: asyncio.Server | TlsListener | None = None
         self.admin: AdminServer | None = None
@@ -257,7 +264,14 @@ class Router:
     def _apply(self, snapshot: FleetSnapshot) -> None:
         if snapshot.routers and not self.config.routers:
             self._keys.table.divide(snapshot.routers, self.requests.now())
+            self._routers_are_counted = True
         self.fleet.apply(snapshot)
+
+    def _routers(self) -> Iterator[tuple[Labels, float]]:
+        """Yield how many routers divide the limits of keys, by how that is known."""
+        is_assumed = self.config.kubernetes and not self.config.routers
+        source = "counted" if self._routers_are_counted else "assumed" if is_assumed else "configured"
+        yield (source,), self._keys.table.routers
 
     async def _start_admin(self, sockets: list[socket.socket]) -> None:
         config = self.config

@@ -24,6 +24,7 @@ class FakeApiServer:
     """Response to every watch, instead of events; the connection then stays open."""
     forbidden: set[tuple[str, str]] = field(default_factory=set)
     """(collection, namespace) that may not be read."""
+    forbidden_status: int = 403
     lists: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     """Collections that were asked for during an outage."""
@@ -106,7 +107,7 @@ class FakeApiServer:
         url = urlsplit(target)
         query = dict(parse_qsl(url.query))
         _, _, _, _, namespace, collection = url.path.split("/")
-        status = 403 if (collection, namespace) in self.forbidden else self.status
+        status = self.forbidden_status if (collection, namespace) in self.forbidden else self.status
         if status != 200:
             self.refused.append(collection)
             body = json.dumps({"kind": "Status", "code": status}).encode()

@@ -55,7 +55,7 @@ class Fleet:
         self.http: dict[str, httpx.AsyncClient] = {}
         self.statuses: Counter[int] = Counter()
 
-    async def add(self, name: str) -> None:
+    async def add(self, name: str, **config: Any) -> None:
         """A router starts, and its pod is there."""
         self.api.put("pods", "argosy", name, **pod(ROUTER))
         configuration = kubernetes_client.Configuration()
@@ -69,6 +69,7 @@ class Fleet:
                 kubernetes=True,
                 fleet_key=b"0123456789abcdef",
                 api_keys_file=self._keys,
+                **config,
             ),
             discovery=KubernetesDiscovery("argosy", "argosy-fleet", client=client, pod_name=name),
             tick_s=0.01,
@@ -169,6 +170,44 @@ async def test_routers_that_cannot_be_counted_leave_the_limit_whole(
         )
         routers.api.forbidden.clear()
         await routers.until_limit("router-a", 1000)
+
+
+async def test_routers_that_cannot_be_counted_are_as_many_as_expected(tmp_path: Path) -> None:
+    async with fleet(tmp_path, "requests_per_minute=2000") as routers:
+        routers.api.forbidden.add(("pods", "argosy"))
+        await routers.add("router-a", expected_routers=4)
+        assert await routers.limit("router-a") == 500
+        metrics = routers.routers["router-a"].metrics
+        assert 'limiting_routers{source="assumed"} 4' in metrics.render().decode()
+        routers.api.forbidden.clear()
+        await routers.until_limit("router-a", 2000)
+        assert 'limiting_routers{source="counted"} 1' in metrics.render().decode()
+
+
+async def test_routers_that_can_be_counted_no_more_stay_as_many(tmp_path: Path) -> None:
+    async with fleet(tmp_path, "requests_per_minute=2000") as routers:
+        routers.api.put("pods", "argosy", "router-b", **pod(ROUTER))
+        await routers.add("router-a")
+        await routers.until_limit("router-a", 1000)
+        routers.api.forbidden.add(("pods", "argosy"))
+        for _ in range(3):
+            refused = len(routers.api.refused)
+            routers.api.cut_watches()
+            await until(lambda refused=refused: len(routers.api.refused) > refused)
+        assert await routers.limit("router-a") == 1000
+
+
+async def test_a_busy_api_server_has_not_refused_to_have_routers_counted(tmp_path: Path) -> None:
+    async with fleet(tmp_path, "requests_per_minute=2000") as routers:
+        routers.api.put("pods", "argosy", "router-b", **pod(ROUTER))
+        routers.api.forbidden.add(("pods", "argosy"))
+        routers.api.forbidden_status = 429
+        adding = asyncio.create_task(routers.add("router-a"))
+        await until(lambda: len(routers.api.refused) > 2)
+        assert not adding.done(), "it serves nobody before it knows its share"
+        routers.api.forbidden.clear()
+        await adding
+        assert await routers.limit("router-a") == 1000
 
 
 # the division

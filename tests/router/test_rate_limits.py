@@ -88,7 +88,7 @@ def test_parallel_sequences_are_counted() -> None:
 
 def test_a_call_that_has_more_sequences_than_its_key_may_is_told_so() -> None:
     limited = account(max_parallel_sequences=8)
-    with pytest.raises(BadRequest, match="generates 9 sequences .* may have 8 in progress: send smaller"):
+    with pytest.raises(BadRequest, match=r"generates 9 sequences .* may have 8 in progress: send smaller"):
         limited.reserve(1, 0.0, 9)
     limited.divide(4, 0.0)
     held = limited.reserve(1, 0.0, 8)  # more than the share of two, alone

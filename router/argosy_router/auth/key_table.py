@@ -50,12 +50,13 @@ class KeyTable:
         self.is_open = not self._fixed and not is_closed
         self._by_name: dict[str, Account] = {}
         self._by_digest: dict[bytes, Account] = {}
-        self._routers = 1
+        self.routers = 1
+        """Number of routers that divide the limits of all keys."""
         self._install(self._fixed, now)
 
     def divide(self, routers: int, now: float) -> None:
         """Divide the limits of all keys by the number of routers that serve them from now on."""
-        self._routers = routers
+        self.routers = routers
         for account in self._by_name.values():
             account.divide(routers, now)
 
@@ -110,7 +111,7 @@ class KeyTable:
                 continue  # the first key of a name gives its secret
             account = before.get(terms.name)
             if account is None:
-                account = Account(terms, now, digest, self._routers)
+                account = Account(terms, now, digest, self.routers)
             else:
                 account.apply(terms, now, digest)
             self._by_name[terms.name] = account

@@ -145,8 +145,8 @@ class KubernetesDiscovery:
         if not self._has_told:
             self._has_told = True
             log.error(
-                "routers cannot be counted, so each applies the whole limits of keys: let this service account list "
-                "and watch pods in namespace %s, or give the number of routers with --routers",
+                "routers cannot be counted, so each divides the limits of keys by --expected-routers: let this service "
+                "account list and watch pods in namespace %s, or give the number of routers with --routers",
                 namespace,
             )
         return 0

@@ -28,6 +28,8 @@ LIST_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 BACKOFF_BASE_S = 0.2
 BACKOFF_CAP_S = 5.0
+REFUSALS = frozenset((400, 401, 403, 404, 405))
+"""Answers that do not change unless somebody changes rights or configuration; 429 of a busy API server is none."""
 PAGE = 500
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 """A ConfigMap holds 1 MiB; escaped in JSON it may take more."""
@@ -96,7 +98,7 @@ class Reflector(Generic[T]):
         self._rng = rng or random.Random()  # noqa: S311 - jitter
         self.objects: dict[str, T] = {}
         self.is_settled = False
-        """Whether a list has succeeded or was refused with a 4xx; before that, an empty copy means nothing."""
+        """Whether a list has succeeded or was refused for good; before that, an empty copy means nothing."""
         self.has_listed = False
         """Whether a list has succeeded."""
 
@@ -116,10 +118,9 @@ class Reflector(Generic[T]):
                 log.debug("kubernetes %s: the watch has expired", self._path)
             except (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
                 status = getattr(error, "status", 0) or 0
-                if 400 <= status < 500 and not self.is_settled:
-                    self.is_settled = (
-                        True  # a forbidden namespace must not keep the others from being published
-                    )
+                if status in REFUSALS and not self.is_settled:
+                    # A forbidden namespace must not keep the others from being published.
+                    self.is_settled = True
                     self._on_change()
                 log.warning(
                     "kubernetes %s: %s %s", self._path, type(error).__name__, status or str(error)[:256]

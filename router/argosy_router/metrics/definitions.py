@@ -89,6 +89,13 @@ CLIENT_DISCONNECTS = Definition(
 RATE_LIMITED = Definition(
     "counter", "rate_limited", ("key",), "Requests refused by the rate limits of their API key."
 )
+LIMITING_ROUTERS = Definition(
+    "gauge",
+    "limiting_routers",
+    ("source",),
+    "Routers that divide the limits of keys, this one included, and whether their number is counted, configured or "
+    "assumed.",
+)
 QUEUED_REQUESTS = Definition("gauge", "queued_requests", _MODEL, "Requests in the queue.")
 ADMITTED_REQUESTS = Definition(
     "gauge", "admitted_requests", _MODEL, "Requests that flow control has admitted and that have not ended."

@@ -1,4 +1,4 @@
-"""Limits of one key: requests and tokens per minute, parallel requests and sequences, reserved before a request is sent.
+"""Limits of one key: requests and tokens per minute, parallel requests and sequences, reserved before a request goes.
 
 Owns: how much of its limits a key has left at this router. Must not know: keys themselves, requests, queues, HTTP.
 Each of several routers has its share of the limits; together they keep the limits, except for one request each if a
