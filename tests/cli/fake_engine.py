@@ -1,6 +1,7 @@
 """An engine without a model, run by a supervisor in place of `argosy serve`.
 
 Its behaviour comes from the manifest's `engine.env`: FAKE_EXIT ends the process at once with that code,
+FAKE_LOADS keeps it from becoming ready,
 FAKE_LIFE_S ends it so many seconds after it was ready, FAKE_ANSWER is what it says. A chat answer takes FAKE_ANSWER_S,
 so that requests are under way when things change.
 """
@@ -41,6 +42,8 @@ class FakeEngine:
     async def answer(
         self, writer: asyncio.StreamWriter, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> None:
+        if path == "/ready" and "FAKE_LOADS" in os.environ:
+            return respond(writer, 503, {"status": "loading"})
         if path in ("/ready", "/health", "/metrics"):
             return respond(writer, 200, {"status": "ready"})
         if headers.get("authorization", "") != f"bearer {os.environ['ARGOSY_API_KEY'].lower()}":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import sys
 from pathlib import Path
+
+import pytest
 
 from argosy.local.child_process import LogFile, Process, tail
 
@@ -37,3 +40,31 @@ async def test_a_child_has_a_process_group_but_no_session_of_its_own(tmp_path: P
     process = await Process.start([sys.executable, "-c", show], dict(os.environ), path)
     await process.ended.wait()
     assert path.read_text().splitlines()[0] == f"True {os.getsid(0)}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux chooses by oom_score_adj")
+async def test_when_memory_runs_out_a_child_that_loads_is_killed_before_others(tmp_path: Path) -> None:
+    own = oom_score_adj(os.getpid())
+    script = (
+        "import subprocess, sys; "
+        "child = subprocess.Popen(['sleep', '1000']); "
+        "print(child.pid, flush=True); "
+        "child.wait()"
+    )
+    path = tmp_path / "log"
+    process = await Process.start(
+        [sys.executable, "-c", script], dict(os.environ), path, more_oom_score_adj=300
+    )
+    try:
+        while not (lines := path.read_text().splitlines()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        pids = [process.pid, int(lines[0])]
+        assert [oom_score_adj(pid) for pid in pids] == [min(1000, own + 300)] * 2
+        process.reset_oom_score_adj()
+        assert [oom_score_adj(pid) for pid in pids] == [own] * 2, "those that it has started as well"
+    finally:
+        await process.stop(0.0)
+
+
+def oom_score_adj(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())

@@ -150,6 +150,35 @@ def test_nothing_outlives_a_killed_supervisor(fleet: LocalFleet) -> None:
     assert fleet.start() == 0  # what it left behind stops nobody
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux chooses by oom_score_adj")
+def test_when_memory_runs_out_a_replica_that_is_not_ready_is_killed_before_one_that_serves(
+    fleet: LocalFleet,
+) -> None:
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    fleet.manifest(replicas=1)
+    assert fleet.start() == 0
+    fleet.manifest(replicas=2, engine={"env": [{"name": "FAKE_LOADS", "value": "1"}]})
+    fleet.up("--timeout", "1")
+    replicas = fleet.wait_for(
+        lambda status: any(replica.reason == "loading" for replica in status.services[0].replicas)
+    )
+    scores = {
+        replica.phase: int(Path(f"/proc/{replica.pid}/oom_score_adj").read_text())
+        for replica in replicas.services[0].replicas
+    }
+    assert scores == {"Routable": own, "Starting": min(1000, own + 500)}
+
+
+def test_without_a_surge_an_edit_replaces_the_only_replica_in_place(fleet: LocalFleet) -> None:
+    fleet.manifest(replicas=1, rollout={"maxSurge": 0})
+    assert fleet.start() == 0
+    fleet.manifest(
+        replicas=1, rollout={"maxSurge": 0}, engine={"env": [{"name": "FAKE_ANSWER", "value": "changed"}]}
+    )
+    assert fleet.up() == 0
+    assert names(fleet.status()) == ["tiny-1"]
+
+
 def test_a_replica_that_cannot_start_is_shown_with_the_end_of_its_log(
     fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:

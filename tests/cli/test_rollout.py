@@ -164,6 +164,66 @@ def test_an_old_replica_that_fails_for_a_moment_is_kept_while_no_new_one_works()
     assert next_step(goal(edited, [old]), [old]).retire == ("a",), "it must not block the edit that mends it"
 
 
+RECOVERING = Member("a", OLD, False, False, has_failed=True, has_served=True, is_recovering=True)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_an_old_replica_that_restarts_at_the_moment_of_an_edit_is_kept_until_a_new_one_works(
+    replicas: int,
+) -> None:
+    edited = service(replicas=replicas)
+    fleet = [RECOVERING, *(Member(f"b{number}", OLD, True, False) for number in range(1, replicas))]
+    assert next_step(goal(edited, fleet), fleet) == (1, ()), "nor is it missing from the old ones"
+    broken = Member("n", revision_of(edited), False, False, has_failed=True)
+    assert goal(edited, [*fleet, broken]).halted_by == "n"
+    assert next_step(goal(edited, [*fleet, broken]), [*fleet, broken]) == (0, ())
+    works = broken._replace(is_available=True, has_failed=False)
+    assert "a" in next_step(goal(edited, [*fleet, works]), [*fleet, works]).retire
+
+
+@pytest.mark.parametrize(("num_down", "retired"), [(1, "a"), (2, "a"), (3, "a")])
+def test_without_a_surge_one_of_the_old_replicas_that_restart_is_replaced_first(
+    num_down: int, retired: str
+) -> None:
+    edited = service(replicas=3, rollout={"maxSurge": 0})
+    down = [RECOVERING._replace(name=name) for name in "abc"[:num_down]]
+    fleet = [*down, *(Member(name, OLD, True, False) for name in "abc"[num_down:])]
+    assert next_step(goal(edited, fleet), fleet) == (0, (retired,))
+    left = fleet[1:]
+    assert next_step(goal(edited, left), left) == (1, ()), "and the new one has to work before the others go"
+    left.append(Member("n", revision_of(edited), False, False, has_failed=True))
+    assert next_step(goal(edited, left), left) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "rollout"), [(1, {"maxSurge": 0}), (3, {"maxSurge": 0, "maxUnavailable": 2})]
+)
+def test_without_a_surge_old_replicas_stop_before_new_ones_start(
+    replicas: int, rollout: dict[str, int]
+) -> None:
+    edited = service(replicas=replicas, rollout=rollout)
+    fleet = {str(number): Member(str(number), OLD, True, False) for number in range(replicas)}
+    for serial in range(100):
+        aim = goal(edited, list(fleet.values()))
+        step = next_step(aim, list(fleet.values()))
+        for name in step.retire:
+            fleet[name] = fleet[name]._replace(is_leaving=True, is_available=False)
+        for number in range(step.start):
+            fleet[f"new-{serial}-{number}"] = Member(f"new-{serial}-{number}", aim.revision, False, False)
+        assert len(fleet) <= replicas
+        assert sum(member.is_available for member in fleet.values()) >= replicas - rollout.get(
+            "maxUnavailable", 1
+        )
+        waiting = [member for member in fleet.values() if member.is_leaving or not member.is_available]
+        if not waiting:
+            break
+        if waiting[0].is_leaving:
+            del fleet[waiting[0].name]
+        else:
+            fleet[waiting[0].name] = waiting[0]._replace(is_available=True)
+    assert [member.revision for member in fleet.values()] == [aim.revision] * replicas
+
+
 @pytest.mark.parametrize(("replicas", "retired"), [(3, ""), (2, ""), (1, "b"), (0, "nba")])
 def test_a_halted_rollout_still_scales_down(replicas: int, retired: str) -> None:
     edited = service(replicas=replicas)

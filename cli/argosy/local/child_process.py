@@ -57,16 +57,22 @@ class Process:
         self._reaper = asyncio.create_task(self._reap(), name=f"reap {process.pid}")
 
     @classmethod
-    async def start(cls, command: Sequence[str], env: Mapping[str, str], log_path: Path) -> Process:
+    async def start(
+        cls, command: Sequence[str], env: Mapping[str, str], log_path: Path, *, more_oom_score_adj: int = 0
+    ) -> Process:
         """Start `command` in a process group of its own; its output is appended to `log_path`.
+
+        Args:
+            more_oom_score_adj: how far above this process's `oom_score_adj` that of the child begins.
 
         Raises:
             OSError: the system cannot start a process or open the log.
         """
         log = LogFile(log_path)
+        wrapper = (sys.executable, "-I", "-S", with_parent.__file__)
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", with_parent.__file__, str(os.getpid()), *command),
+                *(*wrapper, str(os.getpid()), str(more_oom_score_adj), *command),
                 env=env,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -97,6 +103,15 @@ class Process:
     def note(self, text: str) -> None:
         """Add a line of the supervisor's to the log."""
         self._log.write(f"-- {text}\n".encode())
+
+    def reset_oom_score_adj(self) -> None:
+        """Give all processes of the child's group the `oom_score_adj` of this process."""
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                *_, group = stat.read_text().rpartition(")")[2].split()[:3]
+                if int(group) == self.pid:
+                    own = Path("/proc/self/oom_score_adj").read_text()
+                    (stat.parent / "oom_score_adj").write_text(own)
 
     def terminate(self) -> None:
         """Send SIGTERM to the child only, which stops its own children in order."""

@@ -37,6 +37,11 @@ _LOADING_STOP_S: Final = 5.0
 """Time to stop for a replica that is not ready, and so has no requests to finish."""
 _STOP_SLACK_S: Final = 10.0
 """Time beyond the engine's own shutdown timeout before SIGKILL."""
+_UNREADY_OOM_SCORE_ADJ: Final = 500
+"""Half of the memory in Linux's choice of what to kill when memory runs out: a replica that loads its model goes before
+one that serves, even if that is larger."""
+_QUICK_RESTARTS: Final = 3
+"""Failures in a row after which a replica that has served is no longer expected back soon."""
 
 
 class Replica:
@@ -97,6 +102,11 @@ class Replica:
         is_steady = self.ready_since > 0 and self.ready_s >= self._settings.min_ready_s
         return self._failures > 0 and not is_steady
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether it has served, and restarts after one of its first failures since it was steady."""
+        return self.has_served and self.phase != "Ready" and self._failures <= _QUICK_RESTARTS
+
     def retire(self) -> None:
         """Let the replica drain and end."""
         if not self.is_leaving:
@@ -116,7 +126,7 @@ class Replica:
             await self._one_life()
             if self._retired.is_set():
                 break
-            delay = backoff_s(self._settings, self._failures)
+            delay = backoff_s(self._settings, self._failures, has_served=self.has_served)
             self._enter("BackOff", f"{self.last_exit}; next start after {delay:.1f} s")
             await first_of(self._retired, timeout_s=delay)
             self.restarts += 1
@@ -129,7 +139,12 @@ class Replica:
             "Starting", f"again; before, {self.last_exit}" if self.last_exit else "starting the process"
         )
         try:
-            process = await Process.start(self._command(port), self._environment(), self._log)
+            process = await Process.start(
+                self._command(port),
+                self._environment(),
+                self._log,
+                more_oom_score_adj=_UNREADY_OOM_SCORE_ADJ,
+            )
         except OSError as error:
             self._failures += 1
             self.last_exit = f"cannot start: {error}"
@@ -147,6 +162,7 @@ class Replica:
     async def _serve(self, process: Process) -> None:
         """Follow the process until it ends or hangs, or the replica is retired."""
         if await self._becomes_ready(process):
+            process.reset_oom_score_adj()
             since = self.ready_since = time.monotonic()
             self.has_served = True
             self._enter("Ready", f"again; before, {self.last_exit}" if self.last_exit else "")

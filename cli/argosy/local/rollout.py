@@ -5,7 +5,8 @@ processes, ports, time. `argosy_resource.rollout_policy` sets the bounds and dec
 for the operator. Within the bounds the rules are those of a Deployment's rolling update, with one difference: a replica
 that still drains counts against the surge, since it holds its memory until it is gone.
 
-Invariants: no step takes the available replicas below `replicas - unavailable` (or below their present number), none
+Invariants: no step takes the available replicas below `replicas - unavailable` (or below their present number), nor,
+until a new one is available, those that are available or will soon be so again; none
 takes the processes above `replicas + surge` (or above their present number), and as long as new replicas become
 available, the steps end with exactly the desired replicas. While a rollout is halted, no replica is replaced.
 """
@@ -63,6 +64,8 @@ class Member(NamedTuple):
     """Whether its process ended, and no later one has been ready for `min_ready_s`."""
     has_served: bool = False
     """Whether one of its processes has been ready."""
+    is_recovering: bool = False
+    """Whether it served until a moment ago, and restarts."""
 
 
 class Step(NamedTuple):
@@ -130,16 +133,19 @@ def next_step(goal: Goal, members: Sequence[Member]) -> Step:
         return Step(0, (*_surplus(current, goal.replicas), *_surplus(old, goal.replicas)))
 
     # An old replica that fails for a moment may be the last one that works, until a new one has proved itself.
-    is_new_proved = not current or any(member.is_available for member in current)
-    useless = (
+    is_new_proved = any(member.is_available for member in current)
+    down = [member for member in old if not (member.is_available or member.is_unreported)]
+    kept = [
         member
-        for member in old
-        if not (member.is_available or member.is_unreported or (member.has_served and not is_new_proved))
-    )
-    retire = [member.name for member in useless]
+        for member in down
+        if not is_new_proved and (member.is_recovering or (member.has_served and current))
+    ]
+    retire = [member.name for member in down if member not in kept]
     retire += _surplus(current, goal.replicas)
     available = sum(member.is_available for member in staying if member.name not in retire)
     floor = max(0, goal.replicas - goal.unavailable)
+    if not current:
+        retire += [member.name for member in kept[: max(0, available + len(kept) - floor)]]
     if available >= floor:
         retire += [member.name for member in old if member.is_unreported]
     retire += [member.name for member in old if member.is_available][: max(0, available - floor)]

@@ -39,6 +39,9 @@ class Settings:
     """Delay before the first restart; it doubles with each further one. Short, as most crashes happen once."""
     most_backoff_s: float = 30.0
     """Cap of the delay: a crash loop costs little, and a removed cause is noticed soon."""
+    most_backoff_unready_s: float = 300.0
+    """The same for a replica that has never been ready, as in Kubernetes: each attempt loads a model, beside replicas
+    that work and need the memory, and an edit of its manifest does not wait for the next one."""
     steady_s: float = 60.0
     """A replica that was ready for this long starts again with the first delay."""
     min_ready_s: float = 10.0
@@ -50,9 +53,10 @@ class Settings:
     Fewer would restart one that merely shares its cores with a build."""
 
 
-def backoff_s(settings: Settings, failures: int) -> float:
+def backoff_s(settings: Settings, failures: int, *, has_served: bool = True) -> float:
     """Delay before the next start, after this number of failures in a row (at least 1)."""
-    return min(settings.most_backoff_s, settings.first_backoff_s * 2.0 ** min(failures - 1, 32))
+    most_s = settings.most_backoff_s if has_served else settings.most_backoff_unready_s
+    return min(most_s, settings.first_backoff_s * 2.0 ** min(failures - 1, 32))
 
 
 def free_port() -> int:

@@ -159,6 +159,7 @@ class Supervisor:
                 is_unreported=self._is_unreported(replica),
                 has_failed=replica.has_failed,
                 has_served=replica.has_served,
+                is_recovering=replica.is_recovering,
             )
             for replica in self._replicas_of(key)
         ]
