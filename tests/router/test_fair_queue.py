@@ -92,6 +92,24 @@ def test_a_full_queue_evicts_for_accounts_with_fewer_entries() -> None:
     assert len(queue) == 4
 
 
+def test_a_queue_out_of_bytes_evicts_for_accounts_with_fewer_bytes() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    hog, modest = account("hog"), account("modest")
+    large = [Entry(hog, 0, 1.0, 30) for _ in range(3)]
+    for entry in large:
+        queue.push(entry, 100, 100)
+    queue.push(Entry(hog, 0, 1.0, 1), 100, 100)
+    for _ in range(9):
+        queue.push(Entry(modest, 0, 1.0, 1), 100, 100)
+    assert queue.bytes == 100
+    assert queue.push(Entry(modest, 0, 1.0, 5), 100, 100) is large[-1], "its newest that is large enough"
+    with pytest.raises(QueueFull):
+        queue.push(Entry(hog, 0, 1.0, 30), 100, 100)
+    with pytest.raises(QueueFull):
+        queue.push(Entry(modest, 0, 1.0, 60), 100, 100)
+    assert (queue.num_of(hog), queue.num_of(modest)) == (3, 10)
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Everything that goes in comes out once, however; bounds hold; nothing starves."""
 

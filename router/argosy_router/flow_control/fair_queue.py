@@ -16,6 +16,7 @@ is capacity, and passes over entries of other names. An account whose entries ar
 A full queue does not let one account keep the others out. A new entry may evict one of the least urgent priority in the
 queue: the newest entry of the account that has the most entries for its weight there. If that priority is the new
 entry's own, the account must be another one, with more entries for its weight than the new entry's account would have.
+If the queue is out of bytes, not of entries, the same holds for the bytes of entries.
 """
 
 from __future__ import annotations
@@ -39,18 +40,23 @@ class QueueFull(Exception):
 class _Flow(Generic[E]):
     """The entries of one account and priority, oldest first."""
 
-    __slots__ = ("account", "entries", "is_listed", "number", "start")
+    __slots__ = ("account", "bytes", "entries", "is_listed", "number", "start")
 
     def __init__(self, account: Account, number: int) -> None:
         self.account = account
         self.number = number
         self.entries: OrderedDict[E, None] = OrderedDict()
+        self.bytes = 0
         self.start = 0.0
         self.is_listed = False
 
-    def share(self, more: int = 0) -> float:
-        """Return the number of entries over the account's weight, with so many more."""
-        return (len(self.entries) + more) / self.account.weight
+    def share(self) -> float:
+        """Return the number of entries over the account's weight."""
+        return len(self.entries) / self.account.weight
+
+    def byte_share(self) -> float:
+        """Return the bytes of the entries over the account's weight."""
+        return self.bytes / self.account.weight
 
     def first(self, names: Collection[str] | None) -> E | None:
         """Return the oldest entry with one of these names; None for `names` is any name."""
@@ -80,6 +86,7 @@ class _Band(Generic[E]):
             flow.start = max(flow.start, self._virtual)
             self._list(flow)
         flow.entries[entry] = None
+        flow.bytes += entry.size
         self.count += 1
 
     def next(self, names: Collection[str] | None, may_go: Callable[[E], bool] | None) -> E | None:
@@ -105,14 +112,15 @@ class _Band(Generic[E]):
 
     def take(self, entry: E) -> None:
         """Remove an entry because its turn has come: its account pays for it."""
+        self.remove(entry)
         flow = self.flows[entry.account]
-        del flow.entries[entry]
-        self.count -= 1
         self._virtual = max(self._virtual, flow.start)
         flow.start = self._virtual + entry.cost / flow.account.weight
 
     def remove(self, entry: E) -> None:
-        del self.flows[entry.account].entries[entry]
+        flow = self.flows[entry.account]
+        del flow.entries[entry]
+        flow.bytes -= entry.size
         self.count -= 1
 
     def _list(self, flow: _Flow[E]) -> None:
@@ -131,6 +139,8 @@ class FairQueue(Generic[E]):
         self._arrivals: OrderedDict[E, None] = OrderedDict()
         self._by_name: dict[str, OrderedDict[E, None]] = {}
         """Entries by name, in the order of arrival."""
+        self._by_account: dict[Account, int] = {}
+        """Number of entries of each account."""
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -150,6 +160,10 @@ class FairQueue(Generic[E]):
         """Return the entry of this name that arrived first; None if there is none."""
         return next(iter(self._by_name.get(name, ())), None)
 
+    def num_of(self, account: Account) -> int:
+        """Return the number of an account's entries."""
+        return self._by_account.get(account, 0)
+
     def push(self, entry: E, max_entries: int, max_bytes: int) -> E | None:
         """Add an entry. Returns the one that was evicted for it, if any.
 
@@ -158,8 +172,8 @@ class FairQueue(Generic[E]):
         """
         evicted = None
         if len(self) >= max_entries or self.bytes + entry.size > max_bytes:
-            evicted = self._victim(entry)
-            if evicted is None or self.bytes - evicted.size + entry.size > max_bytes:
+            evicted = self._victim(entry, max_bytes, is_out_of_entries=len(self) >= max_entries)
+            if evicted is None:
                 raise QueueFull
             self.remove(evicted)
         self._add(entry)
@@ -214,6 +228,7 @@ class FairQueue(Generic[E]):
         if namesakes is None:
             namesakes = self._by_name[entry.name] = OrderedDict()
         namesakes[entry] = None
+        self._by_account[entry.account] = self.num_of(entry.account) + 1
         self.bytes += entry.size
 
     def _forget(self, entry: E, band: _Band[E]) -> None:
@@ -222,20 +237,28 @@ class FairQueue(Generic[E]):
         del namesakes[entry]
         if not namesakes:
             del self._by_name[entry.name]
+        left = self._by_account.pop(entry.account) - 1
+        if left:
+            self._by_account[entry.account] = left
         self.bytes -= entry.size
         if not band.count:
             del self._bands[entry.priority]
             self._priorities.remove(entry.priority)
 
-    def _victim(self, newcomer: E) -> E | None:
-        """Choose the entry to evict for `newcomer`; None if none may be."""
+    def _victim(self, newcomer: E, max_bytes: int, *, is_out_of_entries: bool) -> E | None:
+        """Choose the entry to evict for `newcomer`, whose eviction frees enough bytes; None if none may be."""
         if not self._priorities or self._priorities[-1] < newcomer.priority:
             return None
         band = self._bands[self._priorities[-1]]
-        longest = max(band.flows.values(), key=_Flow.share)
+        share, more = (_Flow.share, 1) if is_out_of_entries else (_Flow.byte_share, newcomer.size)
+        longest = max(band.flows.values(), key=share)
         if self._priorities[-1] == newcomer.priority:
             own = band.flows.get(newcomer.account)
-            mine = own.share(1) if own is not None else 1.0 / newcomer.account.weight
-            if longest is own or longest.share() <= mine:
+            mine = (0.0 if own is None else share(own)) + more / newcomer.account.weight
+            if longest is own or share(longest) <= mine:
                 return None
-        return next(reversed(longest.entries))
+        missing = self.bytes + newcomer.size - max_bytes
+        if is_out_of_entries:
+            newest = next(reversed(longest.entries))
+            return newest if newest.size >= missing else None
+        return next((entry for entry in reversed(longest.entries) if entry.size >= missing), None)

@@ -164,6 +164,9 @@ class ServiceQueue:
     def num_queued(self) -> int:
         return len(self._queue)
 
+    def num_queued_of(self, account: Account) -> int:
+        return self._queue.num_of(account)
+
     def try_admit(
         self, now: float, name: str = "", sequences: int = 1, account: Account | None = None
     ) -> bool:

@@ -92,6 +92,7 @@ class Exchange(AttemptListener):
         self._tried: list[Replica] = []
         """Replicas that attempts were sent to since the client was last sent something."""
         self._faults = FaultAttribution()
+        self._retry_budget = retry_budget
         self._retry_state = RetryState(retry_budget, self._faults)
         self._is_over = False
 
@@ -118,6 +119,7 @@ class Exchange(AttemptListener):
         """
         call, dispatcher = self._call, self._dispatcher
         choice = dispatcher.choose(call, self._tried, self._now())
+        self._retry_budget.earn()
         self._attempt = attempt = self._send_to(choice)
         self._answer.is_sent = True
         if call.is_stream:

@@ -64,8 +64,6 @@ class RequestHandler:
 
     def handle(self, client: Client, call: Call, started: float) -> None:
         """Send a call, queue it, or refuse it with an error. `started` is when the whole request had arrived."""
-        retry_budget = self._retry_budgets.of(call.service, self.now())
-        retry_budget.earn()
         outcome = RequestOutcome(call, started)
         answer = Answer(client, outcome, wheel=self._wheel, comments=self._comments, now=self.now)
         exchange = Exchange(
@@ -74,7 +72,7 @@ class RequestHandler:
             self._on_end,
             dispatcher=self._dispatcher,
             outliers=self._outliers,
-            retry_budget=retry_budget,
+            retry_budget=self._retry_budgets.of(call.service, self.now()),
             accounting=self._accounting,
             upstream_ids=self._upstream_ids,
             wheel=self._wheel,

@@ -2,8 +2,9 @@
 
 Owns: how many retries a service may still send. Must not know: which requests are retried.
 
-Each request earns `RATIO` of a retry, and `FLOOR_PER_S` come free so that a quiet router can still retry (Finagle's
-and Linkerd's budget; GEP-3388 has the same fields). Unused credit is capped at ten seconds' worth of the floor.
+Each request that is sent earns `RATIO` of a retry, and `FLOOR_PER_S` come free so that a quiet router can still retry
+(Finagle's and Linkerd's budget; GEP-3388 has the same fields). Unused credit is capped at ten seconds' worth of the
+floor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RetryBudget:
         self._time = now
 
     def earn(self) -> None:
-        """Add what a new request earns."""
+        """Add what a request earns when it is sent first; one that is refused by a limit earns nothing."""
         self._credit = min(MAX_CREDIT, self._credit + RATIO)
 
     def spend(self, now: float, *, is_error: bool = False) -> bool:
