@@ -97,7 +97,9 @@ class Router:
             self._stderr, is_enabled=config.access_log, line_format=config.access_log_format
         )
         self._ledger = UsageLedger(config.usage_log, socket.gethostname())
-        self.flow_control = FlowController(self.fleet, self.wheel, config.flow_control)
+        self.flow_control = FlowController(
+            self.fleet, self.wheel, config.flow_control, lambda: self.server.connection_limit.free
+        )
         charges = RateLimitCharges()
         self.metrics.add(
             self._access_log.series(),

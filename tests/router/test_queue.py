@@ -12,7 +12,7 @@ import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
 from argosy_protocol.telemetry import Load
-from argosy_router.config import FlowControlLimits
+from argosy_router.config import FlowControlLimits, ServerLimits
 from argosy_router.fleet.candidates import BATCHES_PER_REPLICA
 
 from .fake_engine import FakeEngine
@@ -53,6 +53,31 @@ async def test_queueing_time_does_not_count_as_the_replica_s_latency() -> None:
         ttft = r.metric('ttft_seconds_sum{model="tiny"}')
         assert ttft >= 0.3
         assert r.metric('actual_ttft_seconds_total{model="tiny",replica="r0"}') <= ttft - 0.3
+
+
+async def test_queued_requests_of_one_key_leave_connections_to_others(tmp_path: Path) -> None:
+    connections = 16
+    keys = tmp_path / "keys"
+    keys.write_text("sk-hog name=hog\nsk-other name=other\n")
+    turnstile = Turnstile()
+    config = {"api_keys_file": keys, "server": ServerLimits(max_connections=connections)}
+    async with rig([FakeEngine(script=turnstile)], fields=ONE_AT_A_TIME, **config) as r:
+        r.http.headers["authorization"] = "Bearer sk-hog"
+        tasks = [asyncio.create_task(r.chat(f"{number}")) for number in range(connections)]
+        await r.until(lambda: queued(r) + sum(task.done() for task in tasks) == connections - 1)
+        refused = [task.result() for task in tasks if task.done()]
+        assert {answer.status_code for answer in refused} == {429}
+        assert "few connections are free" in refused[0].json()["error"]["message"]
+        assert connections // 2 < queued(r) <= connections * 3 // 4 + 1
+        waiting = queued(r)
+        headers = {"authorization": "Bearer sk-other"}
+        async with httpx.AsyncClient(base_url=r.router.url, headers=headers, trust_env=False) as other:
+            assert (await other.get("/v1/models")).status_code == 200
+            asked = asyncio.create_task(other.post("/v1/chat/completions", json=chat()))
+            await r.until(lambda: queued(r) == waiting + 1)
+            turnstile.let(1000)
+            assert (await asked).status_code == 200
+        await asyncio.gather(*tasks)
 
 
 async def test_replicas_that_report_themselves_full_are_full() -> None:

@@ -129,6 +129,34 @@ async def test_an_answer_without_a_limit_is_reserved_as_the_key_s_answers_usuall
         assert LIMIT - remaining(await complete(r)) == pytest.approx(2000, rel=0.05), "limits teach nothing"
 
 
+async def test_prompts_of_other_keys_do_not_change_what_a_key_s_prompts_are_estimated_at(
+    tmp_path: Path,
+) -> None:
+    async def by_bytes(connection: Connection, request: Received) -> None:
+        prompt = request.json["prompt"]
+        connection.answer(200, usage(len(prompt) * (4 if prompt.startswith("\u0394") else 1) // 4, 1))
+
+    async with metered(tmp_path, FakeEngine(script=by_bytes)) as (r, clock):
+        (tmp_path / "keys").write_text(
+            (tmp_path / "keys").read_text() + "sk-other name=other tokens_per_minute=1000000000\n"
+        )
+
+        async def reserved() -> int:
+            clock.time += PERIOD_S
+            return LIMIT - remaining(await complete(r, prompt="word" * 500, max_tokens=1))
+
+        r.http.headers["authorization"] = "Bearer sk-other"
+        async with asyncio.timeout(60):
+            while (await complete(r)).status_code != 200:  # until the file is read again
+                pass
+        for _ in range(60):
+            assert (await complete(r, prompt="\u0394" * 500, max_tokens=1)).status_code == 200
+        (service,) = r.router.fleet.services.values()
+        assert service.lengths.bytes_per_token < 3.0, "half of what English has"
+        r.http.headers["authorization"] = "Bearer sk-key"
+        assert await reserved() == pytest.approx(501, abs=5)
+
+
 async def test_batches_side_by_side_stay_within_the_limit(tmp_path: Path) -> None:
     limit, prompts, tokens = 5000, 16, 80
     granted = 0

@@ -17,6 +17,8 @@ MAX_PRIORITY = (1 << 31) - 1
 USUAL_OUTPUT_TOKENS = 256.0
 """Assumed output of a request without `max_tokens` until the account has responses to learn from: an ordinary chat
 answer."""
+USUAL_BYTES_PER_TOKEN = 4.0
+"""Assumed of an account's prompts until it has had answers: English prose with a large vocabulary."""
 _LEARNING_RATE = 0.1
 """A change in the length of responses is learnt from some twenty of them."""
 
@@ -29,6 +31,8 @@ class Account:
         self._limits = KeyLimits(routers)
         self.usual_output_tokens = USUAL_OUTPUT_TOKENS
         """Mean output of requests without `max_tokens`; of this key alone, so that other keys cannot drive it up."""
+        self.bytes_per_token = USUAL_BYTES_PER_TOKEN
+        """Of the prompts of this key alone, for its limits, for the same reason."""
         self.apply(terms, now, secret)
 
     def apply(self, terms: KeyTerms, now: float, secret: bytes = b"") -> None:

@@ -2,17 +2,18 @@
 
 Owns: one queue per service, when queues are looked at, and the queues' metrics.
 Must not know: the bytes of requests and answers, rate limits, how a replica is chosen.
-Invariant: queues are ticked as long as a request is queued, so no request is queued longer than allowed.
+Invariants: queues are ticked as long as a request is queued, so no request is queued longer than allowed; a key's
+queued requests leave connections to other keys.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from argosy_protocol.errors import Unavailable
-from argosy_router.auth.accounts import Account
+from argosy_protocol.errors import TooManyRequests, Unavailable
+from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.config import FlowControlLimits
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
@@ -22,6 +23,9 @@ from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.metrics.definitions import ADMITTED_REQUESTS, QUEUE_SECONDS, QUEUED_REQUESTS
 from argosy_router.metrics.series import Labels, Series
 
+SHARE_OF_FREE = 3
+"""Queued requests that a key may have for each connection that is free, over all services: alone it can take three
+quarters of the connection limit, and several together leave some as well."""
 TICK_S = 0.1
 """How soon a new replica, or capacity that other routers freed, is noticed."""
 
@@ -29,8 +33,16 @@ TICK_S = 0.1
 class FlowController:
     """Flow control of one router, shared by all requests."""
 
-    def __init__(self, fleet: Fleet, wheel: TimerWheel, limits: FlowControlLimits) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        wheel: TimerWheel,
+        limits: FlowControlLimits,
+        free_connections: Callable[[], int],
+    ) -> None:
+        """`free_connections` returns how many more clients may connect."""
         self._fleet = fleet
+        self._free_connections = free_connections
         self._limits = limits
         self._queues: dict[Service, ServiceQueue] = {}
         self._deadline = Deadline(wheel, self._tick)
@@ -86,13 +98,23 @@ class FlowController:
 
         Raises:
             Unavailable: the service has no replica, and requests are not held until there is one.
-            TooManyRequests: the queue is full.
+            TooManyRequests: the queue is full, or the account's queued requests hold too many connections.
         """
+        self._check_share(request.account)
         may_go = self._queues[service].enqueue(request, now)
         if not self._deadline.is_set:
             self._deadline.set(TICK_S)
         if may_go:
             self._tick_soon()
+
+    def _check_share(self, account: Account) -> None:
+        """Raise TooManyRequests if one more queued request of a key would leave too few connections to other keys."""
+        queued = sum(queue.num_queued_of(account) for queue in self._queues.values())
+        if account is not ANONYMOUS and queued > SHARE_OF_FREE * self._free_connections():
+            raise TooManyRequests(
+                f"API key {account.name!r} has {queued} requests in queues, and few connections are free",
+                retry_after_s=1.0,
+            )
 
     def remove(self, service: Service, request: QueuedRequest) -> None:
         """Take a queued request out because its client left."""

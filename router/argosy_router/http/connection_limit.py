@@ -135,6 +135,11 @@ class ConnectionLimit:
         return False
 
     @property
+    def free(self) -> int:
+        """Connections that may still be admitted without closing another."""
+        return max(0, self._limit - self._admitted)
+
+    @property
     def is_surplus_full(self) -> bool:
         """Whether more than `MAX_SURPLUS` connections over the limit are open."""
         return self._surplus > MAX_SURPLUS

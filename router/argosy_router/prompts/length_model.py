@@ -23,7 +23,7 @@ class PromptLengthModel:
 
     def tokens(self, prompt: Prompt) -> int:
         """Estimate the tokens of the whole prompt."""
-        return prompt.token_ids + int(prompt.text_bytes / self.bytes_per_token) + 1
+        return tokens_of(prompt, self.bytes_per_token)
 
     def chunk_ends(self, prompt: Prompt) -> Sequence[int]:
         """Estimate the prompt tokens up to the end of each chunk."""
@@ -35,7 +35,18 @@ class PromptLengthModel:
     def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
         """Adapt the ratio to a prompt's true length. Prompts with token ids or media are ignored, because their
         tokens do not follow from bytes."""
-        is_text = not prompt.token_ids and not prompt.has_media
-        if prompt.text_bytes >= _MIN_TEXT_BYTES and is_text and prompt_tokens > 0:
-            ratio = min(16.0, max(0.25, prompt.text_bytes / prompt_tokens))
-            self.bytes_per_token += _LEARNING_RATE * (ratio - self.bytes_per_token)
+        self.bytes_per_token = learnt(self.bytes_per_token, prompt, prompt_tokens)
+
+
+def tokens_of(prompt: Prompt, bytes_per_token: float) -> int:
+    """Estimate the tokens of the whole prompt by this ratio."""
+    return prompt.token_ids + int(prompt.text_bytes / bytes_per_token) + 1
+
+
+def learnt(bytes_per_token: float, prompt: Prompt, prompt_tokens: int) -> float:
+    """Return the ratio adapted to a prompt's true length, as `PromptLengthModel.learn` says."""
+    is_text = not prompt.token_ids and not prompt.has_media
+    if prompt.text_bytes < _MIN_TEXT_BYTES or not is_text or prompt_tokens <= 0:
+        return bytes_per_token
+    ratio = min(16.0, max(0.25, prompt.text_bytes / prompt_tokens))
+    return bytes_per_token + _LEARNING_RATE * (ratio - bytes_per_token)

@@ -30,7 +30,7 @@ class QueuedCall(QueuedRequest):
         super().__init__(
             call.account,
             call.priority,
-            call.estimate.total,
+            call.estimate.cost,
             len(call.body),
             call.prompt.name,
             call.estimate.sequences,

@@ -17,6 +17,7 @@ from argosy_router.metrics.registry import Metrics
 from argosy_router.observability.access_log import AccessEntry, AccessLog
 from argosy_router.observability.trace_capture import CapturedRequest, TraceCapture
 from argosy_router.observability.usage_ledger import UsageLedger
+from argosy_router.prompts.length_model import learnt
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.upstream.attempt_log import AttemptLog, AttemptRecord, HedgeOutcome
@@ -142,8 +143,10 @@ class RequestAccounting:
         self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
         self._metrics.actual.add(labels, usage.cached_tokens)
         call.service.lengths.learn(call.prompt, usage.prompt_tokens)
+        account = call.account
+        account.bytes_per_token = learnt(account.bytes_per_token, call.prompt, usage.prompt_tokens)
         if not call.estimate.has_limit:
-            call.account.learn_output(usage.completion_tokens / call.estimate.sequences)
+            account.learn_output(usage.completion_tokens / call.estimate.sequences)
 
     def _learn_ttft(self, outcome: RequestOutcome, ttft_s: float) -> None:
         """Compare the predicted time to first token with the measured one."""

@@ -29,6 +29,7 @@ from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Request
+from argosy_router.prompts.length_model import tokens_of
 from argosy_router.prompts.prompt_hash import Prompt
 from argosy_router.proxy.request.body_rewrite import with_another, with_fields, with_usage_requested
 from argosy_router.proxy.request.call import Call
@@ -119,7 +120,12 @@ def decode_call(
         body,
         request.path,
         account,
-        estimate_of(decoded, service.lengths.tokens(prompt), account.usual_output_tokens),
+        estimate_of(
+            decoded,
+            tokens_of(prompt, account.bytes_per_token),
+            account.usual_output_tokens,
+            service_prompt_tokens=service.lengths.tokens(prompt),
+        ),
     )
     call.priority = priority
     call.is_stream = decoded.stream

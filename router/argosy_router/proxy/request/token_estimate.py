@@ -18,7 +18,14 @@ from argosy_protocol.openai import MAX_TOKENS, ChatCompletionRequest, Completion
 class TokenEstimate:
     """The tokens that one request is expected to take."""
 
-    __slots__ = ("beams_per_choice", "has_limit", "output_tokens", "prompt_tokens", "sequences")
+    __slots__ = (
+        "beams_per_choice",
+        "has_limit",
+        "output_tokens",
+        "prompt_tokens",
+        "sequences",
+        "service_prompt_tokens",
+    )
 
     def __init__(
         self,
@@ -28,9 +35,12 @@ class TokenEstimate:
         *,
         has_limit: bool,
         beams_per_choice: float = 1.0,
+        service_prompt_tokens: int | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
-        """Tokens of all prompts together."""
+        """Tokens of all prompts together, by what the key's prompts usually have: for its limits."""
+        self.service_prompt_tokens = prompt_tokens if service_prompt_tokens is None else service_prompt_tokens
+        """The same by what all prompts of the service usually have: for comparison with those of other keys."""
         self.sequences = sequences
         """Sequences generated in parallel."""
         self.output_tokens = output_tokens
@@ -44,6 +54,11 @@ class TokenEstimate:
     def total(self) -> int:
         """Tokens to reserve."""
         return self.prompt_tokens + self.sequences * self.output_tokens
+
+    @property
+    def cost(self) -> int:
+        """Tokens that the request costs the service, in the measure of all keys."""
+        return self.service_prompt_tokens + self.sequences * self.output_tokens
 
     def used(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Return the tokens that an answer with this usage counts for."""
@@ -59,12 +74,18 @@ class TokenEstimate:
 
 
 def estimate_of(
-    request: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, usual_output_tokens: float
+    request: ChatCompletionRequest | CompletionRequest,
+    prompt_tokens: int,
+    usual_output_tokens: float,
+    *,
+    service_prompt_tokens: int | None = None,
 ) -> TokenEstimate:
     """Estimate the tokens of a request.
 
     Args:
+        prompt_tokens: by what the key's prompts usually have.
         usual_output_tokens: of an answer without a limit.
+        service_prompt_tokens: by what all prompts of the service usually have; the same if None.
 
     Raises:
         BadRequest: the prompts of a batch are of different kinds, or too many.
@@ -84,4 +105,5 @@ def estimate_of(
         int(usual_output_tokens) if limit is None else limit,
         has_limit=limit is not None,
         beams_per_choice=width / choices,
+        service_prompt_tokens=service_prompt_tokens,
     )
