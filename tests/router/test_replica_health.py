@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from argosy_router.fleet.health.core_stall import MIN_STALL_S, STALL_STEPS, SUSPECT_STEP_AGE_S
-from argosy_router.fleet.health.replica_health import CONSECUTIVE_FAILURES, ReplicaHealth
+from argosy_router.fleet.health.replica_health import CONSECUTIVE_FAILURES, PROBE_S, ReplicaHealth
 
 
 def test_the_first_silence_makes_suspect_and_the_next_ones_are_failures() -> None:
@@ -88,3 +88,17 @@ def test_polls_decide_whether_a_foreign_replica_answers() -> None:
     assert not health.polled(is_answering=True)
     assert health.polled(is_answering=False)
     assert not health.is_answering
+
+
+def test_a_probe_that_takes_long_is_followed_by_another() -> None:
+    health = ReplicaHealth()
+    health.failed(0.0, may_eject=True, refused=True)
+    assert health.dispatched(10.0)
+    assert not health.admits(10.0)
+    assert health.next_change(10.0) == 10.0 + PROBE_S, "when cached candidates are out of date"
+    assert not health.admits(9.9 + PROBE_S)
+    assert health.admits(10.0 + PROBE_S)
+    assert health.dispatched(10.0 + PROBE_S)
+    assert not health.admits(20.0 + PROBE_S), "one more, not all"
+    assert health.succeeded()
+    assert health.admits(20.0 + PROBE_S)

@@ -6,7 +6,7 @@ Invariants: a success ends an ejection. A replica that says that it is full is p
 neither ejects nor counts towards an ejection. A suspect replica is used only if no better one is left; silence or a
 silent core makes it suspect, and any sign of life ends that.
 
-healthy --failures--> ejected --back-off over--> half-open (one probe request) --first event--> healthy
+healthy --failures--> ejected --back-off over--> half-open (a probe request) --first event--> healthy
                          ^------------------------------- failure ---------------------'
 
 Each event returns whether it changed which replicas may get requests, so that its caller can drop cached candidates.
@@ -25,6 +25,9 @@ enough: no process listens."""
 BASE_EJECTION_S = 1.0
 """The first ejection; each further one in a row doubles, up to `MAX_EJECTION_S`."""
 MAX_EJECTION_S = 30.0
+PROBE_S = 60.0
+"""Time after which another request is sent as a probe although the last one has not ended. A unary answer of many
+tokens takes minutes and shows nothing before its end; whoever asks for it must not keep the replica from all others."""
 
 
 class ReplicaHealth:
@@ -37,6 +40,7 @@ class ReplicaHealth:
         "_is_on_probation",
         "_is_probing",
         "_is_suspect",
+        "_next_probe",
         "consecutive_failures",
         "cooldown_until",
         "core_step_age_s",
@@ -49,6 +53,8 @@ class ReplicaHealth:
         self._ejections = 0
         self._ejected_until: float | None = None
         self._is_probing = False
+        self._next_probe = 0.0
+        """When another probe may be sent while one is in flight."""
         self._is_on_probation = False
         """Whether an ejection has ended and no answer has been whole since: the next failure ejects again."""
         self._is_suspect = False
@@ -173,14 +179,20 @@ class ReplicaHealth:
     # how attempts ended
 
     def admits(self, now: float) -> bool:
-        """Return whether a request may be sent: the replica is not ejected, or half-open and no probe is in flight."""
-        return self._ejected_until is None or (now >= self._ejected_until and not self._is_probing)
+        """Return whether a request may be sent: the replica is not ejected, or half-open and no probe is in flight (or
+        none of the last `PROBE_S`)."""
+        if self._ejected_until is None:
+            return True
+        return now >= self._ejected_until and (not self._is_probing or now >= self._next_probe)
 
     def next_change(self, now: float) -> float:
         """Return when `admits` or `is_in_cooldown` changes by the clock alone; infinity if it does not."""
         ends = inf
-        if self._ejected_until is not None and now < self._ejected_until:
-            ends = self._ejected_until
+        if self._ejected_until is not None:
+            if now < self._ejected_until:
+                ends = self._ejected_until
+            elif self._is_probing and now < self._next_probe:
+                ends = self._next_probe
         return min(ends, self.cooldown_until) if now < self.cooldown_until else ends
 
     def dispatched(self, now: float) -> bool:
@@ -188,6 +200,7 @@ class ReplicaHealth:
         is_probe = self._ejected_until is not None and now >= self._ejected_until
         if is_probe:
             self._is_probing = True
+            self._next_probe = now + PROBE_S
         return is_probe
 
     def abandoned(self) -> bool:
