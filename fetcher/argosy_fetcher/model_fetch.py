@@ -6,6 +6,7 @@ how any of them is done.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ def fetch_model(
     offline: bool = False,
     requested: str = "",
     settings: TransferSettings = _DEFAULTS,
+    cancelled: threading.Event | None = None,
 ) -> FetchedModel:
     """Return a model from the store, after fetching what is missing.
 
@@ -63,12 +65,14 @@ def fetch_model(
         refresh: resolve the requested revision again, although it is pinned.
         offline: make no request; takes precedence over `refresh`.
         requested: the model as the user wrote it, for messages.
+        cancelled: ends the fetch when it is set. What has arrived is kept.
 
     Raises:
+        Cancelled: the event was set.
         FetchError: the most specific class that applies.
-        TransientError: attempts in a row failed until it gave up. What has arrived is kept.
+        TransientError: nothing came from the source for too long. What has arrived is kept.
     """
-    fetch = _Fetch(source, store, progress, check_config, settings)
+    fetch = _Fetch(source, store, progress, check_config, settings, cancelled)
     if (offline or not refresh) and (found := fetch.find()) is not None:
         return fetch.present(found)
     if offline:
@@ -91,12 +95,14 @@ class _Fetch:
         progress: Progress,
         check_config: CheckConfig | None,
         settings: TransferSettings,
+        cancelled: threading.Event | None,
     ) -> None:
         self._source = source
         self._store = store
         self._progress = progress
         self._check_config = check_config
         self._settings = settings
+        self._cancelled = cancelled or threading.Event()
 
     def find(self) -> StoredModel | None:
         return self._store.find(self._source.name, self._source.requested_revision)
@@ -205,10 +211,13 @@ class _Fetch:
             settings=self._settings,
             known=known,
             extra_bytes=extra_bytes,
+            cancelled=self._cancelled,
         )
 
     def _attempts(self, what: str) -> Attempts:
-        return Attempts(f"{self._source.name}: {what}", self._settings.retry, self._progress.note)
+        return Attempts(
+            f"{self._source.name}: {what}", self._settings.retry, self._progress.note, self._cancelled
+        )
 
 
 def _reader(files: dict[str, UnpackedFile]) -> Callable[[RemoteFile], bytes]:

@@ -8,6 +8,7 @@ keeps a model from being removed. Must not know how a model is fetched or what u
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ def pull_model(
     check_config: CheckConfig | None = None,
     refresh: bool = False,
     environment: Mapping[str, str] | None = None,
+    cancelled: threading.Event | None = None,
 ) -> PulledModel:
     """Return the model, fetched if the store does not have it. A model that it has costs no request.
 
@@ -62,8 +64,10 @@ def pull_model(
         check_config: raises if a config.json is of a model that the caller does not serve.
         refresh: ask the source again which revision a branch, a tag or the source itself has.
         environment: os.environ if left out.
+        cancelled: ends a fetch when it is set. What has arrived is kept.
 
     Raises:
+        Cancelled: the event was set.
         FetchError: the model cannot be fetched; a subclass says why.
         TransientError: the source or the network does not answer; what has arrived is kept.
     """
@@ -83,6 +87,7 @@ def pull_model(
             refresh=refresh,
             offline=is_offline(values),
             requested=str(uri),
+            cancelled=cancelled,
         )
     return PulledModel(fetched.path, fetched.source, fetched.revision, hold_model(fetched.path))
 

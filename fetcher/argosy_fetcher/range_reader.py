@@ -1,6 +1,7 @@
 """Range reader: reads ranges of a source's files exactly, across cuts.
 
-Owns what a range is made of: the bytes asked for, in order, no more and no less. Must not know disks or threads.
+Owns what a range is made of: the bytes asked for, in order, no more and no less. Must not know disks or threads. A
+response that trickles counts as cut, and what it brought does not count as progress.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from contextlib import suppress
 
 from argosy_fetcher.digests import matches
 from argosy_fetcher.errors import HashMismatch, TransientError, UnsupportedModel
+from argosy_fetcher.minimum_rate import MinimumRate
 from argosy_fetcher.retry import Attempts
 from argosy_fetcher.snapshot import RemoteFile
 from argosy_fetcher.sources.source import Chunk, Source
@@ -22,17 +24,21 @@ def read_range(
 
     Raises:
         FetchError: from the source.
-        TransientError: too many attempts in a row brought no byte.
-        Cancelled: `attempts` was cancelled while it waited.
+        TransientError: there was no progress for too long.
+        Cancelled: `attempts` was cancelled.
     """
     position = start
     while position < stop:
         failure = TransientError("the connection ended early")
         try:
+            rate = MinimumRate(attempts.clock)
             for view in _chunks(source.read(file, position, stop), stop - position):
+                attempts.check_cancelled()
                 position += view.nbytes
-                attempts.progressed()
+                if rate.add(view.nbytes):
+                    attempts.progressed()
                 yield view
+                rate.resume()
         except TransientError as error:
             failure = error
         except (ConnectionError, TimeoutError) as error:

@@ -1,7 +1,8 @@
 """Retries: how long to wait between attempts, and when to give up.
 
-Owns the delays and the count of failures in a row. Must not know what is attempted. Progress resets the count, so a bad
-line costs time only; a server that sends nothing is given up.
+Owns the delays, the count of failures in a row and the length of an outage. Must not know what is attempted. A fetch
+goes on as long as any of its files makes progress, so a bad line costs time only; a source from which nothing comes for
+minutes is given up.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,8 +26,10 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    max_failures: int = 8
-    """Failures in a row, without a byte between them, after which a fetch gives up: about a minute."""
+    max_outage: float = 300.0
+    """Seconds without progress after which a fetch gives up: longer than restarts of routers and servers take."""
+    min_failures: int = 3
+    """Failures in a row before it gives up, so that one long wait at the server's wish is followed by attempts."""
     first_delay: float = 0.5
     """Doubled by each failure in a row."""
     max_delay: float = 30.0
@@ -33,16 +37,34 @@ class RetryPolicy:
     """Cap on a server's Retry-After: the hub's rate limits count requests over five minutes."""
     wait: Callable[[threading.Event, float], object] = threading.Event.wait
     """Waits until the event is set, for the given time at most."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds from any start."""
 
     def delay(self, failures: int, retry_after_s: float | None) -> float:
         """Return the seconds until the next attempt, after `failures` failures in a row.
 
-        The delay is random, so that many clients of a server that comes back do not arrive at once.
+        The delay is random, so that many clients of a server that comes back do not arrive at once. A server's wish
+        lengthens it and never shortens it.
         """
-        if retry_after_s is not None and math.isfinite(retry_after_s):
-            return min(max(retry_after_s, 0.0), self.max_retry_after)
         longest = min(self.max_delay, self.first_delay * 2.0 ** min(failures - 1, 30))
-        return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        delay = longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        if retry_after_s is not None and math.isfinite(retry_after_s):
+            return max(delay, min(retry_after_s, self.max_retry_after))
+        return delay
+
+
+class Outage:
+    """The time since which nothing has come from a source. Shared by the threads of a fetch."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        """When the first attempt failed; None while there is progress."""
+        self.num_noted = 0
+        """The most failures in a row that a note was written about. Threads that fail alike need one note together."""
+
+    def end(self) -> None:
+        self.since = None
+        self.num_noted = 0
 
 
 class Attempts:
@@ -52,6 +74,7 @@ class Attempts:
         what: names the thing in messages.
         note: is told each delay but the first, because single cuts are ordinary.
         cancelled: ends waiting.
+        outage: that of the source, if several things are read of it at once.
     """
 
     def __init__(
@@ -60,44 +83,76 @@ class Attempts:
         policy: RetryPolicy,
         note: Callable[[str], None],
         cancelled: threading.Event | None = None,
+        outage: Outage | None = None,
     ) -> None:
         self._what = what
         self._policy = policy
         self._note = note
         self._cancelled = cancelled or threading.Event()
+        self._outage = outage or Outage()
         self._failures = 0
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self._policy.clock
 
     def progressed(self) -> None:
         """Reset the count: something has arrived."""
         self._failures = 0
+        if self._outage.since is not None:
+            self._outage.end()
+
+    def check_cancelled(self) -> None:
+        """
+        Raises:
+            Cancelled: the event was set.
+        """
+        if self._cancelled.is_set():
+            raise Cancelled
 
     def failed(self, error: TransientError) -> None:
         """Wait until the next attempt is due.
 
         Raises:
-            TransientError: there were too many failures in a row.
+            TransientError: nothing has come from the source for too long.
             Cancelled: the event was set meanwhile.
         """
+        self.check_cancelled()
         self._failures += 1
-        if self._failures >= self._policy.max_failures:
+        now = self._policy.clock()
+        since = self._outage.since
+        if since is None:
+            since = self._outage.since = now
+        if self._failures >= self._policy.min_failures and now - since >= self._policy.max_outage:
             raise TransientError(
-                f"{self._what}: gave up after {self._failures} failures in a row: {error}; "
-                "what has arrived is kept, so another run continues from there",
+                f"{self._what}: gave up after {self._failures} failures in a row and {now - since:.0f} s without "
+                f"progress: {error}; what has arrived is kept, so another run continues from there",
                 error.retry_after_s,
             ) from error
+        self._wait(error)
+        self.check_cancelled()
+
+    def _wait(self, error: TransientError) -> None:
         delay = self._policy.delay(self._failures, error.retry_after_s)
-        if self._failures > 1 or error.retry_after_s:
-            self._note(f"{self._what}: {error}; next attempt in {delay:.1f} s")
+        is_ordinary = self._failures == 1 and not error.retry_after_s
+        if not is_ordinary and self._failures > self._outage.num_noted:
+            self._outage.num_noted = self._failures
+            wish = ""
+            if error.retry_after_s and error.retry_after_s > self._policy.max_retry_after:
+                wish = (
+                    f"; the server asks for {error.retry_after_s:.0f} s, which is more than is waited at once"
+                )
+            self._note(
+                f"waiting for {self._what} (attempt {self._failures + 1} in {delay:.1f} s): {error}{wish}"
+            )
         self._policy.wait(self._cancelled, delay)
-        if self._cancelled.is_set():
-            raise Cancelled
 
 
 def retrying(attempts: Attempts, call: Callable[[], _Result]) -> _Result:
     """Call until there is a result.
 
     Raises:
-        TransientError: there were too many failures.
+        TransientError: there was none for too long.
     """
     while True:
         try:

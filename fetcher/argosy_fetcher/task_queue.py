@@ -20,8 +20,13 @@ _STOP_S: Final = 5.0
 
 
 class TaskQueue:
-    def __init__(self) -> None:
-        self.cancelled = threading.Event()
+    """
+    Args:
+        cancelled: stops the queue when it is set, as soon as a task notices.
+    """
+
+    def __init__(self, cancelled: threading.Event | None = None) -> None:
+        self.cancelled = cancelled or threading.Event()
         """Set at the first error, and when the queue ends for another reason than that its tasks are done."""
         self._tasks: deque[Task] = deque()
         self._changed = threading.Condition()
@@ -44,6 +49,7 @@ class TaskQueue:
         """Run all tasks.
 
         Raises:
+            Cancelled: the queue was stopped from outside.
             Exception: the first error of a task.
         """
         threads = [
@@ -67,6 +73,8 @@ class TaskQueue:
                     thread.join(max(0.0, deadline - time.monotonic()))
         if self._error is not None:
             raise self._error
+        if self.cancelled.is_set():
+            raise Cancelled
 
     @property
     def _is_over(self) -> bool:

@@ -9,6 +9,7 @@ one continues with the parts that were finished; the bytes reported to `Progress
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from argosy_fetcher.errors import HashMismatch
 from argosy_fetcher.partial_file import PartialFile
 from argosy_fetcher.progress import Progress
 from argosy_fetcher.range_reader import mismatch_message, read_range
-from argosy_fetcher.retry import Attempts, Cancelled, RetryPolicy
+from argosy_fetcher.retry import Attempts, Cancelled, Outage, RetryPolicy
 from argosy_fetcher.snapshot import RemoteFile
 from argosy_fetcher.sources.source import Source
 from argosy_fetcher.task_queue import Task, TaskQueue
@@ -46,25 +47,29 @@ def transfer(
     settings: TransferSettings,
     known: Mapping[str, bytes],
     extra_bytes: int = 0,
+    cancelled: threading.Event | None = None,
 ) -> None:
     """Fetch files to their targets. Targets that exist with the right size are taken for complete.
 
     A source may have a method `local_copy(file) -> Path | None`, which names a file on this machine that should have
-    the same content; and a method `can_read_ranges(file) -> bool`: if it returns False, the file is one part.
+    the same content; and a method `can_read_ranges(file) -> bool`, which may make a request: if it returns False, the
+    file is one part.
 
     Args:
         directory: holds the targets, and nothing that others write.
         known: content of files that the caller has read and checked already, by path in the snapshot.
         extra_bytes: room that the caller will need in addition.
+        cancelled: ends the transfer when it is set. What has arrived is kept.
 
     Raises:
+        Cancelled: the event was set.
         HashMismatch: a file's content was wrong twice.
         NoSpace: the disk has no room. What has arrived is kept.
         FetchError: from the source, or the directory cannot be written.
-        TransientError: a part failed too often in a row without a byte between.
+        TransientError: nothing came from the source for too long.
     """
     with disk_errors(source.name, directory):
-        _Transfer(source, targets, directory, progress, settings, known).run(extra_bytes)
+        _Transfer(source, targets, directory, progress, settings, known, cancelled).run(extra_bytes)
 
 
 class _Transfer:
@@ -76,22 +81,25 @@ class _Transfer:
         progress: Progress,
         settings: TransferSettings,
         known: Mapping[str, bytes],
+        cancelled: threading.Event | None,
     ) -> None:
         self._source = source
         self._directory = directory
         self._progress = progress
         self._settings = settings
         self._known = known
-        self._queue = TaskQueue()
+        self._queue = TaskQueue(cancelled)
+        self._outage = Outage()
         self._files = [PartialFile(file, path, self._part_bytes(file)) for path, file in targets.items()]
         self._wrong: set[Path] = set()
         """Files whose content, fetched from its first to its last byte by this process, was wrong once."""
 
     def _part_bytes(self, file: RemoteFile) -> int:
+        part_bytes = self._settings.part_bytes
         can_read_ranges = getattr(self._source, "can_read_ranges", None)
-        if can_read_ranges is not None and not can_read_ranges(file):
-            return max(file.size, 1)
-        return self._settings.part_bytes
+        if file.size <= part_bytes or can_read_ranges is None or can_read_ranges(file):
+            return part_bytes
+        return file.size
 
     def run(self, extra_bytes: int) -> None:
         total = sum(file.file.size for file in self._files)
@@ -149,10 +157,10 @@ class _Transfer:
             self._settings.retry,
             self._progress.note,
             self._queue.cancelled,
+            self._outage,
         )
         with file.opened() as descriptor:
             for view in read_range(self._source, file.file, start, stop, attempts):
-                self._check_cancelled()
                 _write_at(descriptor, view, start)
                 start += view.nbytes
                 self._progress.advance(view.nbytes)

@@ -16,14 +16,15 @@ from hypothesis import given, settings
 
 from argosy_fetcher.errors import FetchError, HashMismatch, NoSpace, SourceChanged, TransientError
 from argosy_fetcher.progress import Silent
-from argosy_fetcher.retry import RetryPolicy
+from argosy_fetcher.retry import Cancelled, RetryPolicy
 from argosy_fetcher.snapshot import Algorithm, RemoteFile
 from argosy_fetcher.sources.source import Chunk
 from argosy_fetcher.transfer import TransferSettings, transfer
 from recorded_progress import RecordedProgress
+from retry_time import RetryTime
 from scripted_source import Read, ScriptedSource, Stop
 
-PATIENT = RetryPolicy(max_failures=1000, wait=lambda event, seconds: None)
+PATIENT = RetryPolicy(wait=lambda event, seconds: None)
 QUICK = TransferSettings(part_bytes=100, retry=RetryPolicy(wait=lambda event, seconds: None))
 CONTENT = {"a": bytes(range(256)) * 3, "b": b"b" * 250, "empty": b""}
 TOTAL = sum(map(len, CONTENT.values()))
@@ -111,14 +112,13 @@ def stop_after(source: ScriptedSource, num_bytes: int) -> Callable[[Read], Stop 
 
 
 def test_an_endless_failure_is_given_up_and_keeps_what_has_arrived(tmp_path: Path) -> None:
-    waits: list[float] = []
-    policy = RetryPolicy(wait=lambda event, seconds: waits.append(seconds))
+    time = RetryTime()
     source = ScriptedSource({"a": CONTENT["a"]})
     source.on_read = lambda read: Stop(0, TransientError("503")) if read.start >= 300 else None
-    with pytest.raises(TransientError, match=r"hf://acme/tiny: a: gave up after 8 failures in a row: 503"):
-        fetch(source, tmp_path, settings=TransferSettings(100, 1, policy))
-    assert len(waits) == 7
-    assert all(0.25 <= wait <= 30 for wait in waits)
+    with pytest.raises(TransientError, match=r"hf://acme/tiny: a: gave up after .* without progress: 503"):
+        fetch(source, tmp_path, settings=TransferSettings(100, 1, time.policy()))
+    assert 300 <= time.now <= 330
+    assert all(0.25 <= wait <= 30 for wait in time.waits)
     rest = ScriptedSource({"a": CONTENT["a"]})
     fetch(rest, tmp_path)
     assert min(read.start for read in rest.reads) == 300
@@ -139,7 +139,96 @@ def test_retry_after_is_obeyed_and_told(tmp_path: Path) -> None:
     source.on_read = lambda read: Stop(0, TransientError("429", 17.0)) if read.number == 0 else None
     fetch(source, tmp_path, progress, TransferSettings(1000, 1, policy))
     assert waits == [17.0]
-    assert progress.notes == ["hf://acme/tiny: a: 429; next attempt in 17.0 s"]
+    assert progress.notes == ["waiting for hf://acme/tiny: a (attempt 2 in 17.0 s): 429"]
+
+
+def test_an_outage_of_minutes_is_waited_for(tmp_path: Path) -> None:
+    time = RetryTime()
+    source = ScriptedSource({"a": CONTENT["a"]})
+    source.on_read = lambda read: Stop(0, TransientError("503")) if read.start and time.now < 250 else None
+    fetch(source, tmp_path, settings=TransferSettings(100, 1, time.policy()))
+    assert found(tmp_path) == {"a": CONTENT["a"]}
+    assert time.now >= 250
+
+
+class Trickle(ScriptedSource):
+    """Sends a byte every 29 seconds, and never an end."""
+
+    time: RetryTime
+    is_well = False
+
+    def read(self, file: RemoteFile, start: int, stop: int) -> Iterator[Chunk]:
+        for chunk in super().read(file, start, stop):
+            self.time.now += 0 if self.is_well else 29
+            yield chunk
+
+
+def trickle() -> Trickle:
+    source = Trickle({"a": CONTENT["a"]}, chunk_bytes=1)
+    source.time = RetryTime()
+    return source
+
+
+def test_a_source_that_trickles_is_given_up(tmp_path: Path) -> None:
+    source = trickle()
+    with pytest.raises(
+        TransientError, match=r"without progress: the source sends too slowly \(3 bytes in 87 s"
+    ):
+        fetch(source, tmp_path, settings=TransferSettings(1000, 1, source.time.policy()))
+    assert source.time.now < 1000
+
+
+def test_a_trickle_is_cut_and_the_next_attempt_continues(tmp_path: Path) -> None:
+    source = trickle()
+
+    def recover(read: Read) -> None:
+        source.is_well = read.number == 2
+
+    source.on_read = recover
+    fetch(source, tmp_path, settings=TransferSettings(1000, 1, source.time.policy()))
+    assert [read.start for read in source.reads] == [0, 3, 6]
+    assert found(tmp_path) == {"a": CONTENT["a"]}
+
+
+def test_time_that_the_disk_takes_is_not_the_source_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time, write = RetryTime(), os.pwrite
+
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        time.now += 100
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    source = ScriptedSource({"a": CONTENT["a"]}, chunk_bytes=1)
+    fetch(source, tmp_path, settings=TransferSettings(1000, 1, time.policy()))
+    assert len(source.reads) == 1
+
+
+def test_a_cancelled_transfer_stops_at_the_next_chunk(tmp_path: Path) -> None:
+    cancelled = threading.Event()
+
+    class Cancelling(ScriptedSource):
+        def read(self, file: RemoteFile, start: int, stop: int) -> Iterator[Chunk]:
+            for chunk in super().read(file, start, stop):
+                if self.num_bytes == 500:
+                    cancelled.set()
+                yield chunk
+
+    source = Cancelling({"a": bytes(10_000)}, chunk_bytes=100)
+    targets = {tmp_path / file.path: file for file in source.files}
+    with pytest.raises(Cancelled):
+        transfer(
+            source,
+            targets,
+            tmp_path,
+            progress=Silent(),
+            settings=TransferSettings(10_000, 1, PATIENT),
+            known={},
+            cancelled=cancelled,
+        )
+    assert source.num_bytes == 500
+    assert "a" not in found(tmp_path)
 
 
 def test_connection_errors_that_a_source_lets_through_are_transient(tmp_path: Path) -> None:

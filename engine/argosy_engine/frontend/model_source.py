@@ -67,7 +67,7 @@ def local_model(args: EngineArgs, display: ProgressDisplay | None = None) -> Ite
 async def local_model_async(
     args: EngineArgs, display: ProgressDisplay | None = None
 ) -> AsyncIterator[EngineArgs]:
-    """As `local_model`, while the event loop goes on. Cancelling it leaves the fetch to end with the process."""
+    """As `local_model`, while the event loop goes on. Cancelling it ends the fetch, which the next one continues."""
     uri = _uri(args)
     if not uri.is_remote:
         yield args
@@ -123,7 +123,9 @@ def _uri(args: EngineArgs) -> SourceUri:
         return uri.at_revision(args.revision)
 
 
-def _pull(uri: SourceUri, args: EngineArgs, progress: Progress) -> PulledModel:
+def _pull(
+    uri: SourceUri, args: EngineArgs, progress: Progress, cancelled: threading.Event | None = None
+) -> PulledModel:
     from argosy_fetcher.pull import pull_model
 
     with _fetch_errors():
@@ -132,6 +134,7 @@ def _pull(uri: SourceUri, args: EngineArgs, progress: Progress) -> PulledModel:
             progress=progress,
             download_dir=args.download_dir,
             check_config=partial(check_fetched_config, uri.name),
+            cancelled=cancelled,
         )
 
 
@@ -160,6 +163,7 @@ async def _pull_in_daemon_thread(uri: SourceUri, args: EngineArgs, progress: Pro
     """Fetch in a thread that does not keep the process from ending, as those of the loop's executor would."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[PulledModel] = loop.create_future()
+    cancelled = threading.Event()
 
     def settle(model: PulledModel | None, error: BaseException | None) -> None:
         if model is not None:
@@ -174,11 +178,14 @@ async def _pull_in_daemon_thread(uri: SourceUri, args: EngineArgs, progress: Pro
         model: PulledModel | None = None
         failure: BaseException | None = None
         try:
-            model = _pull(uri, args, progress)
+            model = _pull(uri, args, progress, cancelled)
         except BaseException as error:
             failure = error
         with suppress(RuntimeError):  # the loop is closed: the process ends
             loop.call_soon_threadsafe(settle, model, failure)
 
     threading.Thread(target=run, name="fetch model", daemon=True).start()
-    return await future
+    try:
+        return await future
+    finally:
+        cancelled.set()
