@@ -2,14 +2,16 @@
 
 Owns which bytes are read: configs and the index in full, and of each safetensors file its header. The rest of such a
 file is a hole, so its size is right and it takes no room. Must not know what the headers are used for, or the store.
-Invariant: no byte of a weight is requested beyond the first `FIRST_BYTES` of a file.
+Invariants: no byte of a weight is requested beyond the first `FIRST_BYTES` of a file; what a hostile source can make
+of the directory is bounded, in files, in their sizes and in the bytes that are stored.
 
 A safetensors file begins with the length of its header (8 bytes, little-endian) and the header.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,7 +20,7 @@ from argosy_fetcher.disk import disk_errors
 from argosy_fetcher.errors import UnsupportedModel
 from argosy_fetcher.model_fetch import checked_snapshot
 from argosy_fetcher.range_reader import read_range, read_whole
-from argosy_fetcher.retry import Attempts, RetryPolicy, retrying
+from argosy_fetcher.retry import Attempts, Outage, RetryPolicy, retrying
 from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES, CheckConfig, select
 from argosy_fetcher.snapshot import RemoteFile, Snapshot
 from argosy_fetcher.sources.source import Source
@@ -28,6 +30,12 @@ FIRST_BYTES: Final = 64 << 10
 """Read of each file at first: most headers fit, and more than one request costs more time than these bytes."""
 MAX_HEADER_BYTES: Final = 100 << 20
 """The limit that the format defines."""
+MAX_WEIGHT_FILES: Final = 2000
+"""Several times the shards of the largest models."""
+MAX_WEIGHT_BYTES: Final = 16 << 40
+"""Of all files together: what one file may have on common file systems, even if it is a hole."""
+MAX_STORED_BYTES: Final = 256 << 20
+"""Of all headers together. Those of a model with 100,000 tensors have 15 MB."""
 _MAX_READS_IN_FLIGHT: Final = 8
 _CONFIGS: Final = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -47,9 +55,10 @@ def fetch_headers(
         note: takes a line about something that takes time.
 
     Raises:
-        UnsupportedModel: the model is not served, a header is malformed, or the model is in an archive.
+        UnsupportedModel: the model is not served, a header is malformed, the model is in an archive, or there are more
+            files or bytes than any model has.
         FetchError: from the source, or the directory cannot be written.
-        TransientError: a request failed too often in a row.
+        TransientError: nothing came from the source for too long.
     """
     reader = _HeaderReader(source, retry or RetryPolicy(), note)
     snapshot = checked_snapshot(retrying(reader.attempts(source.name), source.snapshot), source.name)
@@ -67,6 +76,7 @@ def fetch_headers(
 
     files = select(snapshot, read_small, check_config)
     weights = [file for file in files if file.path.endswith(".safetensors")]
+    _check_bounds(source.name, weights)
     with disk_errors(source.name, directory):
         for file in files:
             if file.path in _CONFIGS:
@@ -74,6 +84,18 @@ def fetch_headers(
         reader.queue.add(partial(reader.store_header, file, directory / file.path) for file in weights)
         reader.queue.run(_MAX_READS_IN_FLIGHT)
     return snapshot
+
+
+def _check_bounds(source: str, weights: Sequence[RemoteFile]) -> None:
+    size = sum(file.size for file in weights)
+    if len(weights) > MAX_WEIGHT_FILES:
+        raise UnsupportedModel(
+            f"{source}: the weights are in {len(weights)} files; headers of at most {MAX_WEIGHT_FILES} are read"
+        )
+    if size > MAX_WEIGHT_BYTES:
+        raise UnsupportedModel(
+            f"{source}: the weights have {size} bytes; headers are read of at most {MAX_WEIGHT_BYTES}"
+        )
 
 
 class _HeaderReader:
@@ -84,9 +106,12 @@ class _HeaderReader:
         self._source = source
         self._retry = retry
         self._note = note
+        self._outage = Outage()
+        self._lock = threading.Lock()
+        self._num_stored_bytes = 0
 
     def attempts(self, what: str) -> Attempts:
-        return Attempts(what, self._retry, self._note, self.queue.cancelled)
+        return Attempts(what, self._retry, self._note, self.queue.cancelled, self._outage)
 
     def read_small(self, file: RemoteFile) -> bytes:
         attempts = self.attempts(f"{self._source.name}: {file.path}")
@@ -110,7 +135,17 @@ class _HeaderReader:
                 f"{self._source.name}: {file.path} is not a safetensors file; use another revision"
             )
         stop = 8 + length
+        self._reserve(stop)
         return first[:stop] if stop <= len(first) else first + self._read(file, len(first), stop)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Count bytes that will be stored, before they are read."""
+        with self._lock:
+            self._num_stored_bytes += num_bytes
+            if self._num_stored_bytes > MAX_STORED_BYTES:
+                raise UnsupportedModel(
+                    f"{self._source.name}: the headers of the weights have more than {MAX_STORED_BYTES} bytes together"
+                )
 
     def _read(self, file: RemoteFile, start: int, stop: int) -> bytes:
         attempts = self.attempts(f"{self._source.name}: {file.path}")

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from argosy_fetcher import header_fetch
 from argosy_fetcher.errors import TransientError, UnsupportedModel
-from argosy_fetcher.header_fetch import FIRST_BYTES, MAX_HEADER_BYTES, fetch_headers
+from argosy_fetcher.header_fetch import FIRST_BYTES, MAX_HEADER_BYTES, MAX_WEIGHT_FILES, fetch_headers
 from argosy_fetcher.retry import RetryPolicy
+from argosy_fetcher.snapshot import RemoteFile
 from scripted_source import ScriptedSource, Stop
 
-AT_ONCE = RetryPolicy(max_failures=3, wait=lambda event, seconds: None)
+AT_ONCE = RetryPolicy(max_outage=0, wait=lambda event, seconds: None)
 TOKENIZER = {"tokenizer.json": b"{}"}
 CONFIG = {"config.json": b'{"architectures": ["LlamaForCausalLM"]}'}
 
@@ -108,6 +110,36 @@ def test_the_config_is_checked_before_any_weight_is_read(tmp_path: Path) -> None
     with pytest.raises(UnsupportedModel, match=r"\['LlamaForCausalLM'\] is not served"):
         fetch_headers(source, tmp_path, check_config=refuse)
     assert source.paths_read() == {"config.json"}
+
+
+def sharded(shards: dict[str, bytes]) -> ScriptedSource:
+    index = json.dumps({"weight_map": {f"{name}.w": name for name in shards}}).encode()
+    return ScriptedSource({**CONFIG, **TOKENIZER, **shards, "model.safetensors.index.json": index})
+
+
+def test_more_files_than_any_model_has_are_refused(tmp_path: Path) -> None:
+    source = sharded({f"{number}.safetensors": b"" for number in range(MAX_WEIGHT_FILES + 1)})
+    with pytest.raises(UnsupportedModel, match=r"in 2001 files; headers of at most 2000 are read"):
+        fetch_headers(source, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_holes_are_bounded_together(tmp_path: Path) -> None:
+    source = sharded({f"{number}.safetensors": weights() for number in range(3)})
+    source.files = tuple(
+        RemoteFile(file.path, 6 << 40 if file.path[0].isdigit() else file.size, file.digest)
+        for file in source.files
+    )
+    with pytest.raises(UnsupportedModel, match=rf"have {18 << 40} bytes; headers are read of at most"):
+        fetch_headers(source, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_headers_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = sharded({f"{number}.safetensors": weights() for number in range(3)})
+    monkeypatch.setattr(header_fetch, "MAX_STORED_BYTES", 2 * len(header_of(weights())))
+    with pytest.raises(UnsupportedModel, match="the headers of the weights have more than"):
+        fetch_headers(source, tmp_path)
 
 
 def test_headers_in_an_archive_are_not_read(tmp_path: Path) -> None:
