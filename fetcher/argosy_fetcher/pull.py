@@ -25,6 +25,7 @@ from argosy_fetcher.progress import Progress
 from argosy_fetcher.selection import CheckConfig
 from argosy_fetcher.snapshot import Snapshot
 from argosy_fetcher.source_uri import SourceUri
+from argosy_fetcher.sources.hub_endpoint import hub_source_name
 from argosy_fetcher.sources.registry import open_source
 from argosy_fetcher.store import Store, StoredModel
 from argosy_fetcher.store_layout import choose_root
@@ -73,7 +74,7 @@ def pull_model(
     """
     values = os.environ if environment is None else environment
     store = open_store(download_dir, values)
-    found = None if refresh or not _has_plain_name(uri) else store.find(uri.name, uri.revision)
+    found = None if refresh or uri.scheme != "hf" else store.find(*name_in_store(uri, values))
     if found is not None:
         progress.resolved(found.source, found.revision)
         progress.end()
@@ -110,10 +111,10 @@ def name_in_store(uri: SourceUri, environment: Mapping[str, str] | None = None) 
     Raises:
         FetchError: as `find_model`.
     """
-    if _has_plain_name(uri):
-        return uri.name, uri.revision
-    values = os.environ if environment is None else environment
-    with closing(open_source(uri, load_credentials(values))) as source:
+    credentials = load_credentials(os.environ if environment is None else environment)
+    if uri.scheme == "hf":  # without the source, whose client takes longer to import than a model to be found
+        return hub_source_name(uri.location, credentials), uri.revision
+    with closing(open_source(uri, credentials)) as source:
         return source.name, source.requested_revision
 
 
@@ -151,9 +152,3 @@ def open_store(download_dir: str | None, environment: Mapping[str, str] | None =
 def is_offline(environment: Mapping[str, str]) -> bool:
     """Whether the environment forbids requests."""
     return any(environment.get(name, "").lower() in _TRUE for name in OFFLINE_ENVS)
-
-
-def _has_plain_name(uri: SourceUri) -> bool:
-    """Whether a source's name is its URI. Only then the store is searched without the source, whose client takes longer
-    to import than a model to be found. Other names depend on credentials, such as an endpoint's address."""
-    return uri.scheme == "hf"

@@ -56,7 +56,8 @@ def test_a_second_start_asks_nobody(hub: HubServer, tmp_path: Path) -> None:
         assert answer.status_code == 200
         assert bool(hub.requests()) == is_first
         log = (tmp_path / "log").read_text()
-        assert f"hf://acme/tiny: revision {hub.repositories['acme/tiny'].refs['main']}" in log
+        name = f"hf://acme/tiny?endpoint={hub.endpoint}"
+        assert f"{name}: revision {hub.repositories['acme/tiny'].refs['main']}" in log
 
 
 def test_the_server_answers_while_the_model_is_fetched(hub: HubServer, tmp_path: Path) -> None:

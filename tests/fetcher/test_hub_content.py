@@ -6,16 +6,20 @@ import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from argosy_fetcher.errors import AccessDenied, FetchError, SourceChanged, TransientError
+from argosy_fetcher.progress import Silent
 from argosy_fetcher.snapshot import RemoteFile
 from argosy_fetcher.sources.hub import HubSource
+from argosy_fetcher.transfer import TransferSettings, transfer
 from hub_faults import Fault, Hold
 from hub_server import HubServer
 from hub_sources import MODEL, file_of, hub_source, read
+from scripted_http import ScriptedHttp, file_reply
 
 WEIGHTS = Random(3).randbytes(300_000)
 CONFIG = b'{"architectures": ["LlamaForCausalLM"], "note": "' + b"x" * 5000 + b'"}'
@@ -246,6 +250,76 @@ def test_a_server_that_ignores_ranges_yields_no_other_bytes(
 ) -> None:
     hub.faults.add("content", Fault(ignores_range=True, pieces_of=4096))
     assert read(source, weights, start, stop) == WEIGHTS[start:stop]
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_storage_without_ranges_is_noticed_once_and_sends_a_file_once(
+    hub: HubServer, source: HubSource, weights: RemoteFile, tmp_path: Path, has_ranges: bool
+) -> None:
+    if not has_ranges:
+        hub.faults.add("content", Fault(ignores_range=True, pieces_of=4096), times=1000)
+    hub.forget_requests()
+    settings = TransferSettings(part_bytes=10_000)
+    targets = {tmp_path / name: weights for name in ("a", "b")}
+    transfer(source, targets, tmp_path, progress=Silent(), settings=settings, known={})
+    assert [path.read_bytes() for path in targets] == [WEIGHTS, WEIGHTS]
+    probe, *parts = hub.requests("content")
+    assert probe.headers["range"] == "bytes=299999-299999"
+    assert len(parts) == (60 if has_ranges else 2)
+
+
+def test_a_resumed_file_of_a_storage_that_now_ignores_ranges_is_not_damaged(
+    hub: HubServer, source: HubSource, weights: RemoteFile, tmp_path: Path
+) -> None:
+    targets = {tmp_path / "a": weights}
+    settings = TransferSettings(part_bytes=10_000, max_parts_in_flight=1)
+    hub.faults.add("content", Fault(status=418), after=8, times=2)
+    with pytest.raises(AccessDenied):
+        transfer(source, targets, tmp_path, progress=Silent(), settings=settings, known={})
+    hub.faults.add("content", Fault(ignores_range=True), after=1, times=1000)  # the probe still gets its byte
+    with pytest.raises(AccessDenied):
+        transfer(source, targets, tmp_path, progress=Silent(), settings=settings, known={})
+    transfer(source, targets, tmp_path, progress=Silent(), settings=settings, known={})
+    assert (tmp_path / "a").read_bytes() == WEIGHTS
+
+
+def test_a_storage_that_does_not_say_is_taken_to_have_ranges(
+    hub: HubServer, source: HubSource, weights: RemoteFile
+) -> None:
+    hub.faults.add("content", Fault(status=503))
+    assert source.can_read_ranges(weights)
+    hub.faults.add("content", Fault(ignores_range=True))
+    assert not source.can_read_ranges(weights)
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(status=503), Fault(drops=True), Fault(cut_after=0), Fault(cut_after=500)], ids=str
+)
+def test_an_address_that_fails_is_asked_for_anew(
+    hub: HubServer, source: HubSource, weights: RemoteFile, fault: Fault
+) -> None:
+    assert read(source, weights, 0, 1000) == WEIGHTS[:1000]
+    hub.forget_requests()
+    hub.faults.add("content", fault)
+    received, error = broken_read(source, weights, 0, 1000)
+    assert isinstance(error, TransientError)
+    assert hub.requests("resolve") == []
+    assert received + read(source, weights, len(received), 1000) == WEIGHTS[:1000]
+    assert len(hub.requests("resolve")) == 1
+
+
+def test_an_address_of_a_host_that_is_gone_is_asked_for_anew(
+    hub: HubServer, source: HubSource, weights: RemoteFile
+) -> None:
+    with ScriptedHttp(lambda asked: file_reply(asked, WEIGHTS, {"Connection": "close"})) as edge:
+        hub.faults.add("resolve", Fault(headers={"Location": f"{edge.url}/objects"}))
+        assert read(source, weights, 0, 1000) == WEIGHTS[:1000]
+        assert len(edge.asked) == 1
+    hub.forget_requests()
+    _, error = broken_read(source, weights, 0, 1000)
+    assert isinstance(error, TransientError)
+    assert read(source, weights, 0, 1000) == WEIGHTS[:1000]
+    assert len(hub.requests("resolve")) == 1
 
 
 def test_a_body_that_goes_on_after_the_range_is_cut(

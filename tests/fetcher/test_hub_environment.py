@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
 from argosy_fetcher.errors import AccessDenied, InvalidSource
+from argosy_fetcher.pull import name_in_store
+from argosy_fetcher.source_uri import SourceUri
+from argosy_fetcher.sources.hub import HubSource
+from argosy_fetcher.sources.hub_endpoint import hub_source_name
 from argosy_fetcher.sources.hub_environment import (
     MAX_TOKEN_BYTES,
     endpoint,
@@ -52,6 +57,22 @@ def test_malformed_endpoints_are_refused_without_showing_credentials(given: str,
     with pytest.raises(InvalidSource, match=message) as caught:
         endpoint({"HF_ENDPOINT": given})
     assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("", "hf://org/model"),
+        ("https://huggingface.co/", "hf://org/model"),
+        ("https://HUB.example.org/", "hf://org/model?endpoint=https://hub.example.org"),
+        ("http://127.0.0.1:80/hub", "hf://org/model?endpoint=http://127.0.0.1:80/hub"),
+    ],
+)
+def test_a_model_of_another_hub_has_another_name(given: str, name: str) -> None:
+    assert hub_source_name("org/model", {"HF_ENDPOINT": given}) == name
+    with closing(HubSource(SourceUri("hf", "org/model"), {"HF_ENDPOINT": given})) as source:
+        assert source.name == name
+    assert name_in_store(SourceUri("hf", "org/model", "v1"), {"HF_ENDPOINT": given}) == (name, "v1")
 
 
 def test_the_token_is_found_where_its_users_put_it(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,8 @@ from argosy_fetcher.sources.hub_errors import retry_after_s
 from hub_faults import Fault
 from hub_server import HubServer
 from hub_sources import MODEL, file_of, hub_source, read
+from loopback_certificate import issue_certificate
+from scripted_http import Reply, ScriptedHttp
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights"}
 TOKEN = "hf_known"
@@ -92,6 +96,9 @@ def test_the_list_of_a_gated_model_is_public(hub: HubServer) -> None:
         (500, {}, None),
         (502, {}, None),
         (504, {}, None),
+        (507, {}, None),
+        (520, {}, None),
+        (529, {}, None),
     ],
 )
 def test_limits_and_failures_of_the_hub_are_transient(
@@ -161,6 +168,53 @@ def test_a_host_without_a_server_s_name_is_unreachable() -> None:
         source = hub_source(hub, HF_ENDPOINT=f"http://127.0.0.1:{port}")
         with pytest.raises(TransientError, match=f"http://127.0.0.1:{port} does not answer"):
             source.snapshot()
+
+
+@pytest.mark.parametrize("status", [520, 522, 524, 530])
+def test_failures_of_a_proxy_before_the_storage_are_transient(hub: HubServer, status: int) -> None:
+    source = hub_source(hub)
+    file = file_of(source.snapshot(), "model.safetensors")
+    hub.faults.add("content", Fault(status=status))
+    with pytest.raises(TransientError, match=f"status {status}"):
+        read(source, file)
+
+
+def test_a_certificate_must_be_trusted(tmp_path: Path) -> None:
+    """At once: no other attempt cures it."""
+    certificate, key = issue_certificate(tmp_path)
+    model = {"id": MODEL, "sha": "a" * 40, "siblings": []}
+    with ScriptedHttp(lambda _: Reply(200, json.dumps(model).encode()), (certificate, key)) as server:
+        credentials = {"HF_ENDPOINT": server.url, "HF_HOME": "/nonexistent"}
+        with (
+            closing(HubSource(SourceUri("hf", MODEL), credentials)) as source,
+            pytest.raises(
+                FetchError, match=r"^hf://org/model: the certificate of 127\.0\.0\.1 is not trusted.*SSL_"
+            ),
+        ):
+            source.snapshot()
+        with closing(
+            HubSource(SourceUri("hf", MODEL), {**credentials, "SSL_CERT_FILE": str(certificate)})
+        ) as source:
+            assert source.snapshot().revision == "a" * 40
+
+
+def test_the_certificate_of_the_storage_must_be_trusted(hub: HubServer, tmp_path: Path) -> None:
+    source = hub_source(hub)
+    file = file_of(source.snapshot(), "model.safetensors")
+    with ScriptedHttp(lambda _: Reply(200), issue_certificate(tmp_path)) as storage:
+        hub.faults.add("resolve", Fault(headers={"Location": f"{storage.url}/objects"}))
+        with pytest.raises(FetchError, match="is not trusted"):
+            read(source, file)
+
+
+def test_a_token_is_not_shown_to_the_network() -> None:
+    values = {"HF_ENDPOINT": "http://192.0.2.1", "HF_TOKEN": TOKEN}
+    with (
+        closing(HubSource(SourceUri("hf", MODEL), values)) as source,
+        pytest.raises(AccessDenied, match=r"https://, or set HF_HUB_DISABLE_IMPLICIT_TOKEN=1") as caught,
+    ):
+        source.snapshot()
+    assert TOKEN not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from argosy_fetcher.errors import FetchError, InvalidSource, Offline, UnsupportedModel
 from argosy_fetcher.snapshot import MAX_FILES, RemoteFile
+from argosy_fetcher.sources.hub_listing import MAX_LISTING_BYTES
 from hub_faults import Fault
 from hub_server import HubServer
 from hub_sources import MODEL, file_of, hub_source, matches, read
@@ -39,7 +40,8 @@ def hub() -> Iterator[HubServer]:
 def test_files_have_sizes_and_the_digests_of_git_and_lfs(hub: HubServer) -> None:
     source = hub_source(hub)
     snapshot = source.snapshot()
-    assert (snapshot.source, source.name, source.requested_revision) == (f"hf://{MODEL}", f"hf://{MODEL}", "")
+    assert snapshot.source == source.name == f"hf://{MODEL}?endpoint={hub.endpoint}"
+    assert source.requested_revision == ""
     assert snapshot.revision == hub.repositories[MODEL].refs["main"]
     assert {file.path: file.size for file in snapshot.files} == {
         path: len(content) for path, content in FILES.items()
@@ -84,7 +86,7 @@ def test_a_renamed_repository_is_found_under_its_old_name(hub: HubServer) -> Non
     hub.renamed["old/name"] = MODEL
     source = hub_source(hub, "old/name")
     snapshot = source.snapshot()
-    assert snapshot.source == "hf://old/name"
+    assert snapshot.source == f"hf://old/name?endpoint={hub.endpoint}"
     for path in ("config.json", "model.safetensors"):
         assert read(source, file_of(snapshot, path)) == FILES[path]
 
@@ -148,6 +150,12 @@ def test_an_answer_that_is_not_a_hub_s_is_an_error_that_names_the_setting(hub: H
         hub_source(hub).snapshot()
     assert type(caught.value) is FetchError
     assert str(caught.value).startswith("hf://org/model: ")
+
+
+def test_a_list_beyond_all_bounds_is_refused(hub: HubServer) -> None:
+    hub.faults.add("list", Fault(body=b" " * (MAX_LISTING_BYTES + 1)))
+    with pytest.raises(UnsupportedModel, match=f"the list of files has more than {MAX_LISTING_BYTES} bytes"):
+        hub_source(hub).snapshot()
 
 
 def test_another_commit_than_the_one_asked_for_is_refused(hub: HubServer) -> None:

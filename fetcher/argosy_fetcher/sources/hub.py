@@ -4,9 +4,9 @@ Owns the list of a model's files at one commit, and reads of ranges of their con
 which files are served. Invariants: every read is of the commit that `snapshot` returned, and the token goes to the
 hub's own origin only.
 
-huggingface_hub resolves revisions and finds tokens; content is read with httpx, because that library reads whole files
-only. The hub answers for a large file with the signed, short-lived address of another host. Such an address is kept for
-the file's next ranges, and asked for once more when its host refuses it.
+huggingface_hub finds tokens; lists and content are read with httpx, because that library reads lists of any length and
+only whole files. The hub answers for a large file with the signed, short-lived address of another host. Such an address
+is kept for the file's next ranges until one of them fails, and asked for once more at once when its host refuses it.
 """
 
 from __future__ import annotations
@@ -17,39 +17,47 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
 import httpx
-import msgspec
-from huggingface_hub import constants, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub import hf_hub_url
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from argosy_fetcher.errors import FetchError, InvalidSource, Offline, SourceChanged, TransientError
-from argosy_fetcher.snapshot import MAX_FILES, RemoteFile, Snapshot, check_path
+from argosy_fetcher.errors import (
+    AccessDenied,
+    FetchError,
+    InvalidSource,
+    Offline,
+    SourceChanged,
+    TransientError,
+)
+from argosy_fetcher.loopback import is_loopback
+from argosy_fetcher.snapshot import RemoteFile, Snapshot
 from argosy_fetcher.sources import hub_environment
+from argosy_fetcher.sources.documents import read_bounded
+from argosy_fetcher.sources.hub_endpoint import hub_source_name
 from argosy_fetcher.sources.hub_errors import HubModel, error_of, reason, storage_error, unreachable
+from argosy_fetcher.sources.hub_listing import MAX_LISTING_BYTES, decode_listing
+from argosy_fetcher.sources.oci_json import MalformedDocument
 from argosy_fetcher.sources.source import Chunk
+from argosy_fetcher.sources.tls import is_untrusted, trusted, untrusted
 from argosy_protocol import __version__
 
 if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo, RepoSibling
-
     from argosy_fetcher.source_uri import SourceUri
 
 _TIMEOUT: Final = httpx.Timeout(30.0, connect=10.0)
 """Of a connection's set-up and of each wait for bytes. The whole of a slow transfer may take longer."""
-_LIST_TIMEOUT_S: Final = 60.0
+_LIST_TIMEOUT: Final = httpx.Timeout(60.0, connect=10.0)
 """The hub takes seconds to list the sizes of thousands of files."""
 _MAX_REDIRECTS: Final = 5
+MAX_PROBE_BYTES: Final = 4096
 _UNSIGNED: Final = frozenset((400, 401, 403, 404, 410))
 """What storage answers to an address that is not valid any more. Amazon's says 403, Google's 400."""
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_GIT_SHA1: Final = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15}|\*)")
-_NO_ANSWER: Final = cast("tuple[type[Exception], ...]", (OSError, *HfHubHTTPError.__bases__))
-"""Base of the errors of the library's HTTP client: requests, httpx or httpx2, depending on its release."""
 
 
 class HubSource:
@@ -68,15 +76,18 @@ class HubSource:
         self._revision = uri.revision
         self._credentials = credentials
         self._endpoint = hub_environment.endpoint(credentials)
+        self._name = hub_source_name(uri.location, credentials)
         self._model = self._model_of(None)
         self._commit = ""
         self._client: httpx.Client | None = None
         self._addresses: dict[str, httpx.URL] = {}
         """Where the content of files was found, by path."""
+        self._reads_ranges: bool | None = None
+        """Whether the host of the files' content sends parts of them; None if it was not asked yet."""
 
     @property
     def name(self) -> str:
-        return f"hf://{self._repo_id}"
+        return self._name
 
     @property
     def requested_revision(self) -> str:
@@ -88,19 +99,28 @@ class HubSource:
         Raises:
             Offline: offline mode forbids to ask the hub.
             ModelNotFound: there is no such repository or revision, or it is hidden from the token.
-            AccessDenied: the hub refuses the token, or does not give the model to its account.
+            AccessDenied: the hub refuses the token, does not give the model to its account, or would be sent the token
+                without encryption.
             FetchError: the answer is not that of a hub.
             TransientError: the hub does not answer, limits the rate of requests, or fails.
         """
         if hub_environment.is_offline(self._credentials):
             raise self._offline()
-        self._model = self._model_of(hub_environment.find_token(self._credentials))
-        snapshot = self._snapshot_of(self._ask())
-        self._commit = snapshot.revision
-        self._addresses.clear()
+        token = hub_environment.find_token(self._credentials)
+        if token and self._endpoint.scheme == "http" and not is_loopback(self._endpoint.host):
+            raise AccessDenied(
+                f"{self._model.name}: {self._endpoint} is not encrypted and would show the token to the network; let "
+                "HF_ENDPOINT begin with https://, or set HF_HUB_DISABLE_IMPLICIT_TOKEN=1 to send no token"
+            )
+        self._model = self._model_of(token)
         if self._client is None:
-            self._client = _make_client()
-        return snapshot
+            self._client = _make_client(self._credentials)
+        try:
+            self._commit, files = decode_listing(self._list(), self._revision)
+        except MalformedDocument as error:
+            raise self._malformed(str(error)) from None
+        self._addresses.clear()
+        return Snapshot(self.name, self._commit, files)
 
     def read(self, file: RemoteFile, start: int, stop: int) -> Iterator[Chunk]:
         """Yield the bytes [start, stop) of a file of the snapshot.
@@ -111,17 +131,40 @@ class HubSource:
             FetchError, TransientError: as `snapshot`.
         """
         assert self._client is not None, "read before snapshot"
-        if start >= stop:
+        left = stop - start
+        if left <= 0:
             return
         try:
             with closing(self._open(file, start, stop)) as response:
                 skipped = self._bytes_before(response, file, start)
-                yield from _cut(response, skipped, stop - start)
+                for chunk in _cut(response, skipped, left):
+                    left -= len(chunk)
+                    yield chunk
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             host = error.request.url
             raise unreachable(self._model, error, "" if self._is_hub(host) else host.host) from error
         except httpx.HTTPError as error:
-            raise TransientError(f"{self.name}: {file.path}: connection lost: {reason(error)}") from error
+            raise TransientError(
+                f"{self._model.name}: {file.path}: connection lost: {reason(error)}"
+            ) from error
+        finally:
+            if left > 0:  # the next attempt asks the hub, which may know a host that is well
+                self._addresses.pop(file.path, None)
+
+    def can_read_ranges(self, file: RemoteFile) -> bool:
+        """Whether content begins at the byte that is asked for. Asks once: one host has all of a repository's content.
+
+        If it does not answer, that is left to reads to find out.
+        """
+        if self._reads_ranges is None:
+            try:
+                with closing(self._open(file, file.size - 1, file.size)) as response:
+                    self._reads_ranges = response.status_code == 206
+                    if self._reads_ranges:  # a body that was read leaves a connection that can be used again
+                        read_bounded(response.iter_raw(), MAX_PROBE_BYTES, file.path)
+            except (FetchError, TransientError, httpx.HTTPError):
+                return True
+        return self._reads_ranges
 
     def local_copy(self, file: RemoteFile) -> Path | None:
         """Return the file in Hugging Face's own cache, if it is there with the right size; the caller checks its hash.
@@ -145,48 +188,19 @@ class HubSource:
 
     # The list of files
 
-    def _ask(self) -> ModelInfo:
-        from huggingface_hub import HfApi  # takes half a second, which a model in the store need not wait for
-
-        # Else release 2 also asks huggingface.co, whatever HF_ENDPOINT says, for a list of programs to look for.
-        constants.HF_HUB_DISABLE_TELEMETRY = True
-        api = HfApi(
-            endpoint=str(self._endpoint),
-            token=self._model.token or False,
-            library_name="argosy",
-            library_version=__version__,
-        )
+    def _list(self) -> bytes:
+        url = f"{self._endpoint}/api/models/{self._repo_id}"
+        if self._revision:
+            url += f"/revision/{quote(self._revision, safe='')}"
         try:
-            return api.model_info(
-                self._repo_id,
-                revision=self._revision or None,
-                files_metadata=True,
-                timeout=_LIST_TIMEOUT_S,
-            )
-        except HfHubHTTPError as error:
-            raise error_of(self._model, error.response.status_code, error.response.headers) from error
-        except OfflineModeIsEnabled as error:
-            raise self._offline() from error
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise self._malformed(f"it describes no model ({type(error).__name__})") from error
-        except _NO_ANSWER as error:
+            response = self._follow(httpx.URL(f"{url}?blobs=true"), {}, _LIST_TIMEOUT)
+            with closing(response):
+                if not response.is_success:
+                    raise error_of(self._model, response.status_code, response.headers)
+                what = f"{self._model.name}: the list of files"
+                return read_bounded(response.iter_raw(), MAX_LISTING_BYTES, what)
+        except httpx.HTTPError as error:
             raise unreachable(self._model, error) from error
-
-    def _snapshot_of(self, info: ModelInfo) -> Snapshot:
-        commit, siblings = info.sha, info.siblings or []
-        if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-            raise self._malformed("it names no commit")
-        if _COMMIT.fullmatch(self._revision) and self._revision != commit:
-            raise self._malformed(f"it is for commit {commit}")
-        if len(siblings) > MAX_FILES:
-            raise self._malformed(f"it lists {len(siblings)} files; the limit is {MAX_FILES}")
-        try:
-            files = tuple(_remote_file(sibling) for sibling in siblings)
-        except msgspec.ValidationError as error:
-            raise self._malformed(f"it lists a file with a strange size or digest ({error})") from None
-        if len({file.path for file in files}) != len(files):
-            raise self._malformed("it lists a file twice")
-        return Snapshot(self.name, commit, files)
 
     # The content of files
 
@@ -196,7 +210,7 @@ class HubSource:
             hf_hub_url(self._repo_id, file.path, revision=self._commit, endpoint=str(self._endpoint))
         )
         known = self._addresses.get(file.path)
-        response = self._follow(known or url, file, start, stop)
+        response = self._follow(known or url, {"Range": f"bytes={start}-{stop - 1}"}, _TIMEOUT, file)
         if response.is_success:
             if response.url != url:
                 self._addresses[file.path] = response.url
@@ -211,15 +225,22 @@ class HubSource:
             raise error_of(self._model, response.status_code, response.headers, file.path)
         raise storage_error(self._model, response.url.host, response.status_code, response.headers, file.path)
 
-    def _follow(self, url: httpx.URL, file: RemoteFile, start: int, stop: int) -> httpx.Response:
-        """Ask for a range, and follow redirects. The token goes to the hub's own origin only."""
-        assert self._client is not None
+    def _follow(
+        self,
+        url: httpx.URL,
+        headers: Mapping[str, str],
+        timeout: httpx.Timeout,
+        file: RemoteFile | None = None,
+    ) -> httpx.Response:
+        """Send a GET, and follow redirects. The token goes to the hub's own origin only.
+
+        Args:
+            file: what the answer must be about.
+        """
         for _ in range(_MAX_REDIRECTS):
-            headers = {"Range": f"bytes={start}-{stop - 1}"}
-            if self._model.token and self._is_hub(url):
-                headers["Authorization"] = f"Bearer {self._model.token}"
-            response = self._client.send(self._client.build_request("GET", url, headers=headers), stream=True)
-            if self._is_hub(url) and response.status_code < 400 and not self._is_same(response.headers, file):
+            response = self._send(url, headers, timeout)
+            is_answer = file is not None and self._is_hub(url) and response.status_code < 400
+            if file is not None and is_answer and not self._is_same(response.headers, file):
                 response.close()
                 raise SourceChanged(
                     f"{self._model.name}: {self._endpoint} has another {file.path} now than when it listed the files; "
@@ -228,16 +249,29 @@ class HubSource:
             if not response.has_redirect_location:
                 return response
             response.close()
-            url = self._target(response, file)
-        raise TransientError(f"{self._model.name}: {file.path}: more than {_MAX_REDIRECTS} redirects")
+            url = self._target(response, "the list of files" if file is None else file.path)
+        where = "" if file is None else f"{file.path}: "
+        raise TransientError(f"{self._model.name}: {where}more than {_MAX_REDIRECTS} redirects")
 
-    def _target(self, response: httpx.Response, file: RemoteFile) -> httpx.URL:
+    def _send(self, url: httpx.URL, headers: Mapping[str, str], timeout: httpx.Timeout) -> httpx.Response:
+        assert self._client is not None
+        request = self._client.build_request("GET", url, headers=headers, timeout=timeout)
+        if self._model.token and self._is_hub(url):
+            request.headers["Authorization"] = f"Bearer {self._model.token}"
+        try:
+            return self._client.send(request, stream=True)
+        except httpx.ConnectError as error:
+            if is_untrusted(error):
+                raise untrusted(self._model.name, url.host) from None
+            raise
+
+    def _target(self, response: httpx.Response, what: str) -> httpx.URL:
         assert response.next_request is not None
         target = response.next_request.url
         if target.scheme not in ("https", "http") or not target.host or target.userinfo:
-            raise self._malformed(f"{file.path}: the redirect leads to no web server")
+            raise self._malformed(f"{what}: the redirect leads to no web server")
         if response.url.scheme == "https" and target.scheme != "https":
-            raise self._malformed(f"{file.path}: the redirect leaves https:// for {target.host}")
+            raise self._malformed(f"{what}: the redirect leaves https:// for {target.host}")
         return target
 
     def _is_same(self, headers: httpx.Headers, file: RemoteFile) -> bool:
@@ -293,29 +327,12 @@ class HubSource:
         )
 
 
-def _make_client() -> httpx.Client:
+def _make_client(credentials: Mapping[str, str]) -> httpx.Client:
     # They log every address and redirect, and signed addresses are credentials.
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
     headers = {"User-Agent": f"argosy/{__version__}", "Accept-Encoding": "identity"}
-    return httpx.Client(timeout=_TIMEOUT, headers=headers)
-
-
-def _remote_file(sibling: RepoSibling) -> RemoteFile:
-    """
-    Raises:
-        msgspec.ValidationError: a size or a digest is missing or malformed.
-        UnsupportedModel: the path is unsafe.
-    """
-    fields: dict[str, Any] = {"path": sibling.rfilename, "size": sibling.size}
-    if sibling.lfs is not None:
-        fields |= {"size": sibling.lfs.size, "version": sibling.lfs.sha256}
-        fields["digest"] = {"algorithm": "sha256", "hex": sibling.lfs.sha256}
-    elif isinstance(sibling.blob_id, str) and _GIT_SHA1.fullmatch(sibling.blob_id):
-        fields |= {"version": sibling.blob_id, "digest": {"algorithm": "git-sha1", "hex": sibling.blob_id}}
-    file = msgspec.convert(fields, RemoteFile)
-    check_path(file.path)
-    return file
+    return httpx.Client(timeout=_TIMEOUT, headers=headers, verify=trusted(credentials))
 
 
 def _cut(response: httpx.Response, skipped: int, count: int) -> Iterator[Chunk]:

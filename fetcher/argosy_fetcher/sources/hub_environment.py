@@ -22,6 +22,7 @@ import httpx
 from huggingface_hub import constants, get_token
 
 from argosy_fetcher.errors import AccessDenied, InvalidSource
+from argosy_fetcher.sources.hub_endpoint import hub_address
 
 MAX_TOKEN_BYTES: Final = 16 << 10
 """Tokens of the hub have 37 characters, but those that stand for a workload's identity are JWTs."""
@@ -44,19 +45,10 @@ def endpoint(credentials: Mapping[str, str]) -> httpx.URL:
     Raises:
         InvalidSource: HF_ENDPOINT is not the address of a web server.
     """
-    text = (credentials.get("HF_ENDPOINT") or constants.ENDPOINT).strip().rstrip("/")
     try:
-        url = httpx.URL(text)
+        return httpx.URL(hub_address(credentials))
     except httpx.InvalidURL as error:
         raise InvalidSource(f"HF_ENDPOINT is not a URL: {error}") from None
-    if url.scheme not in ("https", "http") or not url.host:
-        raise InvalidSource("HF_ENDPOINT must be a URL such as https://huggingface.co")
-    if url.userinfo or url.query or url.fragment:
-        raise InvalidSource(
-            f"HF_ENDPOINT must be the address of {url.host} alone, without credentials, query or fragment; "
-            "credentials belong in HF_TOKEN"
-        )
-    return url
 
 
 def find_token(credentials: Mapping[str, str]) -> str | None:

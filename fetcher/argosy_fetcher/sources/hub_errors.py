@@ -18,7 +18,8 @@ from msgspec import Struct
 
 from argosy_fetcher.errors import AccessDenied, FetchError, ModelNotFound, SourceChanged, TransientError
 
-_TRANSIENT: Final = frozenset((408, 425, 429, 500, 502, 503, 504))
+_TRANSIENT: Final = frozenset((408, 425, 429))
+"""Beside all from 500 on, some of which are of proxies in front of a server, such as Cloudflare's 520 to 530."""
 _RATE_LIMIT: Final = re.compile(r'"\w+"\s*;\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,6})')
 """The hub's own header, after draft-ietf-httpapi-ratelimit-headers: nothing remains for so many seconds."""
 _MAX_MESSAGE_CHARACTERS: Final = 200
@@ -53,7 +54,7 @@ def error_of(
         path: the file that was asked for; empty if it was the list of files.
     """
     code, told = headers.get("x-error-code", ""), _told(model, headers)
-    if status in _TRANSIENT:
+    if _is_transient(status):
         return _transient(model, status, headers)
     if code == "GatedRepo":
         return AccessDenied(_gated(model))
@@ -98,7 +99,7 @@ def storage_error(
     model: HubModel, host: str, status: int, headers: Mapping[str, str], path: str
 ) -> FetchError | TransientError:
     """Return the error for the answer of a host to which the hub sent us for a file's content."""
-    if status in _TRANSIENT:
+    if _is_transient(status):
         return TransientError(
             f"{model.name}: {path}: {host} answers with status {status}", retry_after_s(headers)
         )
@@ -143,6 +144,10 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
         pass
     found = _RATE_LIMIT.search(headers.get("ratelimit", ""))
     return float(found[1]) if found else None
+
+
+def _is_transient(status: int) -> bool:
+    return status in _TRANSIENT or status >= 500
 
 
 def _transient(model: HubModel, status: int, headers: Mapping[str, str]) -> TransientError:

@@ -1,0 +1,42 @@
+"""TLS: which authorities are trusted, and how a certificate that is not is told from other failures."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+
+from argosy_fetcher.errors import FetchError, InvalidSource
+
+
+def trusted(credentials: Mapping[str, str]) -> ssl.SSLContext | bool:
+    """Return what httpx takes as `verify`: the authorities in SSL_CERT_FILE, or its own.
+
+    Raises:
+        InvalidSource: the file is unusable.
+    """
+    path = credentials.get("SSL_CERT_FILE")
+    if not path:
+        return True
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise InvalidSource(
+            f"the certificates in SSL_CERT_FILE ({path}) cannot be used: {error.strerror}"
+        ) from None
+
+
+def is_untrusted(error: BaseException | None) -> bool:
+    """Whether a request failed because of the server's certificate, which no other attempt cures."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def untrusted(where: str, host: str) -> FetchError:
+    """Return the error for a server whose certificate is not trusted."""
+    return FetchError(
+        f"{where}: the certificate of {host} is not trusted; name a file with its authority's certificate in "
+        "SSL_CERT_FILE"
+    )
