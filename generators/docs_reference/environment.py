@@ -22,7 +22,8 @@ VARIABLES = {
         "ARGOSY_OFFLINE, HF_HUB_OFFLINE": "`1` forbids requests: only models in the store are served.",
         "ARGOSY_CREDENTIALS_DIR": "Directory with one file per credential, named like the variables below, such as a "
         "mounted Secret. Its files win over the environment.",
-        "ARGOSY_HTTPS_TOKEN": "Bearer token for models at `https://`; sent to the source's own host only.",
+        "ARGOSY_HTTPS_HOST": "Host, as HOST[:PORT], that ARGOSY_HTTPS_TOKEN is sent to.",
+        "ARGOSY_HTTPS_TOKEN": "Bearer token for models at `https://`; sent to ARGOSY_HTTPS_HOST only.",
         "ARGOSY_OCI_PLAIN_HTTP": "Registries that are asked without TLS, as HOST[:PORT], separated by commas.",
         "HF_TOKEN, HF_ENDPOINT, HF_HOME": "Token, address and directory of a Hugging Face hub, as its own tools read "
         "them. [Models](../models.md#credentials) lists the credentials of every source.",

@@ -17,9 +17,10 @@ from argosy_fetcher.errors import (
     TransientError,
     UnsupportedModel,
 )
+from argosy_fetcher.selection import COMPANIONS, CONFIG, INDEX, SINGLE
 from argosy_fetcher.snapshot import Digest, RemoteFile
 from argosy_fetcher.source_uri import parse
-from argosy_fetcher.sources.web import WebSource
+from argosy_fetcher.sources.web import MAX_PROBED_FILES, MODEL_SUFFIXES, WebSource
 from scripted_http import Asked, Reply, ScriptedHttp, file_reply
 
 CONTENT = bytes(range(256)) * 1000
@@ -129,6 +130,51 @@ def test_a_folder_has_the_files_of_its_list() -> None:
             content = folder.files[file.path]
             assert file.digest == Digest("sha256", hashlib.sha256(content).hexdigest())
             assert everything(source, file) == content
+
+
+def test_only_files_that_a_model_can_have_are_asked_for() -> None:
+    folder = Folder({"config.json": b"{}", "model.safetensors": CONTENT})
+    sums = [f"{SHA256}  shards/{number}.gguf" for number in range(MAX_PROBED_FILES + 1)]
+    folder.sums += "\n".join(sums).encode()
+    with ScriptedHttp(folder.answer) as server, opened(server, "/m/SHA256SUMS") as source:
+        snapshot = source.snapshot()
+        assert len(snapshot.files) == MAX_PROBED_FILES + 3
+        assert sorted(server.paths()) == ["/m/SHA256SUMS", "/m/config.json", "/m/model.safetensors"]
+
+
+def test_every_file_that_is_served_has_a_name_that_is_asked_for() -> None:
+    assert all(name.endswith(MODEL_SUFFIXES) for name in (CONFIG, INDEX, SINGLE, *COMPANIONS))
+
+
+def test_more_files_than_any_model_has_are_not_asked_for() -> None:
+    folder = Folder({})
+    folder.sums = "".join(f"{SHA256}  {number}.json\n" for number in range(MAX_PROBED_FILES + 1)).encode()
+    with ScriptedHttp(folder.answer) as server, opened(server, "/m/SHA256SUMS") as source:
+        with pytest.raises(
+            UnsupportedModel, match=r"names 2001 files that may belong to a model; the limit is 2000"
+        ):
+            source.snapshot()
+        assert server.paths() == ["/m/SHA256SUMS"]
+
+
+def test_another_attempt_asks_for_what_is_missing_only() -> None:
+    folder = Folder({f"{number}.json": b"{}" for number in range(20)})
+    is_busy = [True]
+
+    def answer(asked: Asked) -> Reply:
+        if asked.path == "/m/7.json" and is_busy:
+            is_busy.clear()
+            return Reply(503)
+        return folder.answer(asked)
+
+    with ScriptedHttp(answer) as server, opened(server, "/m/SHA256SUMS") as source:
+        with pytest.raises(TransientError):
+            source.snapshot()
+        assert len(source.snapshot().files) == 20
+        asked = server.paths()
+    # `0.json` to `6.json` had been answered when `7.json` failed
+    assert all(asked.count(f"/m/{number}.json") == 1 for number in range(7))
+    assert asked.count("/m/7.json") == 2
 
 
 def test_the_revision_of_a_folder_is_its_list_of_digests() -> None:

@@ -42,7 +42,11 @@ def tls(tmp_path: Path) -> tuple[Path, Path]:
     ("status", "error", "reason"),
     [
         (400, FetchError, "HTTP 400"),
-        (401, AccessDenied, r"set ARGOSY_HTTPS_TOKEN, or add the host to ~/\.netrc"),
+        (
+            401,
+            AccessDenied,
+            r"set ARGOSY_HTTPS_TOKEN and ARGOSY_HTTPS_HOST=127\.0\.0\.1:\d+, or add .* ~/\.netrc",
+        ),
         (403, AccessDenied, "HTTP 403"),
         (404, ModelNotFound, "check the URL"),
         (408, TransientError, "HTTP 408"),
@@ -159,7 +163,8 @@ def test_a_server_that_is_gone_is_transient() -> None:
 def test_credentials_are_the_token_or_the_hosts_entry(entry: str, token: str, tmp_path: Path) -> None:
     (tmp_path / ".netrc").write_text(f"machine other login x password y\n{entry}\n")
     with ScriptedHttp(lambda _: Reply(200)) as server:
-        body(server, "/a", {"HOME": str(tmp_path), "ARGOSY_HTTPS_TOKEN": token})
+        values = {"ARGOSY_HTTPS_TOKEN": token, "ARGOSY_HTTPS_HOST": server.authority}
+        body(server, "/a", {"HOME": str(tmp_path), **values})
     sent = server.asked[0].headers.get("authorization")
     if token:
         assert sent == "Bearer t0ken"
@@ -174,7 +179,7 @@ def test_credentials_stay_with_the_server() -> None:
         ScriptedHttp(lambda _: Reply(200)) as other,
         ScriptedHttp(lambda asked: to("/b") if asked.path == "/a" else to(f"{other.url}/c")) as server,
     ):
-        body(server, "/a", {"ARGOSY_HTTPS_TOKEN": "t0ken"})
+        body(server, "/a", {"ARGOSY_HTTPS_TOKEN": "t0ken", "ARGOSY_HTTPS_HOST": server.authority})
     assert [asked.headers.get("authorization") for asked in server.asked] == ["Bearer t0ken"] * 2
     assert [asked.headers.get("authorization") for asked in other.asked] == [None]
 
@@ -184,8 +189,27 @@ def test_a_refused_token_is_not_shown() -> None:
         ScriptedHttp(lambda _: Reply(401)) as server,
         pytest.raises(AccessDenied, match="check ARGOSY_HTTPS_TOKEN") as failure,
     ):
-        body(server, "/a", {"ARGOSY_HTTPS_TOKEN": "t0ken"})
+        body(server, "/a", {"ARGOSY_HTTPS_TOKEN": "t0ken", "ARGOSY_HTTPS_HOST": server.authority})
     assert "t0ken" not in str(failure.value)
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "other.example", "127.0.0.1:1"])
+def test_the_token_goes_to_the_host_that_it_is_for(host: str) -> None:
+    values = {"ARGOSY_HTTPS_TOKEN": "t0ken", "ARGOSY_HTTPS_HOST": host}
+    with ScriptedHttp(lambda _: Reply(401)) as server:
+        remedy = f"sent to one host only: set ARGOSY_HTTPS_HOST={server.authority} if"
+        with pytest.raises(AccessDenied, match=remedy) as failure:
+            body(server, "/a", values)
+    assert "authorization" not in server.asked[0].headers
+    assert "t0ken" not in str(failure.value)
+
+
+@pytest.mark.parametrize("form", ["{host}", " https://{host}/ \n"])
+def test_the_token_s_host_may_be_written_as_a_url(form: str) -> None:
+    with ScriptedHttp(lambda _: Reply(200)) as server:
+        host = form.format(host=server.authority)
+        body(server, "/a", {"ARGOSY_HTTPS_TOKEN": "t0ken", "ARGOSY_HTTPS_HOST": host})
+    assert server.asked[0].headers["authorization"] == "Bearer t0ken"
 
 
 @pytest.mark.parametrize(
@@ -197,9 +221,19 @@ def test_malformed_credentials_are_refused_and_not_shown(netrc: str, token: str,
         WebClient(
             "source",
             httpx.URL("https://host/"),
-            {"NETRC": str(tmp_path / "netrc"), "ARGOSY_HTTPS_TOKEN": token},
+            {"NETRC": str(tmp_path / "netrc"), "ARGOSY_HTTPS_TOKEN": token, "ARGOSY_HTTPS_HOST": "host"},
         )
     assert "s3cret" not in str(failure.value)
+
+
+def test_a_malformed_netrc_that_nobody_named_does_not_matter(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".netrc").write_text("machine h login l password s3cret trash s3cret")
+    with ScriptedHttp(lambda _: Reply(200, b"there")) as server:
+        assert body(server, "/a", {"HOME": str(tmp_path)}) == b"there"
+    assert f"{tmp_path / '.netrc'} is malformed; its entries are not used" in caplog.text
+    assert "s3cret" not in caplog.text
 
 
 def test_a_named_netrc_must_exist(tmp_path: Path) -> None:

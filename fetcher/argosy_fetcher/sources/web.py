@@ -7,6 +7,9 @@ A server has no revisions. That of an archive is its SHA-256 where the URI names
 ETag (or date); that of a folder is a hash over the digests. Reads compare size and ETag with what they were at first,
 so that a file that changes on the way is noticed before its digest is wrong. Credentials, redirects and statuses are
 `web_client`'s.
+
+A list of digests has no sizes, so a server is asked for the size of each file that a model can have by the end of its
+name. Other files of a folder are listed, which errors need, but with a size of 0.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import contextlib
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from urllib.parse import quote
@@ -32,11 +35,15 @@ from argosy_fetcher.errors import (
 from argosy_fetcher.snapshot import MAX_FILE_BYTES, Digest, Packing, RemoteFile, Snapshot, check_path
 from argosy_fetcher.source_uri import SourceUri
 from argosy_fetcher.sources import sha256sums
+from argosy_fetcher.sources.documents import read_bounded
 from argosy_fetcher.sources.source import Chunk
 from argosy_fetcher.sources.web_client import WebClient
 
 MAX_PROBES = 8
 """Files of a folder whose sizes are asked for at once."""
+MAX_PROBED_FILES = 2000
+"""Several times the files of the largest models."""
+MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
 _PACKINGS: dict[str, Packing] = {
     ".tar": "tar",
@@ -81,6 +88,8 @@ class WebSource:
         self._packing = _PACKINGS.get(suffix, "none")
         self._credentials = credentials
         self._without_ranges: set[str] = set()
+        self._probed: dict[str, _Probed] = {}
+        """Kept when a probe fails, so that another attempt asks for what is missing only."""
 
     @property
     def name(self) -> str:
@@ -144,24 +153,35 @@ class WebSource:
         digests = sorted(sha256sums.parse_sha256sums(self._sums(), self.name).items())
         if not digests:
             raise ModelNotFound(f"{self.name}: the list names no files")
-        with ThreadPoolExecutor(MAX_PROBES, thread_name_prefix="web-probe") as pool:
-            probes = list(pool.map(self._probe, [path for path, _ in digests]))
+        self._probe_all([path for path, _ in digests if path.endswith(MODEL_SUFFIXES)])
+        unknown = _Probed(0, "")
         files = tuple(
             RemoteFile(path, probed.size, digest, probed.validator)
-            for (path, digest), probed in zip(digests, probes, strict=True)
+            for path, digest, probed in (
+                (path, digest, self._probed.get(path, unknown)) for path, digest in digests
+            )
         )
         revision = _hashed("".join(f"{digest.hex}  {path}\n" for path, digest in digests))
         return Snapshot(self.name, revision, files)
 
     def _sums(self) -> bytes:
         response = self._client.get(self._url, self.name, {}, accepted=(200,))
-        content = bytearray()
         with contextlib.closing(self._client.chunks(response, self.name)) as chunks:
-            for chunk in chunks:
-                content += chunk
-                if len(content) > sha256sums.MAX_SUMS_BYTES:
-                    break
-        return bytes(content)
+            return read_bounded(chunks, sha256sums.MAX_SUMS_BYTES, f"{self.name}: the list")
+
+    def _probe_all(self, paths: Sequence[str]) -> None:
+        """Fill `_probed`, with several requests at once."""
+        if len(paths) > MAX_PROBED_FILES:
+            raise UnsupportedModel(
+                f"{self.name}: the list names {len(paths)} files that may belong to a model; the limit is "
+                f"{MAX_PROBED_FILES}"
+            )
+        pool = ThreadPoolExecutor(MAX_PROBES, thread_name_prefix="web-probe")
+        try:
+            for _ in pool.map(self._probe, [path for path in paths if path not in self._probed]):
+                pass
+        finally:  # the first error, or an interrupt, ends all
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _probe(self, path: str) -> _Probed:
         """Ask for one byte rather than for HEAD, which signed URLs and some servers refuse."""
@@ -180,7 +200,8 @@ class WebSource:
             raise UnsupportedModel(f"{where}: too large: {size} bytes")
         if response.status_code == 200:
             self._without_ranges.add(path)
-        return _Probed(size, _validator(response))
+        self._probed[path] = probed = _Probed(size, _validator(response))
+        return probed
 
     def _requested(self, file: RemoteFile, headers: Mapping[str, str]) -> httpx.Response:
         """A response, after checking that it is about the file of the snapshot."""

@@ -1,17 +1,18 @@
 """Web client: GET requests to one server and to where it redirects.
 
-Owns encryption, redirects, credentials and what a status means. Credentials (ARGOSY_HTTPS_TOKEN as a bearer token, else
-the server's entry in netrc) go to the server of the source alone, never to where it redirects. Unencrypted HTTP is
-spoken with loopback addresses only, and never after HTTPS. Must not know files, ranges or retries. Messages have no
-URLs, whose queries may be signatures.
+Owns encryption, redirects, credentials and what a status means. Credentials (ARGOSY_HTTPS_TOKEN as a bearer token if
+ARGOSY_HTTPS_HOST names the server, else its entry in netrc) go to the server of the source alone, never to where it
+redirects: whoever writes a model's source does not decide who gets the token. Unencrypted HTTP is spoken with loopback
+addresses only, and never after HTTPS. Must not know files, ranges or retries. Messages have no URLs, whose queries may
+be signatures.
 """
 
 from __future__ import annotations
 
 import contextlib
 import email.utils
+import logging
 import netrc
-import ssl
 import time
 from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from argosy_fetcher.errors import (
 )
 from argosy_fetcher.loopback import is_loopback
 from argosy_fetcher.sources.credential_values import header_value
+from argosy_fetcher.sources.tls import is_untrusted, trusted, untrusted
 from argosy_protocol import __version__
 
 MAX_REDIRECTS = 5
@@ -36,6 +38,7 @@ TIMEOUT = httpx.Timeout(30, connect=10, pool=None)
 MAX_DISCARDED_BYTES = 4096
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=16)
 
+_log = logging.getLogger(__name__)
 _REDIRECTS = {301, 302, 303, 307, 308}
 _TRANSIENT = {408, 425, 429}
 
@@ -58,9 +61,10 @@ class WebClient:
                 f"{source}: only loopback addresses are read without encryption; use https://"
             )
         self._origin = _origin(server)
-        self._auth = _authentication(source, server.host, credentials)
+        self._auth = _authentication(source, server, credentials)
+        self._remedy = _remedy(server, credentials, self._auth)
         self._client = httpx.Client(
-            verify=_trusted(credentials),
+            verify=trusted(credentials),
             # a proxy could not reach this machine's own servers
             trust_env=not is_loopback(server.host),
             headers={
@@ -132,11 +136,8 @@ class WebClient:
         except httpx.TransportError as error:
             if "in location header" in str(error):  # httpx reads it even if it is not to follow it
                 raise FetchError(f"{where}: the server redirects to something that is not a URL") from None
-            if _is_untrusted(error):
-                raise FetchError(
-                    f"{where}: the certificate of {url.host} is not trusted; name a file with its authority's "
-                    "certificate in SSL_CERT_FILE"
-                ) from None
+            if is_untrusted(error):
+                raise untrusted(where, url.host) from None
             raise TransientError(f"{where}: no answer from {url.host} ({type(error).__name__})") from None
 
     def _refusal(self, response: httpx.Response, where: str) -> FetchError | TransientError:
@@ -145,14 +146,7 @@ class WebClient:
             wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time())
             return TransientError(f"{where}: the server is busy or out of order (HTTP {status})", wait_s)
         if status in (401, 403):
-            if self._auth is None:
-                return AccessDenied(
-                    f"{where}: access denied (HTTP {status}) without credentials; set ARGOSY_HTTPS_TOKEN, or add "
-                    "the host to ~/.netrc"
-                )
-            return AccessDenied(
-                f"{where}: access denied (HTTP {status}); check ARGOSY_HTTPS_TOKEN, or the host's entry in netrc"
-            )
+            return AccessDenied(f"{where}: access denied (HTTP {status}){self._remedy}")
         if status in (404, 410):
             return ModelNotFound(f"{where}: the server has no such file (HTTP {status}); check the URL")
         if status in (412, 416):
@@ -191,22 +185,49 @@ def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
     return url.scheme, url.host, url.port
 
 
-def _authentication(source: str, host: str, credentials: Mapping[str, str]) -> httpx.Auth | None:
-    if token := credentials.get("ARGOSY_HTTPS_TOKEN", "").strip():
+def _authentication(source: str, server: httpx.URL, credentials: Mapping[str, str]) -> httpx.Auth | None:
+    token = credentials.get("ARGOSY_HTTPS_TOKEN", "").strip()
+    if token and _token_host(credentials) == _authority(server):
         return _Bearer(header_value(source, "ARGOSY_HTTPS_TOKEN", token))
     named = credentials.get("NETRC")
     path = Path(named).expanduser() if named else Path(credentials.get("HOME", "/nonexistent"), ".netrc")
     try:
         # a `default` entry is not taken: it would give a password to any server
-        entry = netrc.netrc(str(path)).hosts.get(host)
+        entry = netrc.netrc(str(path)).hosts.get(server.host)
     except OSError as error:
         if named:
             raise AccessDenied(f"{source}: {path} cannot be read: {error.strerror}") from None
         return None
     except (netrc.NetrcParseError, ValueError):
         # not the parser's text, which quotes words
-        raise AccessDenied(f"{source}: {path} is malformed") from None
+        if named:
+            raise AccessDenied(f"{source}: {path} is malformed") from None
+        _log.warning("%s is malformed; its entries are not used", path)
+        return None
     return httpx.BasicAuth(entry[0], entry[2] or "") if entry is not None else None
+
+
+def _remedy(server: httpx.URL, credentials: Mapping[str, str], auth: httpx.Auth | None) -> str:
+    """What to do if access is denied: the end of a message."""
+    if isinstance(auth, _Bearer):
+        return "; check ARGOSY_HTTPS_TOKEN"
+    if auth is not None:
+        return "; check the host's entry in netrc"
+    host = f"ARGOSY_HTTPS_HOST={_authority(server)}"
+    if credentials.get("ARGOSY_HTTPS_TOKEN", "").strip():
+        return f" without credentials; ARGOSY_HTTPS_TOKEN is sent to one host only: set {host} if it is meant"
+    return f" without credentials; set ARGOSY_HTTPS_TOKEN and {host}, or add the host to ~/.netrc"
+
+
+def _token_host(credentials: Mapping[str, str]) -> str:
+    """Return HOST[:PORT] that the token is for."""
+    host = credentials.get("ARGOSY_HTTPS_HOST", "").strip().lower()
+    return host.removeprefix("https://").rstrip("/").removesuffix(":443")
+
+
+def _authority(url: httpx.URL) -> str:
+    """Return HOST[:PORT] without the port that the scheme implies."""
+    return url.netloc.decode("ascii", "replace").lower()
 
 
 class _Bearer(httpx.Auth):
@@ -216,23 +237,3 @@ class _Bearer(httpx.Auth):
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         request.headers["authorization"] = self._value
         yield request
-
-
-def _trusted(credentials: Mapping[str, str]) -> ssl.SSLContext | bool:
-    path = credentials.get("SSL_CERT_FILE")
-    if not path:
-        return True
-    try:
-        return ssl.create_default_context(cafile=path)
-    except OSError as error:
-        raise InvalidSource(
-            f"the certificates in SSL_CERT_FILE ({path}) cannot be used: {error.strerror}"
-        ) from None
-
-
-def _is_untrusted(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
