@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
@@ -18,10 +19,12 @@ from argosy_fetcher.errors import (
     TransientError,
     UnsupportedModel,
 )
+from argosy_fetcher.progress import Silent
 from argosy_fetcher.snapshot import RemoteFile
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.oci import OciSource
 from argosy_fetcher.sources.oci_manifest import MAX_MANIFEST_BYTES
+from argosy_fetcher.transfer import TransferSettings, transfer
 from container_registry import ContainerRegistry, RegistryReply, error_reply, running_registry
 from oci_artifacts import (
     DOCKER_INDEX,
@@ -72,6 +75,7 @@ def sources() -> Iterator[list[OciSource]]:
 def open_model(registry: ContainerRegistry, sources: list[OciSource]):
     def open_at(revision: str = ":v1", architecture: str = "amd64", **values: str) -> OciSource:
         uri = parse(f"oci://{registry.host}/{REPOSITORY}{revision}")
+        values = {"OCI_REGISTRY": registry.host, **values}
         sources.append(OciSource(uri, values, architecture=architecture))
         return sources[-1]
 
@@ -340,6 +344,22 @@ def test_another_range_than_the_one_asked_for_is_refused(
     registry.script("/blobs/", RegistryReply(206, WEIGHTS, headers))
     with pytest.raises(FetchError, match="another range"):
         content_of(source, file)
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_registry_without_ranges_is_noticed_once_and_sends_a_layer_once(
+    registry: ContainerRegistry, open_model: OpenModel, tmp_path: Path, has_ranges: bool
+) -> None:
+    push(registry, REPOSITORY, "v1", files())
+    registry.has_ranges = has_ranges
+    source = open_model()
+    targets = {tmp_path / name: weights_of(source) for name in ("a", "b")}
+    settings = TransferSettings(part_bytes=-(-len(WEIGHTS) // 4))
+    transfer(source, targets, tmp_path, progress=Silent(), settings=settings, known={})
+    assert [path.read_bytes() for path in targets] == [WEIGHTS, WEIGHTS]
+    probe, *parts = registry.requests_for("/blobs/")
+    assert probe.headers["range"] == f"bytes={len(WEIGHTS) - 1}-{len(WEIGHTS) - 1}"
+    assert len(parts) == (8 if has_ranges else 2)
 
 
 def test_no_more_than_the_range_is_yielded(registry: ContainerRegistry, open_model: OpenModel) -> None:

@@ -51,6 +51,7 @@ def open_model(registry: ContainerRegistry) -> Iterator[OpenModel]:
     opened: list[OciSource] = []
 
     def open_at(**values: str) -> OciSource:
+        values = {"OCI_REGISTRY": registry.host, **values}
         opened.append(OciSource(parse(f"oci://{registry.host}/{REPOSITORY}:v1"), values))
         return opened[-1]
 
@@ -63,6 +64,18 @@ def read_config(source: OciSource) -> bytes:
     file = source.snapshot().file("config.json")
     assert file is not None
     return b"".join(source.read(file, 0, file.size))
+
+
+@pytest.mark.parametrize("host", ["", "registry.example", "127.0.0.1"])
+def test_a_password_goes_to_the_registry_that_it_is_for(
+    registry: ContainerRegistry, open_model: OpenModel, host: str
+) -> None:
+    registry.challenge = "Basic"
+    remedy = f"are sent to one registry only: set OCI_REGISTRY={registry.host} if it is meant"
+    with pytest.raises(AccessDenied, match=remedy) as caught:
+        read_config(open_model(**LOGIN, OCI_REGISTRY=host))
+    assert {request.authorization for request in registry.requests} == {""}
+    assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def pair(found: CredentialLookup) -> tuple[str, str]:
 
 def test_the_environment_comes_first(tmp_path: Path) -> None:
     values = {
+        "OCI_REGISTRY": "registry.example",
         "OCI_USERNAME": "ada",
         "OCI_PASSWORD": "s3cret",
         "DOCKER_AUTH_CONFIG": auths(**{"registry.example": login("other", "x")}),
@@ -45,6 +46,14 @@ def test_the_environment_comes_first(tmp_path: Path) -> None:
     assert pair(found) == ("ada", "s3cret")
     assert found.credential
     assert found.credential.basic == "Basic " + base64.b64encode(b"ada:s3cret").decode()
+
+
+@pytest.mark.parametrize("registry", ["Registry.Example", "https://registry.example/", "docker.io"])
+def test_the_environment_is_for_one_registry(registry: str) -> None:
+    values = {"OCI_REGISTRY": registry, "OCI_USERNAME": "ada", "OCI_PASSWORD": "s3cret"}
+    assert (find(values).credential is None) == (registry == "docker.io")
+    alias = ImageReference("docker.io", "team/qwen")
+    assert (find(values, alias).credential is None) == (registry != "docker.io")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +184,21 @@ def test_a_malformed_auth_file_is_an_error_that_names_the_file_and_no_content(
     with pytest.raises(InvalidSource, match=r"REGISTRY_AUTH_FILE .*auth\.json") as caught:
         find({"REGISTRY_AUTH_FILE": str(path)})
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"s3cret", b'{"auths": {"registry.example": {"auth": "s3cret!"}}}'])
+def test_a_malformed_auth_file_that_nobody_named_does_not_matter(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / ".docker" / "config.json"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    assert find({"HOME": str(tmp_path)}).credential is None
+    assert f"{path}: " in caplog.text
+    assert "it is not used" in caplog.text
+    assert "s3cret" not in caplog.text
+    with pytest.raises(InvalidSource):
+        find({"DOCKER_CONFIG": str(path.parent)})
 
 
 def test_a_named_auth_file_must_exist(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def registry(binary: Path) -> Iterator[GoRegistry]:
 
 def open_model(registry: GoRegistry, reference: str, **values: str) -> closing[OciSource]:
     uri = parse(f"oci://{registry.host}/{reference}")
+    values = {"OCI_REGISTRY": registry.host, **values}
     return closing(OciSource(uri, values, architecture="amd64"))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from argosy_fetcher.errors import HashMismatch, UnsupportedModel
+from argosy_fetcher.errors import FetchError, HashMismatch, TransientError, UnsupportedModel
 from argosy_fetcher.snapshot import RemoteFile, Snapshot
 from argosy_fetcher.sources.oci_client import RegistryClient
 from argosy_fetcher.sources.oci_layers import files_of
@@ -35,8 +35,9 @@ class OciSource:
     ) -> None:
         """
         Args:
-            credentials: `OCI_USERNAME` and `OCI_PASSWORD`, `DOCKER_AUTH_CONFIG`, `REGISTRY_AUTH_FILE`, `DOCKER_CONFIG`
-                and `HOME` (see `oci_credentials`), and the setting `ARGOSY_OCI_PLAIN_HTTP`.
+            credentials: `OCI_REGISTRY`, `OCI_USERNAME` and `OCI_PASSWORD`, `DOCKER_AUTH_CONFIG`,
+                `REGISTRY_AUTH_FILE`, `DOCKER_CONFIG` and `HOME` (see `oci_credentials`), `SSL_CERT_FILE`, and the
+                setting `ARGOSY_OCI_PLAIN_HTTP`.
             architecture: which entry of an index is meant, such as amd64; this machine's if left out.
 
         Raises:
@@ -45,6 +46,8 @@ class OciSource:
         self._reference = parse_reference(uri)
         self._architecture = architecture or machine_architecture()
         self._client = RegistryClient(self._reference, credentials)
+        self._reads_ranges: bool | None = None
+        """Whether the registry sends parts of blobs; None if it was not asked yet."""
 
     @property
     def name(self) -> str:
@@ -61,6 +64,18 @@ class OciSource:
 
     def read(self, file: RemoteFile, start: int, stop: int) -> Iterator[Chunk]:
         yield from self._client.blob(file.version, file.size, start, stop)
+
+    def can_read_ranges(self, file: RemoteFile) -> bool:
+        """Whether content begins at the byte that is asked for. Asks once: one registry has all blobs.
+
+        If it does not answer, that is left to reads to find out.
+        """
+        if self._reads_ranges is None:
+            try:
+                self._reads_ranges = self._client.can_read_ranges(file.version, file.size)
+            except (FetchError, TransientError):
+                return True
+        return self._reads_ranges
 
     def close(self) -> None:
         self._client.close()

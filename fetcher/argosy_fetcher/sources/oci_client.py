@@ -56,7 +56,7 @@ class RegistryClient:
         self._is_plain = is_plain_http(reference.api_host, values)
         scheme = "http" if self._is_plain else "https"
         self._base = httpx.URL(f"{scheme}://{reference.api_host}/v2/{reference.repository}/")
-        self._http = http_client()
+        self._http = http_client(values)
         self._auth = RegistryAuthenticator(reference, values, self._http, self._is_secure)
 
     def close(self) -> None:
@@ -118,6 +118,17 @@ class RegistryClient:
                 skipped = 0
                 missing -= len(wanted)
                 yield wanted
+
+    def can_read_ranges(self, digest: str, size: int) -> bool:
+        """Whether the content of a blob begins at the byte that is asked for.
+
+        Raises:
+            AccessDenied, TransientError, FetchError: see `oci_http`.
+        """
+        with self._open(f"blobs/{digest}", {"Range": f"bytes={size - 1}-{size - 1}"}) as response:
+            if response.status_code != 200:
+                discard(response, self._subject)
+            return response.status_code != 200
 
     def _bytes_before(self, response: httpx.Response, digest: str, size: int, start: int) -> int:
         """Check the response for a range; return how many bytes of its body are before `start`."""

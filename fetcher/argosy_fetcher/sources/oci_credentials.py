@@ -5,7 +5,8 @@ of a message or of a `repr`.
 
 Looked up in this order; the first that has an entry for the repository is used:
 
-1. `OCI_USERNAME` and `OCI_PASSWORD`, for whatever registry the source names;
+1. `OCI_USERNAME` and `OCI_PASSWORD`, if `OCI_REGISTRY` names the source's registry: whoever writes a model's source
+   does not decide who gets the password;
 2. `DOCKER_AUTH_CONFIG`, an auth file's content;
 3. `REGISTRY_AUTH_FILE`, an auth file's path;
 4. `$DOCKER_CONFIG/config.json` or `~/.docker/config.json`.
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +32,7 @@ from argosy_fetcher.errors import InvalidSource
 from argosy_fetcher.sources.oci_json import MalformedDocument, decode_document
 from argosy_fetcher.sources.oci_reference import ImageReference, canonical_host
 
+_log: Final = logging.getLogger(__name__)
 MAX_AUTH_FILE_BYTES: Final = 1 << 20
 """The largest Secret of Kubernetes."""
 
@@ -92,22 +96,38 @@ def find_credential(reference: ImageReference, values: Mapping[str, str]) -> Cre
     if bool(username) != bool(password):
         missing = "OCI_PASSWORD" if username else "OCI_USERNAME"
         raise InvalidSource(f"{reference}: {missing} is not set, but the other half of the credentials is")
-    if username:
+    if username and _scope(values.get("OCI_REGISTRY", "").strip()) == reference.host:
         return _found(RegistryCredential("OCI_USERNAME and OCI_PASSWORD", username, password))
-    remedy = (
-        "set OCI_USERNAME and OCI_PASSWORD, or let REGISTRY_AUTH_FILE name a file that "
-        f"`docker login {reference.host}` has written"
-    )
-    for origin, content in _auth_files(values):
-        file = _decoded(origin, content)
-        if credential := _credential(origin, file, reference):
+    remedy = _remedy(reference.host, bool(username))
+    for origin, is_named, read in _auth_files(values):
+        try:
+            file = _decoded(origin, read())
+            credential = _credential(origin, file, reference)
+        except InvalidSource as error:
+            if is_named:
+                raise
+            _log.warning("%s; it is not used", error)
+            continue
+        if credential is not None:
             return _found(credential)
         if helper := _helper(file, reference.host):
             remedy = (
                 f"{origin} leaves the credentials of {reference.host} to the helper {helper[:100]!r}, and helpers "
-                "are not run; set OCI_USERNAME and OCI_PASSWORD instead"
+                f"are not run; set OCI_USERNAME and OCI_PASSWORD with OCI_REGISTRY={reference.host} instead"
             )
     return CredentialLookup(None, remedy)
+
+
+def _remedy(host: str, has_password: bool) -> str:
+    if has_password:
+        return (
+            "OCI_USERNAME and OCI_PASSWORD are sent to one registry only: "
+            f"set OCI_REGISTRY={host} if it is meant"
+        )
+    return (
+        f"set OCI_USERNAME and OCI_PASSWORD with OCI_REGISTRY={host}, or let REGISTRY_AUTH_FILE name a file that "
+        f"`docker login {host}` has written"
+    )
 
 
 def _found(credential: RegistryCredential) -> CredentialLookup:
@@ -116,12 +136,13 @@ def _found(credential: RegistryCredential) -> CredentialLookup:
     )
 
 
-def _auth_files(values: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the origin and content of each auth file that exists."""
+def _auth_files(values: Mapping[str, str]) -> Iterator[tuple[str, bool, Callable[[], bytes]]]:
+    """Yield each auth file that exists: its origin, whether the user named it, and what reads it."""
     if content := values.get("DOCKER_AUTH_CONFIG"):
-        yield "DOCKER_AUTH_CONFIG", content.encode("utf-8", "surrogateescape")
+        yield "DOCKER_AUTH_CONFIG", True, partial(content.encode, "utf-8", "surrogateescape")
     if path := values.get("REGISTRY_AUTH_FILE"):
-        yield f"REGISTRY_AUTH_FILE ({path})", _read(Path(path), f"REGISTRY_AUTH_FILE ({path})")
+        origin = f"REGISTRY_AUTH_FILE ({path})"
+        yield origin, True, partial(_read, Path(path), origin)
     if folder := values.get("DOCKER_CONFIG"):
         default = Path(folder) / "config.json"
     elif home := values.get("HOME"):
@@ -133,7 +154,7 @@ def _auth_files(values: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
     except (OSError, ValueError):  # a home directory of somebody else, or no path
         exists = False
     if exists:
-        yield str(default), _read(default, str(default))
+        yield str(default), bool(folder), partial(_read, default, str(default))
 
 
 def _read(path: Path, origin: str) -> bytes:

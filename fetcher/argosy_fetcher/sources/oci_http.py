@@ -18,7 +18,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Final
 
@@ -35,6 +35,7 @@ from argosy_fetcher.errors import (
 )
 from argosy_fetcher.sources.oci_json import MalformedDocument, decode_document
 from argosy_fetcher.sources.oci_reference import PLAIN_HTTP_ENV
+from argosy_fetcher.sources.tls import trusted
 
 CONNECT_TIMEOUT: Final = 10.0
 SILENCE_TIMEOUT: Final = 30.0
@@ -60,13 +61,18 @@ class RegistryErrors(Struct, frozen=True):
     errors: Annotated[tuple[RegistryError, ...], Meta(max_length=64)] = ()
 
 
-def http_client() -> httpx.Client:
-    """Return a client for several threads. It follows no redirects: where credentials may go is the caller's to say."""
+def http_client(values: Mapping[str, str]) -> httpx.Client:
+    """Return a client for several threads. It follows no redirects: where credentials may go is the caller's to say.
+
+    Args:
+        values: SSL_CERT_FILE names the authorities that are trusted.
+    """
     return httpx.Client(
         timeout=httpx.Timeout(SILENCE_TIMEOUT, connect=CONNECT_TIMEOUT),
         limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS),
         headers={"User-Agent": "argosy-fetcher", "Accept-Encoding": "identity"},
         follow_redirects=False,
+        verify=trusted(values),
     )
 
 
