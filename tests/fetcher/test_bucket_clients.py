@@ -12,6 +12,7 @@ import pytest
 
 from argosy_fetcher.errors import AccessDenied, FetchError, InvalidSource
 from argosy_fetcher.source_uri import parse
+from argosy_fetcher.sources.instance_metadata import is_ec2
 from argosy_fetcher.sources.object_store import ObjectStoreSource
 from bucket_server import BUCKET, BucketServer, forget_cloud
 from loopback_certificate import issue_certificate
@@ -90,6 +91,95 @@ def test_a_container_gets_its_credentials_from_an_agent(server: BucketServer, tm
         )
     assert agent.asked[0].headers["authorization"] == "pod"
     assert "Credential=POD/" in sent["authorization"]
+
+
+ROLE = "/latest/meta-data/iam/security-credentials/"
+
+
+def metadata_of_a_role(asked: Asked) -> Reply:
+    if (asked.method, asked.path) == ("PUT", "/latest/api/token"):
+        return Reply(200, b"session")
+    assert asked.headers["x-aws-ec2-metadata-token"] == "session"
+    if asked.path in (ROLE, ROLE.rstrip("/")):
+        return Reply(200, b"fetcher")
+    assert asked.path == f"{ROLE}fetcher"
+    keys = {
+        "AccessKeyId": "ROLE",
+        "SecretAccessKey": "s",
+        "Token": "t0ken",
+        "Expiration": "2100-01-01T00:00:00Z",
+    }
+    return Reply(200, json.dumps(keys).encode())
+
+
+@pytest.mark.parametrize("variable", ["AWS_METADATA_ENDPOINT", "AWS_EC2_METADATA_SERVICE_ENDPOINT"])
+def test_a_machine_with_a_role_has_credentials(server: BucketServer, variable: str) -> None:
+    with ScriptedHttp(metadata_of_a_role) as metadata:
+        sent = headers("s3", server, {variable: metadata.url})
+    assert "Credential=ROLE/" in sent["authorization"]
+    assert sent["x-amz-security-token"] == "t0ken"
+
+
+@pytest.mark.parametrize("status", [200, 403, 404])
+def test_a_machine_without_a_role_reads_public_buckets(server: BucketServer, status: int) -> None:
+    with ScriptedHttp(lambda asked: Reply(200 if asked.method == "PUT" else status)) as metadata:
+        sent = headers("s3", server, {"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.url})
+        assert len(metadata.asked) == 2
+    assert "authorization" not in sent
+
+
+def test_the_metadata_service_may_be_forbidden(server: BucketServer) -> None:
+    with ScriptedHttp(metadata_of_a_role) as metadata:
+        credentials = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.url, "AWS_EC2_METADATA_DISABLED": "true"}
+        assert "authorization" not in headers("s3", server, credentials)
+        assert metadata.asked == []
+
+
+@pytest.mark.parametrize(("vendor", "expected"), [("Amazon EC2\n", True), ("QEMU\n", False), (None, False)])
+def test_a_machine_on_ec2_is_told_by_its_vendor(tmp_path: Path, vendor: str | None, expected: bool) -> None:
+    if vendor is not None:
+        (tmp_path / "sys_vendor").write_text(vendor)
+    assert is_ec2(tmp_path / "sys_vendor") == expected
+
+
+def test_a_web_identity_is_exchanged_for_credentials(server: BucketServer, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("identity")
+    answer = (
+        "<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>"
+        "<AccessKeyId>IRSA</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t0ken</SessionToken>"
+        "<Expiration>2100-01-01T00:00:00Z</Expiration>"
+        "</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"
+    )
+    credentials = {
+        "AWS_ROLE_ARN": "arn:aws:iam::1:role/fetcher",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token"),
+        "AWS_REGION": "eu-west-1",
+    }
+    tls = issue_certificate(tmp_path)
+    with ScriptedHttp(lambda _: Reply(200, answer.encode()), tls) as sts:
+        trust = {"SSL_CERT_FILE": str(tls[0]), "AWS_ENDPOINT_URL_STS": sts.url}
+        sent = headers("s3", server, {**credentials, **trust})
+    assert "WebIdentityToken=identity" in sts.asked[0].query
+    assert "Credential=IRSA/" in sent["authorization"]
+
+
+@pytest.mark.parametrize(
+    ("provider", "path"),
+    [
+        ("s3", ".aws/credentials"),
+        ("s3", ".aws/config"),
+        ("gs", ".config/gcloud/application_default_credentials.json"),
+    ],
+)
+def test_a_malformed_file_that_nobody_named_does_not_matter(
+    server: BucketServer, tmp_path: Path, provider: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text("s3cret = {")
+    assert "authorization" not in headers(provider, server, {"HOME": str(tmp_path)})
+    assert str(tmp_path / path) in caplog.text
+    assert "it is not used" in caplog.text
+    assert "s3cret" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("content-length", "0")))
         self._respond()
 
+    do_PUT = do_POST
+
     def log_message(self, *arguments: Any) -> None: ...
 
     def _respond(self) -> None:

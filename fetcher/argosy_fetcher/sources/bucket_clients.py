@@ -73,7 +73,7 @@ def custom_endpoint(provider: Provider, credentials: Mapping[str, str]) -> str:
 
 
 def open_bucket(source: str, provider: Provider, name: str, credentials: Mapping[str, str]) -> BucketClient:
-    """Return a client. Makes no request.
+    """Return a client. Makes no request, except to the metadata service of a machine on EC2.
 
     Args:
         source: name of the model's source, for errors.

@@ -1,13 +1,14 @@
 """Google credentials: finds them as Google's tools do, among named values, in files and on the machine.
 
 In this order: GOOGLE_BEARER_TOKEN; GOOGLE_SERVICE_ACCOUNT_KEY (the JSON itself); GOOGLE_APPLICATION_CREDENTIALS (its
-path); gcloud's own file below HOME; the service account of a machine on Google Cloud; else none. STORAGE_EMULATOR_HOST
-means none.
+path); gcloud's own file below HOME, unless it cannot be used, which is a warning; the service account of a machine on
+Google Cloud, or of a pod with workload identity there; else none. STORAGE_EMULATOR_HOST means none.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from argosy_fetcher.sources.credential_values import header_value, is_true, read
 if TYPE_CHECKING:
     from obstore.store import GCSConfig
 
+_log = logging.getLogger(__name__)
 _MACHINE = Path("/sys/class/dmi/id/product_name")
 _GCLOUD_FILE = ".config/gcloud/application_default_credentials.json"
 _TYPES = ("service_account", "authorized_user")
@@ -63,18 +65,28 @@ def _credentials_file(source: str, credentials: Mapping[str, str]) -> Path | Non
         path = Path(credentials.get("HOME", "/nonexistent"), _GCLOUD_FILE)
         if not path.is_file():
             return None
+    if (fault := _fault(path)) is None:
+        return path
+    if named:
+        raise AccessDenied(f"{source}: {path} {fault}")
+    _log.warning("%s %s; it is not used", path, fault)
+    return None
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a file of credentials; None if nothing."""
     try:
         kind = json.loads(read_text(path))["type"]
     except OSError as error:
-        raise AccessDenied(f"{source}: {path} cannot be read: {error.strerror}") from None
+        return f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError):
-        raise AccessDenied(f"{source}: {path} is not a file of Google credentials") from None
+        return "is not a file of Google credentials"
     if kind not in _TYPES:
-        raise AccessDenied(
-            f"{source}: {path} has credentials of a type other than {' and '.join(_TYPES)}; set "
+        return (
+            f"has credentials of a type other than {' and '.join(_TYPES)}; set "
             "GOOGLE_BEARER_TOKEN=$(gcloud auth print-access-token)"
         )
-    return path
+    return None
 
 
 def _has_metadata(credentials: Mapping[str, str]) -> bool:

@@ -1,29 +1,33 @@
 """S3 credentials: finds keys and region as the AWS tools do, among named values and in the tools' files.
 
 In this order: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; a web identity (AWS_ROLE_ARN and
-AWS_WEB_IDENTITY_TOKEN_FILE); static keys of AWS_PROFILE in the tools' files; a container's credentials
-(AWS_CONTAINER_CREDENTIALS_*); the machine's, where AWS_METADATA_ENDPOINT names their service; else none, and requests
-are not signed.
+AWS_WEB_IDENTITY_TOKEN_FILE, as EKS sets them for a service account); static keys of AWS_PROFILE in the tools' files; a
+container's credentials (AWS_CONTAINER_CREDENTIALS_*); the role of a machine on EC2 (`instance_metadata`); else none,
+and requests are not signed. The tools' files are left out with a warning if they are malformed and nobody named them.
 """
 
 from __future__ import annotations
 
 import configparser
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from argosy_fetcher.errors import AccessDenied
 from argosy_fetcher.sources.credential_values import header_value, is_true, read_text
+from argosy_fetcher.sources.instance_metadata import role_service
 
 if TYPE_CHECKING:
     from obstore.store import S3Config
 
+_log = logging.getLogger(__name__)
 _DEFAULT_PROFILE = "default"
 
 
 def s3_config(source: str, credentials: Mapping[str, str]) -> S3Config:
-    """Return credentials and region for obstore; `skip_signature` is set if there are no credentials.
+    """Return credentials and region for obstore; `skip_signature` is set if there are no credentials. Makes no request,
+    except to the metadata service of a machine on EC2.
 
     Args:
         source: name of the model's source, for errors.
@@ -47,7 +51,7 @@ def _credentials(source: str, credentials: Mapping[str, str]) -> S3Config:
         return _keys(source, key, secret, credentials.get("AWS_SESSION_TOKEN", ""))
     role, token_file = credentials.get("AWS_ROLE_ARN"), credentials.get("AWS_WEB_IDENTITY_TOKEN_FILE")
     if role and token_file:
-        return {"role_arn": role, "web_identity_token_file": token_file}
+        return _web_identity(role, token_file, credentials)
     if (config := _profile_keys(source, credentials)) is not None:
         return config
     if path := credentials.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"):
@@ -56,9 +60,18 @@ def _credentials(source: str, credentials: Mapping[str, str]) -> S3Config:
     token_file = credentials.get("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
     if url and token_file:
         return {"container_credentials_full_uri": url, "container_authorization_token_file": token_file}
-    if metadata := credentials.get("AWS_METADATA_ENDPOINT"):
+    if metadata := role_service(credentials):
         return {"metadata_endpoint": metadata}
     return {"skip_signature": True}
+
+
+def _web_identity(role: str, token_file: str, credentials: Mapping[str, str]) -> S3Config:
+    config: S3Config = {"role_arn": role, "web_identity_token_file": token_file}
+    if session := credentials.get("AWS_ROLE_SESSION_NAME"):
+        config["role_session_name"] = session
+    if url := credentials.get("AWS_ENDPOINT_URL_STS"):
+        config["endpoint_url_sts"] = url  # type: ignore[typeddict-unknown-key]
+    return config
 
 
 def _keys(source: str, key: str, secret: str, token: str) -> S3Config:
@@ -117,5 +130,8 @@ def _section(
         return {}
     except (configparser.Error, ValueError):
         # not the parser's text, which quotes lines
-        raise AccessDenied(f"{source}: {path} is not a file of the AWS tools") from None
+        if named or credentials.get("AWS_PROFILE"):
+            raise AccessDenied(f"{source}: {path} is not a file of the AWS tools") from None
+        _log.warning("%s is not a file of the AWS tools; it is not used", path)
+        return {}
     return parser[section] if parser.has_section(section) else {}
