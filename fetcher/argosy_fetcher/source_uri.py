@@ -165,11 +165,18 @@ def _parse_hub(rest: str) -> SourceUri:
     found = _HUB.fullmatch(rest)
     if found is None:
         raise InvalidSource(
-            f"model source {_shown(rest, 'hf://')}: must be hf://ORG/NAME or hf://ORG/NAME@REVISION"
+            f"model source {_shown(rest, 'hf://')}: must be hf://ORG/NAME or hf://ORG/NAME@REVISION{_old_name(rest)}"
         )
     uri = SourceUri("hf", found["location"])
     revision = found["revision"]
     return uri if revision is None else replace(uri, revision=_hub_revision(str(uri), revision))
+
+
+def _old_name(rest: str) -> str:
+    """What to say about a name from before repositories had organisations: the end of a message, or nothing."""
+    if not re.fullmatch(rf"{_HUB_NAME}(?:@.*)?", rest):
+        return ""
+    return "; the hub's page of a model with an old name shows the whole one: gpt2 is openai-community/gpt2"
 
 
 def _hub_revision(name: str, revision: str) -> str:
