@@ -31,7 +31,9 @@ def resolve_model(source: str) -> Path:
         )
     path = Path(rest if separator else source).expanduser()
     if not (path / "config.json").is_file():
-        old_name = "" if "/" in source else ", where old names have an organisation too: openai-community/gpt2"
+        old_name = (
+            "" if "/" in source else ", where old names have an organisation too: openai-community/gpt2"
+        )
         raise ConfigError(
             f"model {source!r}: {path} has no config.json; give a directory in Hugging Face's layout, "
             f"or hf://ORG/NAME for a repository of the hub{old_name}"

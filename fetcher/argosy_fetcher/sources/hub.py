@@ -37,11 +37,10 @@ from argosy_fetcher.errors import (
 from argosy_fetcher.loopback import is_loopback
 from argosy_fetcher.snapshot import RemoteFile, Snapshot
 from argosy_fetcher.sources import hub_environment
-from argosy_fetcher.sources.documents import read_bounded
+from argosy_fetcher.sources.documents import MalformedDocument, read_bounded
 from argosy_fetcher.sources.hub_endpoint import hub_source_name
 from argosy_fetcher.sources.hub_errors import HubModel, error_of, reason, storage_error, unreachable
 from argosy_fetcher.sources.hub_listing import MAX_LISTING_BYTES, decode_listing
-from argosy_fetcher.sources.oci_json import MalformedDocument
 from argosy_fetcher.sources.source import Chunk
 from argosy_fetcher.sources.tls import is_untrusted, trusted, untrusted
 from argosy_protocol import __version__
@@ -54,7 +53,8 @@ _TIMEOUT: Final = httpx.Timeout(30.0, connect=10.0)
 _LIST_TIMEOUT: Final = httpx.Timeout(60.0, connect=10.0)
 """The hub takes seconds to list the sizes of thousands of files."""
 _MAX_REDIRECTS: Final = 5
-MAX_PROBE_BYTES: Final = 4096
+_MAX_PROBE_BYTES: Final = 4096
+"""Of the answer to a request for one byte."""
 _UNSIGNED: Final = frozenset((400, 401, 403, 404, 410))
 """What storage answers to an address that is not valid any more. Amazon's says 403, Google's 400."""
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15}|\*)")
@@ -161,7 +161,7 @@ class HubSource:
                 with closing(self._open(file, file.size - 1, file.size)) as response:
                     self._reads_ranges = response.status_code == 206
                     if self._reads_ranges:  # a body that was read leaves a connection that can be used again
-                        read_bounded(response.iter_raw(), MAX_PROBE_BYTES, file.path)
+                        read_bounded(response.iter_raw(), _MAX_PROBE_BYTES, file.path)
             except (FetchError, TransientError, httpx.HTTPError):
                 return True
         return self._reads_ranges

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta, Struct, field
 
 from argosy_fetcher.snapshot import MAX_FILE_BYTES, MAX_FILES, Digest, RemoteFile, check_path
-from argosy_fetcher.sources.oci_json import MalformedDocument, decode_document
+from argosy_fetcher.sources.documents import MalformedDocument, decode_document
 
 MAX_LISTING_BYTES: Final = 32 << 20
 """Ten times what the hub says about `MAX_FILES` files."""

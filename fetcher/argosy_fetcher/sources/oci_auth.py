@@ -19,9 +19,9 @@ import httpx
 from msgspec import Struct
 
 from argosy_fetcher.errors import AccessDenied, FetchError, TransientError
+from argosy_fetcher.sources.documents import MalformedDocument, decode_document
 from argosy_fetcher.sources.oci_credentials import CredentialLookup, RegistryCredential, find_credential
 from argosy_fetcher.sources.oci_http import error_of, read_document, translated
-from argosy_fetcher.sources.oci_json import MalformedDocument, decode_document
 from argosy_fetcher.sources.oci_reference import ImageReference
 
 MAX_CHALLENGE_CHARACTERS: Final = 4096

@@ -29,7 +29,7 @@ from typing import Final
 from msgspec import Struct
 
 from argosy_fetcher.errors import InvalidSource
-from argosy_fetcher.sources.oci_json import MalformedDocument, decode_document
+from argosy_fetcher.sources.documents import MalformedDocument, decode_document
 from argosy_fetcher.sources.oci_reference import ImageReference, canonical_host
 
 _log: Final = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from argosy_fetcher.errors import (
     TransientError,
     UnsupportedModel,
 )
-from argosy_fetcher.sources.oci_json import MalformedDocument, decode_document
+from argosy_fetcher.sources.documents import MalformedDocument, decode_document
 from argosy_fetcher.sources.oci_reference import PLAIN_HTTP_ENV
 from argosy_fetcher.sources.tls import trusted
 

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from argosy_fetcher.errors import UnsupportedModel
 from argosy_fetcher.snapshot import MAX_FILE_BYTES
-from argosy_fetcher.sources.oci_json import MalformedDocument, decode_document
+from argosy_fetcher.sources.documents import MalformedDocument, decode_document
 
 MAX_MANIFEST_BYTES: Final = 4 << 20
 """What registries must accept at least, and the bound that most set (OCI distribution specification)."""
