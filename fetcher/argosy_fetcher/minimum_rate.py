@@ -17,19 +17,30 @@ WINDOW_S: Final = 60.0
 
 
 class MinimumRate:
-    """The rate of one response. Waiting begins with the object."""
+    """The rate of one response. Waiting begins with the object.
+
+    The time until the first bytes is not held against a response: a server that cannot begin in the middle of a file
+    sends first what nobody asked for.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._num_bytes = 0
+        self._delay_s = 0.0
         self._waited_s = 0.0
+        """Since the first bytes, or since the last window."""
+        self._has_begun = False
         self._since = clock()
 
     def add(self, num_bytes: int) -> bool:
-        """Count what has arrived. Returns whether it came fast enough to be progress."""
+        """Count what has arrived. Returns whether it came fast enough to be progress, the first wait included."""
+        waited_s = self._clock() - self._since
+        if self._has_begun:
+            self._waited_s += waited_s
+        else:
+            self._has_begun, self._delay_s = True, waited_s
         self._num_bytes += num_bytes
-        self._waited_s += self._clock() - self._since
-        return self._is_enough
+        return self._num_bytes >= MIN_BYTES_PER_S * (self._delay_s + self._waited_s)
 
     def resume(self) -> None:
         """Wait again: what has arrived was used up.
@@ -38,13 +49,9 @@ class MinimumRate:
             TransientError: a window is over, and too little came in it.
         """
         if self._waited_s >= WINDOW_S:
-            if not self._is_enough:
+            if self._num_bytes < MIN_BYTES_PER_S * self._waited_s:
                 raise TransientError(
                     f"the source sends too slowly ({self._num_bytes} bytes in {self._waited_s:.0f} s)"
                 )
-            self._num_bytes, self._waited_s = 0, 0.0
+            self._num_bytes, self._delay_s, self._waited_s = 0, 0.0, 0.0
         self._since = self._clock()
-
-    @property
-    def _is_enough(self) -> bool:
-        return self._num_bytes >= MIN_BYTES_PER_S * self._waited_s

@@ -97,9 +97,9 @@ class _Transfer:
     def _part_bytes(self, file: RemoteFile) -> int:
         part_bytes = self._settings.part_bytes
         can_read_ranges = getattr(self._source, "can_read_ranges", None)
-        if file.size <= part_bytes or can_read_ranges is None or can_read_ranges(file):
+        if file.size <= part_bytes or can_read_ranges is None or self._local_copy(file) is not None:
             return part_bytes
-        return file.size
+        return part_bytes if can_read_ranges(file) else file.size
 
     def run(self, extra_bytes: int) -> None:
         total = sum(file.file.size for file in self._files)

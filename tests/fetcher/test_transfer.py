@@ -172,7 +172,7 @@ def trickle() -> Trickle:
 def test_a_source_that_trickles_is_given_up(tmp_path: Path) -> None:
     source = trickle()
     with pytest.raises(
-        TransientError, match=r"without progress: the source sends too slowly \(3 bytes in 87 s"
+        TransientError, match=r"without progress: the source sends too slowly \(4 bytes in 87 s"
     ):
         fetch(source, tmp_path, settings=TransferSettings(1000, 1, source.time.policy()))
     assert source.time.now < 1000
@@ -186,8 +186,22 @@ def test_a_trickle_is_cut_and_the_next_attempt_continues(tmp_path: Path) -> None
 
     source.on_read = recover
     fetch(source, tmp_path, settings=TransferSettings(1000, 1, source.time.policy()))
-    assert [read.start for read in source.reads] == [0, 3, 6]
+    assert [read.start for read in source.reads] == [0, 4, 8]
     assert found(tmp_path) == {"a": CONTENT["a"]}
+
+
+def test_a_source_that_first_sends_what_nobody_asked_for_is_not_slow(tmp_path: Path) -> None:
+    """As those do that cannot begin in the middle of a file."""
+    time = RetryTime()
+
+    class Skipping(ScriptedSource):
+        def read(self, file: RemoteFile, start: int, stop: int) -> Iterator[Chunk]:
+            time.now += 200
+            yield from super().read(file, start, stop)
+
+    source = Skipping({"a": CONTENT["a"]}, chunk_bytes=1)
+    fetch(source, tmp_path, settings=TransferSettings(1000, 1, time.policy()))
+    assert len(source.reads) == 1
 
 
 def test_time_that_the_disk_takes_is_not_the_source_s(
@@ -419,6 +433,20 @@ def test_a_source_without_ranges_reads_each_file_once(tmp_path: Path) -> None:
         ("a", 0, len(CONTENT["a"])),
         ("b", 0, len(CONTENT["b"])),
     ]
+
+
+def test_a_source_is_not_asked_about_files_that_are_here(tmp_path: Path) -> None:
+    class Asked(CachedSource):
+        def can_read_ranges(self, file: RemoteFile) -> bool:
+            assert file.path == "b"
+            return True
+
+    source = Asked(CONTENT)
+    (tmp_path / "blob").write_bytes(CONTENT["a"])
+    source.copies = {"a": tmp_path / "blob"}
+    (tmp_path / "store").mkdir()
+    fetch(source, tmp_path / "store")
+    assert found(tmp_path / "store") == CONTENT
 
 
 def test_a_link_in_place_of_a_partial_file_is_not_followed(tmp_path: Path) -> None:

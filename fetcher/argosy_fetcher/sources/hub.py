@@ -163,7 +163,7 @@ class HubSource:
                     if self._reads_ranges:  # a body that was read leaves a connection that can be used again
                         read_bounded(response.iter_raw(), _MAX_PROBE_BYTES, file.path)
             except (FetchError, TransientError, httpx.HTTPError):
-                return True
+                self._reads_ranges = True
         return self._reads_ranges
 
     def local_copy(self, file: RemoteFile) -> Path | None:

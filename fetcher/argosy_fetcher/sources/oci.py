@@ -74,7 +74,7 @@ class OciSource:
             try:
                 self._reads_ranges = self._client.can_read_ranges(file.version, file.size)
             except (FetchError, TransientError):
-                return True
+                self._reads_ranges = True
         return self._reads_ranges
 
     def close(self) -> None:
