@@ -1,7 +1,7 @@
 """Selection: which files of a model are served, and so fetched.
 
 Owns the names of files that an engine reads. Must not know how content arrives or where it is kept.
-Invariant: weights are safetensors; formats that can carry code are never selected.
+Invariants: weights are safetensors; formats that can carry code are never selected; what is selected, an engine loads.
 
 Reads config.json and the index of the weights, so that a model that cannot be served is refused before its weights are
 fetched.
@@ -62,7 +62,7 @@ def select(
     files = {file.path: file for file in snapshot.files}
     config = files.get(CONFIG)
     if config is None:
-        raise UnsupportedModel(f"{snapshot.source} has no {CONFIG}{_config_remedy(files)}")
+        raise UnsupportedModel(f"{snapshot.source} has no {CONFIG}{_config_remedy(snapshot.source, files)}")
     content = _json_object(snapshot.source, CONFIG, read_small(config))
     if check_config is not None:
         check_config(content)
@@ -90,16 +90,13 @@ def _weights(source: str, files: Mapping[str, RemoteFile], read_small: ReadSmall
         for name in _shards(source, read_small(index)):
             if name not in files:
                 raise UnsupportedModel(
-                    f"{source} lacks {name}, which its {INDEX} names; the upload is incomplete: use another revision"
+                    f"{source} lacks {name}, which its {INDEX} names; the upload is incomplete: {_another(source)}"
                 )
             yield files[name]
     elif SINGLE in files:
         yield files[SINGLE]
     else:
-        found = sorted(path for path in files if "/" not in path and _is_weight(path))
-        if not found:
-            raise UnsupportedModel(f"{source} has no {SINGLE}{_weights_remedy(files)}")
-        yield from (files[path] for path in found)
+        raise UnsupportedModel(f"{source} has no {SINGLE}{_weights_remedy(source, files)}")
 
 
 def _is_weight(name: str) -> bool:
@@ -110,7 +107,7 @@ def _shards(source: str, index: bytes) -> list[str]:
     """Return the names of the files that an index lists."""
     weight_map = _json_object(source, INDEX, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UnsupportedModel(f"{source}: {INDEX} has no weight_map; use another revision")
+        raise UnsupportedModel(f"{source}: {INDEX} has no weight_map; {_another(source)}")
     names = set()
     for name in weight_map.values():
         # A shard is a file next to its index; anything else could read outside the model's directory.
@@ -132,10 +129,10 @@ def _json_object(source: str, name: str, content: bytes) -> dict[str, Any]:
     return value
 
 
-def _config_remedy(files: Mapping[str, RemoteFile]) -> str:
+def _config_remedy(source: str, files: Mapping[str, RemoteFile]) -> str:
     folders = sorted(path.removesuffix(f"/{CONFIG}") for path in files if path.endswith(f"/{CONFIG}"))
     if folders:
-        return f", but {', '.join(map(ascii, folders[:3]))} has: add the folder to the source"
+        return f", but {', '.join(map(ascii, folders[:3]))} has: {_folder_remedy(source)}"
     if any(path.endswith(".gguf") for path in files):
         return "; GGUF files are not served: use the repository that they were made from"
     if "adapter_config.json" in files:
@@ -143,12 +140,43 @@ def _config_remedy(files: Mapping[str, RemoteFile]) -> str:
     return "; give a model in Hugging Face's layout"
 
 
-def _weights_remedy(files: Mapping[str, RemoteFile]) -> str:
+def _folder_remedy(source: str) -> str:
+    """Say how a folder of a source is served. Only those whose URIs have paths can name it."""
+    scheme, _, location = source.partition("?")[0].partition("://")
+    if scheme == "hf":
+        return (
+            f"download it (hf download {location} --include 'FOLDER/*' --local-dir DIRECTORY), and serve "
+            "DIRECTORY/FOLDER"
+        )
+    if scheme in ("s3", "gs"):
+        return f"add the folder to the source: {source.partition('?')[0]}/FOLDER"
+    if scheme in ("https", "http"):
+        return "put a SHA256SUMS into that folder (sha256sum * > SHA256SUMS), and give its URL"
+    return "push that folder as the model"
+
+
+def _weights_remedy(source: str, files: Mapping[str, RemoteFile]) -> str:
+    shards = [path for path in files if "/" not in path and _is_weight(path)]
+    if len(shards) == 1:
+        return f", only {shards[0]!a}, which no {INDEX} names; rename it to {SINGLE}"
+    if shards:
+        return (
+            f" and no {INDEX} that says which of its {len(shards)} safetensors files belong together; "
+            "write one with transformers: save_pretrained(DIRECTORY)"
+        )
     suffixes = sorted({PurePosixPath(path).suffix for path in files} & set(_OTHER_FORMATS))
     if suffixes:
+        another = "use a revision or a repository with safetensors, or " if source.startswith("hf://") else ""
         return (
             f" but {', '.join(suffixes)} files; only safetensors are served, because other formats can carry code or "
-            "are not in Hugging Face's layout: use a revision or a repository with safetensors, or convert it with "
-            "transformers: save_pretrained(DIRECTORY)"
+            f"are not in Hugging Face's layout: {another}convert it with transformers: save_pretrained(DIRECTORY)"
         )
-    return "; the upload is incomplete: use another revision"
+    return f"; the upload is incomplete: {_another(source)}"
+
+
+def _another(source: str) -> str:
+    """Say what to try instead. Only hubs and registries have revisions."""
+    scheme = source.partition("://")[0]
+    if scheme == "hf":
+        return "use another revision"
+    return "use another tag" if scheme == "oci" else "upload all of it again"

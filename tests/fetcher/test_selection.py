@@ -15,10 +15,8 @@ from model_files import CONFIG, other_files, served_files
 SMALL = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}"}
 
 
-def selected(files: dict[str, bytes]) -> list[str]:
-    snapshot = Snapshot(
-        "hf://acme/tiny", "c0", tuple(RemoteFile(path, len(data)) for path, data in files.items())
-    )
+def selected(files: dict[str, bytes], source: str = "hf://acme/tiny") -> list[str]:
+    snapshot = Snapshot(source, "c0", tuple(RemoteFile(path, len(data)) for path, data in files.items()))
     return [file.path for file in select(snapshot, lambda file: files[file.path])]
 
 
@@ -56,8 +54,10 @@ def test_shared_shards_are_selected_once() -> None:
     [
         (["model.safetensors", "pytorch_model.bin", "consolidated.safetensors"], ["model.safetensors"]),
         (["model.safetensors", "other.safetensors"], ["model.safetensors"]),
-        (["b.safetensors", "a.safetensors", "consolidated.safetensors"], ["a.safetensors", "b.safetensors"]),
-        (["a.safetensors", "original/model.safetensors", "adapter_model.safetensors"], ["a.safetensors"]),
+        (
+            ["model.safetensors", "original/model.safetensors", "adapter_model.safetensors"],
+            ["model.safetensors"],
+        ),
     ],
 )
 def test_weights_without_an_index(weights: list[str], expected: list[str]) -> None:
@@ -68,7 +68,10 @@ def test_weights_without_an_index(weights: list[str], expected: list[str]) -> No
     ("files", "message"),
     [
         ({}, "has no config.json; give a model in Hugging Face's layout"),
-        ({"tiny/config.json": b"{}"}, r"has no config.json, but 'tiny' has: add the folder"),
+        (
+            {"tiny/config.json": b"{}"},
+            r"has no config.json, but 'tiny' has: download it \(hf download acme/tiny ",
+        ),
         ({"tiny-q4.gguf": b""}, "GGUF files are not served: use the repository that they were made from"),
         ({"adapter_config.json": b"{}"}, "it is an adapter: serve the model that it adapts"),
         (
@@ -81,6 +84,14 @@ def test_weights_without_an_index(weights: list[str], expected: list[str]) -> No
             r"has no model.safetensors but \.bin, \.pt files; only safetensors are served.*use a revision",
         ),
         ({**SMALL, "consolidated.safetensors": b""}, "has no model.safetensors"),
+        (
+            {**SMALL, "model-00001-of-00002.safetensors": b"", "model-00002-of-00002.safetensors": b""},
+            r"has no model.safetensors and no model.safetensors.index.json .* its 2 safetensors files",
+        ),
+        (
+            {**SMALL, "a.safetensors": b"", "adapter_model.safetensors": b"", "original/a.safetensors": b""},
+            r"has no model.safetensors, only 'a.safetensors', .*rename it to model.safetensors",
+        ),
         ({**SMALL, "model.safetensors.index.json": index("a.safetensors")}, "lacks a.safetensors"),
         ({**SMALL, "model.safetensors.index.json": b"{}"}, "has no weight_map"),
         ({**SMALL, "model.safetensors.index.json": b'{"weight_map": []}'}, "has no weight_map"),
@@ -97,6 +108,24 @@ def test_weights_without_an_index(weights: list[str], expected: list[str]) -> No
 def test_models_that_are_not_served_are_refused(files: dict[str, bytes], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"^hf://acme/tiny.*{message}"):
         selected(files)
+
+
+@pytest.mark.parametrize(
+    ("source", "folder", "incomplete"),
+    [
+        ("hf://acme/tiny", "serve DIRECTORY/FOLDER", "use another revision"),
+        ("s3://bucket/acme?endpoint=http://x", "s3://bucket/acme/FOLDER", "upload all of it again"),
+        ("oci://host/acme", "push that folder as the model", "use another tag"),
+        ("https://host/acme/SHA256SUMS", "> SHA256SUMS), and give its URL", "upload all of it again"),
+    ],
+)
+def test_a_remedy_is_one_that_the_source_allows(source: str, folder: str, incomplete: str) -> None:
+    with pytest.raises(UnsupportedModel) as refusal:
+        selected({"tiny/config.json": b"{}"}, source)
+    assert str(refusal.value).endswith(folder)
+    with pytest.raises(UnsupportedModel) as refusal:
+        selected(SMALL, source)
+    assert str(refusal.value).endswith(incomplete)
 
 
 def test_a_config_with_infinities_is_accepted() -> None:
