@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import gzip
 import io
+import re
 import stat
 import tarfile
 import zipfile
@@ -29,7 +30,13 @@ RATIO_FREE_BYTES: Final = 1 << 30
 _CHUNK_BYTES: Final = 1 << 20
 _MAX_READ_BYTES: Final = 16 << 20
 """Bound on what a format's own structures may make the reader hold in memory, such as a zip's directory."""
-_MAX_TAR_HEADER_BYTES: Final = 1 << 20
+_MAX_PAX_BYTES: Final = 32 << 10
+"""Of one pax header, and of all global ones together. Names and times take hundreds of bytes."""
+_MAX_TAR_HEADERS_BYTES: Final = 256 << 10
+"""Of all that stands before a member's content, such as the map of a sparse file."""
+_MAX_DIGITS: Final = 128
+_DIGITS: Final = re.compile(rb"[0-9]+")
+_TAR_END: Final = bytes(tarfile.BLOCKSIZE)
 _ZIP_METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
@@ -51,6 +58,19 @@ class MemberReader(Protocol):
     def __iter__(self) -> Iterator[Member]: ...
 
     def chunks(self) -> Iterator[bytes]: ...
+
+
+def require_unpacker(packing: Packing) -> None:
+    """Check that what reads a format is installed.
+
+    Raises:
+        FetchError: it is not.
+    """
+    if packing == "tar+zstd":
+        try:
+            import zstandard  # noqa: F401
+        except ImportError:
+            raise FetchError("archives with zstd need a package: pip install 'argosy[fetch]'") from None
 
 
 @contextmanager
@@ -102,10 +122,9 @@ def _decompressed(raw: IO[bytes], packing: Packing, stack: ExitStack) -> _Bytes:
         return stack.enter_context(gzip.GzipFile(fileobj=raw, mode="rb"))
     if packing != "tar+zstd":
         raise _Damaged(f"unknown packing {packing}")
-    try:
-        import zstandard
-    except ImportError:
-        raise FetchError("archives with zstd need a package: pip install 'argosy[fetch]'") from None
+    require_unpacker(packing)
+    import zstandard
+
     reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
     return cast(_Bytes, stack.enter_context(reader))
 
@@ -118,17 +137,40 @@ class _ForwardReader:
     """
 
     def __init__(self, stream: _Bytes, limit: int) -> None:
+        self.last_header = b""
+        """What `read` returned last."""
+        self.num_global_bytes = 0
+        """Bytes of global pax headers so far. tarfile copies them all for each member that has a pax header."""
         self._stream = stream
         self._limit = limit
         self._position = 0
+        self._num_header_bytes = 0
+        self._are_pax_records_next = False
 
     def tell(self) -> int:
         return self._position
 
+    def begin_member(self) -> None:
+        """Begin the headers of the next member."""
+        self._num_header_bytes = 0
+
+    def expect_pax_records(self) -> None:
+        """Check what is read next as the content of a pax header."""
+        self._are_pax_records_next = True
+
     def read(self, size: int) -> bytes:
+        """Return `size` bytes of headers, or less at the end."""
+        self._num_header_bytes += size
+        if size < 0 or self._num_header_bytes > _MAX_TAR_HEADERS_BYTES:
+            raise _Damaged(f"a header has more than {_MAX_TAR_HEADERS_BYTES} bytes")
+        self.last_header = self.read_content(size)
+        if self._are_pax_records_next:
+            self._are_pax_records_next = False
+            _check_pax_records(self.last_header)
+        return self.last_header
+
+    def read_content(self, size: int) -> bytes:
         """Return `size` bytes, or less at the end."""
-        if not 0 <= size <= _MAX_TAR_HEADER_BYTES:
-            raise _Damaged(f"a header has {size} bytes")
         found = self._stream.read(size)
         while len(found) < size and (more := self._stream.read(size - len(found))):
             found += more
@@ -141,9 +183,48 @@ class _ForwardReader:
         if position < self._position:
             raise _Damaged("its headers point backwards")
         while self._position < position:
-            if not self.read(min(position - self._position, _CHUNK_BYTES)):
+            if not self.read_content(min(position - self._position, _CHUNK_BYTES)):
                 raise _Damaged("it ends in the middle of a file")
         return position
+
+    def drain(self) -> None:
+        """Read to the end, where decompressors check what they have returned."""
+        while self.read_content(_CHUNK_BYTES):
+            pass
+
+
+class _TarInfo(tarfile.TarInfo):
+    """A member whose pax headers are checked before tarfile's regular expressions see them, which take quadratic time
+    for hostile ones (CVE-2024-6232, mended in Python 3.11.10 and 3.12.6)."""
+
+    def _proc_pax(self, archive: Any) -> Any:
+        stream: _ForwardReader = archive.fileobj
+        if self.type == tarfile.XGLTYPE:
+            stream.num_global_bytes += max(self.size, 0)
+        if self.size > _MAX_PAX_BYTES:
+            raise _Damaged(f"a header has more than {_MAX_PAX_BYTES} bytes")
+        if stream.num_global_bytes > _MAX_PAX_BYTES:
+            raise _Damaged(f"its global headers have more than {_MAX_PAX_BYTES} bytes")
+        stream.expect_pax_records()
+        return super()._proc_pax(archive)
+
+
+def _check_pax_records(data: bytes) -> None:
+    """Check that a pax header is a sequence of `LENGTH KEY=VALUE\\n`, whose search takes linear time.
+
+    Raises:
+        _Damaged: it is not, or has an endless number.
+    """
+    position = 0
+    while position < len(data) and data[position]:
+        digits = data[position : position + 8].partition(b" ")[0]
+        length = int(digits) if digits.isdigit() else 0
+        record = data[position : position + length]
+        if not record.endswith(b"\n") or len(record) < length or b"=" not in record[len(digits) + 2 :]:
+            raise _Damaged("a pax header is malformed")
+        position += length
+    if max(map(len, _DIGITS.findall(data)), default=0) > _MAX_DIGITS:
+        raise _Damaged(f"a pax header has a number of more than {_MAX_DIGITS} digits")
 
 
 class _TarReader:
@@ -152,10 +233,11 @@ class _TarReader:
         self._current: tarfile.TarInfo | None = None
 
     def __iter__(self) -> Iterator[Member]:
-        archive: Any = tarfile.TarFile(fileobj=cast(IO[bytes], self._stream), mode="r")
+        archive: Any = tarfile.TarFile(fileobj=cast(IO[bytes], self._stream), mode="r", tarinfo=_TarInfo)
         number = 0
         while (info := archive.next()) is not None:
             archive.members = []  # tarfile keeps all that it has seen
+            self._stream.begin_member()
             number += 1
             if number > MAX_MEMBERS:
                 raise _Damaged(f"it has more than {MAX_MEMBERS} files")
@@ -168,13 +250,16 @@ class _TarReader:
             elif info.issym() or info.islnk() or info.issparse():
                 kind = "link"
             yield Member(_without_dot(info.name), info.size, kind)
+        if self._stream.last_header != _TAR_END:  # tarfile takes a cut or damaged header for the end
+            raise _Damaged("it ends without the mark of its end")
+        self._stream.drain()
 
     def chunks(self) -> Iterator[bytes]:
         assert self._current is not None
         self._stream.seek(self._current.offset_data)
         missing = self._current.size
         while missing > 0:
-            chunk = self._stream.read(min(missing, _CHUNK_BYTES))
+            chunk = self._stream.read_content(min(missing, _CHUNK_BYTES))
             if not chunk:
                 raise _Damaged("it ends in the middle of a file")
             missing -= len(chunk)

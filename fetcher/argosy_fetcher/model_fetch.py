@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from argosy_fetcher.archive_members import require_unpacker
 from argosy_fetcher.digests import HEX_DIGITS
 from argosy_fetcher.disk import disk_errors, empty_directory, fsync_file
 from argosy_fetcher.errors import FetchError, NoSpace, Offline, UnsupportedModel
@@ -155,6 +156,8 @@ class _Fetch:
             for file in snapshot.files
             if file.packing != "none" or is_served_name(file.path.rpartition("/")[2])
         ]
+        for file in files:
+            require_unpacker(file.packing)
         partial = self._store.open_partial(snapshot)
         packed = partial / PACKED
         packed.mkdir(exist_ok=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from archives import packed, tar_of
 from argosy_fetcher.errors import FetchError, HashMismatch, UnsupportedModel
@@ -124,3 +126,14 @@ def test_cuts_do_not_matter_to_archives(tmp_path: Path) -> None:
     source = archived(served_files())
     source.on_read = cut
     assert published(fetch_model(source, Store(tmp_path), settings=SETTINGS).path) == served_files()
+
+
+def test_a_missing_package_is_noticed_before_the_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)  # what an import of it then finds
+    source = archived(served_files(), "tar")
+    source.files = tuple(structs.replace(file, packing="tar+zstd") for file in source.files)
+    with pytest.raises(FetchError, match="archives with zstd need a package"):
+        fetch_model(source, Store(tmp_path), settings=SETTINGS)
+    assert source.reads == []

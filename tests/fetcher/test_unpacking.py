@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+import zstandard
 from hypothesis import given, settings
 
 from archives import member_of_type, packed, tar_of, tar_of_members, zip_of, zip_with_link
@@ -181,6 +182,80 @@ def test_a_header_of_any_size_is_refused(tmp_path: Path) -> None:
     member.pax_headers = {"comment": "x" * 2_000_000}
     with pytest.raises(UnsupportedModel, match="a header has"):
         unpack(tmp_path, (gzip.compress(tar_of_members([(member, b"{}")])), "tar+gzip"))
+
+
+def pax_header(kind: bytes, content: bytes) -> tuple[tarfile.TarInfo, bytes]:
+    """Return a pax header as a member, with content that no tool would write."""
+    return member_of_type("pax", kind), content
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"9" * 30_000, "a pax header is malformed"),
+        (b"2 " * 15_000, "a pax header is malformed"),
+        (b"30013 comment=" + b"9" * 29_998 + b"\n", "a number of more than 128 digits"),
+        (b"99 path=x\n", "a pax header is malformed"),
+        (b"9 path=x", "a pax header is malformed"),
+        (b"5 =x\n", "a pax header is malformed"),
+        (b"0 path=x\n", "a pax header is malformed"),
+    ],
+)
+def test_pax_headers_that_take_quadratic_time_are_refused(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    members = [pax_header(tarfile.XHDTYPE, content), (tarfile.TarInfo("config.json"), b"{}")]
+    with pytest.raises(UnsupportedModel, match=reason):
+        unpack(tmp_path, (tar_of_members(members), "tar"))
+
+
+def test_global_headers_do_not_pile_up(tmp_path: Path) -> None:
+    members = [(tarfile.TarInfo("config.json"), b"{}")]
+    for number in range(40):
+        record = b"1013 key%03d=%s\n" % (number, b"x" * 1000)
+        members += [pax_header(tarfile.XGLTYPE, record), (tarfile.TarInfo(f"file-{number}"), b"")]
+    assert len(members[1][1]) == 1013
+    (tmp_path / "few").mkdir()
+    assert unpack(tmp_path / "few", (tar_of_members(members[:41]), "tar")) == {"config.json": b"{}"}
+    with pytest.raises(UnsupportedModel, match="global headers have more than 32768 bytes"):
+        unpack(tmp_path, (tar_of_members(members), "tar"))
+
+
+def test_the_map_of_a_sparse_file_is_bounded(tmp_path: Path) -> None:
+    member = tarfile.TarInfo("sparse")
+    member.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+    content = gzip.compress(tar_of_members([(member, b"1000000000\n" + b"1\n" * 10_000_000)]))
+    with pytest.raises(UnsupportedModel, match="a header has more than 262144 bytes"):
+        unpack(tmp_path, (content, "tar+gzip"))
+
+
+@pytest.mark.parametrize("packing", ["tar", "tar+gzip", "tar+zstd"])
+@pytest.mark.parametrize("end", [0, 100, 1024])
+def test_a_tar_that_was_cut_between_files_is_refused(tmp_path: Path, packing: Packing, end: int) -> None:
+    content = tar_of({"config.json": b"{}"})[:1024] + tar_of({"tokenizer.json": b"{}"})[:end]
+    compress = {"tar": bytes, "tar+gzip": gzip.compress, "tar+zstd": zstandard.compress}[packing]
+    with pytest.raises(UnsupportedModel, match="it ends without the mark of its end"):
+        unpack(tmp_path, (compress(content), packing))
+    (tmp_path / "whole").mkdir()
+    whole = compress(content[:1024] + bytes(512))
+    assert unpack(tmp_path / "whole", (whole, packing)) == {"config.json": b"{}"}
+
+
+def test_a_damaged_header_is_not_the_end(tmp_path: Path) -> None:
+    content = bytearray(tar_of({"config.json": b"{}", "tokenizer.json": b"{}"}))
+    content[1024 + 10] ^= 1  # in the name of the second member
+    with pytest.raises(UnsupportedModel, match="it ends without the mark of its end"):
+        unpack(tmp_path, (bytes(content), "tar"))
+
+
+@pytest.mark.parametrize("packing", ["tar+gzip", "tar+zstd"])
+def test_the_checksum_behind_the_last_file_is_checked(tmp_path: Path, packing: Packing) -> None:
+    content = tar_of({"config.json": b"{}"})
+    with_checksum = zstandard.ZstdCompressor(write_checksum=True).compress(content)
+    damaged = bytearray(gzip.compress(content) if packing == "tar+gzip" else with_checksum)
+    damaged[-8 if packing == "tar+gzip" else -1] ^= 1
+    with pytest.raises(UnsupportedModel, match="the archive cannot be unpacked"):
+        unpack(tmp_path, (bytes(damaged), packing))
 
 
 def test_the_number_of_members_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
