@@ -15,6 +15,8 @@ from argosy_fetcher.errors import FetchError, NoSpace
 
 MARGIN_BYTES: Final = 64 << 20
 """Room that a fetch leaves on the disk, for journals, manifests and whoever else writes."""
+TEMPORARY_PREFIX: Final = ".argosy-new-"
+"""Of files that `replace_file` writes; one is left behind if the process is killed meanwhile."""
 OTHER_DIRECTORY: Final = "choose another directory with --download-dir or ARGOSY_MODELS_DIR"
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP})
@@ -61,7 +63,7 @@ def format_bytes(num_bytes: int) -> str:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file atomically and durably: readers see the old content or the new, after a power failure too."""
-    temporary = path.with_name(f".argosy-new-{secrets.token_hex(4)}")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:
             file.write(data)

@@ -39,6 +39,10 @@ class ModelInUse(FetchError):
     """The model cannot be removed from the store, because a process uses or fetches it."""
 
 
+class ModelRemoved(FetchError):
+    """The model was removed from the store before it could be held."""
+
+
 class Offline(FetchError):
     """The model is not in the store, and the network may not be used."""
 

@@ -22,6 +22,7 @@ from argosy_fetcher.progress import Progress, Silent
 from argosy_fetcher.range_reader import read_whole
 from argosy_fetcher.retry import Attempts, retrying
 from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES, CheckConfig, is_served_name, select
+from argosy_fetcher.sibling_revisions import SiblingRevisions
 from argosy_fetcher.snapshot import MAX_FILES, RemoteFile, Snapshot
 from argosy_fetcher.sources.source import Source
 from argosy_fetcher.store import Store, StoredModel
@@ -98,7 +99,7 @@ class _Fetch:
         settings: TransferSettings,
         cancelled: threading.Event | None,
     ) -> None:
-        self._source = source
+        self._source = SiblingRevisions(source, store)
         self._store = store
         self._progress = progress
         self._check_config = check_config
@@ -129,12 +130,22 @@ class _Fetch:
             self._store.pin(name, requested_revision, snapshot.revision)
             return self.present(found)
         self._progress.resolved(name, snapshot.revision)
-        is_packed = any(file.packing != "none" for file in snapshot.files)
-        files = self._fetch_packed(snapshot) if is_packed else self._fetch_files(snapshot)
+        files = self._gathered(snapshot)
+        if files is None:
+            is_packed = any(file.packing != "none" for file in snapshot.files)
+            files = self._fetch_packed(snapshot) if is_packed else self._fetch_files(snapshot)
         path = self._store.publish(snapshot, files)
         self._store.pin(name, requested_revision, snapshot.revision)
         self._progress.end()
         return FetchedModel(path, name, snapshot.revision)
+
+    def _gathered(self, snapshot: Snapshot) -> tuple[StoredFile, ...] | None:
+        """Return the files of a snapshot that only has to be published."""
+        files = self._store.gathered(snapshot)
+        if files is not None:
+            size = sum(file.size for file in files)
+            self._progress.begin(size, size)
+        return files
 
     def _fetch_files(self, snapshot: Snapshot) -> tuple[StoredFile, ...]:
         known: dict[str, bytes] = {}

@@ -1,29 +1,35 @@
 """Store: models on this machine's disk, each complete or absent.
 
 Owns directories, locks, publication, listing and removal. Must not know sources, transfers or what a model consists of.
-Invariants: a directory with a revision's name is complete, because it is renamed to that name at the end; one process
-at a time writes below a source's directory; a model that a process holds is not removed.
+Invariants: a directory with a revision's name is complete, because it is renamed to that name at the end, unless
+another program has damaged it since; one process at a time writes below a source's directory; a model that a process
+holds is not removed; what cannot be read is not taken for damaged.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from argosy_fetcher import store_layout
-from argosy_fetcher.disk import fsync_directory, replace_file
-from argosy_fetcher.errors import FetchError, ModelInUse
+from argosy_fetcher.disk import TEMPORARY_PREFIX, fsync_directory, replace_file
+from argosy_fetcher.errors import FetchError, ModelInUse, ModelRemoved
 from argosy_fetcher.file_lock import SharedLock, exclusive_lock, try_exclusive_lock
-from argosy_fetcher.snapshot import Snapshot, encode_snapshot
+from argosy_fetcher.snapshot import Digest, Snapshot, encode_snapshot
 from argosy_fetcher.store_layout import Manifest, StoredFile
+from argosy_fetcher.store_usage import StoreUsage, files_below, stored_bytes, unshared_bytes
+
+_LEFTOVER_AGE: Final = 86400.0
+"""Files of interrupted writes are deleted after a day, in case that locks have no effect on this file system."""
+_OWN_FILES: Final = (store_layout.MANIFEST, store_layout.LAST_USE, store_layout.SNAPSHOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ class Pruned:
     removed: tuple[StoredModel, ...]
     in_use: tuple[StoredModel, ...]
     """What should have been removed as well."""
+    freed_bytes: int
+    """Less than the sizes add up to if other models, or Hugging Face's cache, have the same files."""
 
 
 class Store:
@@ -66,42 +74,91 @@ class Store:
         Args:
             source: canonical name, as `Source.name`.
             requested_revision: as `Source.requested_revision`; empty if none.
+
+        Raises:
+            FetchError: the store cannot be read.
         """
-        directory = self.root / store_layout.source_directory(source)
-        refs = store_layout.read_refs(directory)
-        return self._load(directory, refs.get(requested_revision, requested_revision), refs, source)
+        directory = self._directory(source)
+        with _readable(directory):
+            refs = store_layout.read_refs(directory)
+            pinned = store_layout.pinned_revision(refs, source, requested_revision)
+            return self._load(directory, pinned or requested_revision, refs, source)
+
+    def pinned_revision(self, source: str, requested_revision: str) -> str | None:
+        """Return what a requested revision was pinned to, whether the store still has it or not.
+
+        Raises:
+            FetchError: the store cannot be read.
+        """
+        directory = self._directory(source)
+        with _readable(directory):
+            refs = store_layout.read_refs(directory)
+        return store_layout.pinned_revision(refs, source, requested_revision)
+
+    def find_file(self, source: str, digest: Digest, size: int) -> Path | None:
+        """Return a file of a source's complete models that should have this content. The caller checks it."""
+        directory = self._directory(source)
+        for name in _names(directory):
+            with suppress(OSError):
+                model = self._load(directory, name, {}, source)
+                manifest = None if model is None else store_layout.read_damaged_manifest(model.path)
+                for file in () if manifest is None else manifest.files:
+                    if (file.digest, file.size) == (digest, size):
+                        return directory / name / file.path
+        return None
 
     def list(self) -> tuple[StoredModel, ...]:
-        """Return the complete models, by source and revision."""
-        found = []
+        """Return the complete models, by source and revision, without those that cannot be read."""
+        found: list[StoredModel] = []
         for directory in self._source_directories():
-            refs = store_layout.read_refs(directory)
-            models = (self._load(directory, name, refs) for name in _names(directory))
-            found += [model for model in models if model is not None]
-        return tuple(sorted(found, key=lambda model: (model.source, model.revision)))
+            refs: dict[str, str] = {}
+            with suppress(OSError):
+                refs = store_layout.read_refs(directory)
+            for name in _names(directory):
+                with suppress(OSError):
+                    if (model := self._load(directory, name, refs)) is not None:
+                        found.append(model)
+        return _sorted(found)
 
     def list_partial(self) -> tuple[StoredModel, ...]:
         """Return the models whose fetch is under way or was interrupted."""
-        found: list[StoredModel] = []
+        found = []
         for directory in self._source_directories():
             for name in _names(directory):
                 if name.startswith(store_layout.PARTIAL_PREFIX):
-                    found += _load_partial(directory / name)
-        return tuple(sorted(found, key=lambda model: (model.source, model.revision)))
+                    source = None
+                    with suppress(OSError):
+                        source = store_layout.source_of_partial(directory / name)
+                    found.append(_incomplete(directory / name, source))
+        return _sorted(model for model in found if model is not None)
+
+    def list_damaged(self) -> tuple[StoredModel, ...]:
+        """Return the models of which another program has removed or changed files. The next fetch replaces them."""
+        found = []
+        for directory in self._source_directories():
+            for name in _names(directory):
+                with suppress(OSError):
+                    if self._is_damaged(directory, name):
+                        manifest = store_layout.read_damaged_manifest(directory / name)
+                        source = None if manifest is None else manifest.source
+                        found.append(_incomplete(directory / name, source))
+        return _sorted(model for model in found if model is not None)
 
     def hold(self, path: Path) -> SharedLock:
         """Mark a model as in use, until the result is closed or the process ends, and note the time.
 
         Raises:
-            FetchError: it is not in the store any more.
+            ModelRemoved: it is not in the store any more.
+            FetchError: it cannot be locked.
         """
         try:
             lock = SharedLock(path / store_layout.LAST_USE)
-        except OSError as error:
-            raise FetchError(
-                f"the model in {path} was removed from the store or cannot be read: {error.strerror or error}; "
-                "start again to fetch it"
+        except FileNotFoundError as error:
+            raise ModelRemoved(
+                f"the model in {path} was removed from the store; start again to fetch it"
             ) from error
+        except OSError as error:
+            raise FetchError(f"the model in {path} cannot be locked: {error.strerror or error}") from error
         self.touch(path)
         return lock
 
@@ -119,6 +176,7 @@ class Store:
             OSError: the store cannot be written.
         """
         with exclusive_lock(self._directory(source) / store_layout.LOCK, on_wait):
+            fsync_directory(self.root)
             yield
 
     def open_partial(self, snapshot: Snapshot) -> Path:
@@ -137,29 +195,47 @@ class Store:
         """Delete what was fetched of a snapshot. Called with the source's lock held."""
         _discard(self._partial(snapshot))
 
+    def gathered(self, snapshot: Snapshot) -> tuple[StoredFile, ...] | None:
+        """Return the files of a snapshot if they are all there, because a process ended while it published them.
+        Called with the source's lock held."""
+        partial = self._partial(snapshot)
+        if store_layout.read_snapshot_record(partial) != encode_snapshot(snapshot):
+            return None
+        manifest = store_layout.read_manifest(partial, snapshot.revision)
+        return None if manifest is None else manifest.files
+
     def publish(self, snapshot: Snapshot, files: tuple[StoredFile, ...]) -> Path:
         """Make a snapshot's files a complete model, in one step. They are on disk already. Called with the lock held.
 
+        The manifest comes first and the snapshot's record goes last, so that `gathered` finds the files after a crash.
+
         Args:
             files: all of the model; other files in the partial directory are deleted.
+
+        Raises:
+            ModelInUse: a process uses a damaged directory in its place.
         """
         directory = self._directory(snapshot.source)
         partial, target = self._partial(snapshot), directory / snapshot.revision
-        _keep_only(partial, {file.path for file in files})
+        fsync_directory(partial)
         fetched_at = datetime.fromtimestamp(self._now(), UTC)
         store_layout.write_manifest(partial, Manifest(snapshot.source, snapshot.revision, files, fetched_at))
         (partial / store_layout.LAST_USE).touch()
         self.touch(partial)
+        _keep_only(partial, {*_OWN_FILES, *(file.path for file in files)})
         fsync_directory(partial)
-        if target.exists():  # damaged, or it would have been found
-            _discard(target)
+        if self._load(directory, snapshot.revision, {}, snapshot.source) is not None:
+            _discard(partial)  # locks have no effect here, and another machine was faster
+            return target
+        self._discard_unused(target, target / store_layout.LAST_USE, f"{snapshot.source} is damaged, and")
         partial.rename(target)
         fsync_directory(directory)
+        (target / store_layout.SNAPSHOT).unlink(missing_ok=True)
         return target
 
     def pin(self, source: str, requested_revision: str, revision: str) -> None:
         """Remember which revision a requested one was found to be. Called with the lock held."""
-        store_layout.write_ref(self._directory(source), requested_revision, revision)
+        store_layout.write_ref(self._directory(source), source, requested_revision, revision)
 
     def remove(self, model: StoredModel) -> None:
         """Remove a model, complete or not.
@@ -170,14 +246,9 @@ class Store:
         """
         is_partial = model.path.name.startswith(store_layout.PARTIAL_PREFIX)
         lock = (model.path.parent / store_layout.LOCK) if is_partial else (model.path / store_layout.LAST_USE)
+        use = "fetches" if is_partial else "uses"
         try:
-            with try_exclusive_lock(lock) as is_locked:
-                if not is_locked and model.path.exists():
-                    use = "fetches" if is_partial else "uses"
-                    raise ModelInUse(
-                        f"{model.source} at {model.revision}: a running process {use} it; stop that process first"
-                    )
-                _discard(model.path)
+            self._discard_unused(model.path, lock, f"{model.source} at {model.revision}:", use)
             self._sweep(model.path.parent)
         except OSError as error:
             raise FetchError(
@@ -186,30 +257,36 @@ class Store:
 
     def prune(self, max_bytes: int | None = None, max_age: float | None = None) -> Pruned:
         """Remove what was not used for `max_age` seconds, then what was used longest ago until the store has at most
-        `max_bytes`. Interrupted fetches count as models that were used when they last received something.
+        `max_bytes`. Interrupted fetches and damaged models count as models that were used when they last received
+        something.
 
         Raises:
             FetchError: something cannot be removed.
         """
-        models = sorted((*self.list(), *self.list_partial()), key=lambda model: model.last_used_at)
-        total, now = sum(model.size for model in models), self._now()
+        models = sorted(
+            (*self.list(), *self.list_partial(), *self.list_damaged()), key=lambda model: model.last_used_at
+        )
+        usage, now = StoreUsage(model.path for model in models), self._now()
         removed: list[StoredModel] = []
         in_use: list[StoredModel] = []
+        freed_bytes = 0
         for model in models:
             is_old = max_age is not None and now - model.last_used_at > max_age
-            is_too_much = max_bytes is not None and total > max_bytes
+            is_too_much = max_bytes is not None and usage.total > max_bytes
             if not (is_old or is_too_much):
                 continue
+            unshared = unshared_bytes(model.path)
             try:
                 self.remove(model)
             except ModelInUse:
                 in_use.append(model)
             else:
                 removed.append(model)
-                total -= model.size
+                freed_bytes += unshared
+                usage.remove(model.path)
         for directory in self._source_directories():
             self._sweep(directory)
-        return Pruned(tuple(removed), tuple(in_use))
+        return Pruned(tuple(removed), tuple(in_use), freed_bytes)
 
     def _directory(self, source: str) -> Path:
         return self.root / store_layout.source_directory(source)
@@ -234,7 +311,7 @@ class Store:
             return None
         try:
             last_used_at = (path / store_layout.LAST_USE).stat().st_mtime
-        except OSError:
+        except FileNotFoundError:
             return None
         return StoredModel(
             source=manifest.source,
@@ -245,49 +322,76 @@ class Store:
             requested_revisions=tuple(wanted for wanted, found in refs.items() if found == revision),
         )
 
+    def _is_damaged(self, directory: Path, name: str) -> bool:
+        path = directory / name
+        if not store_layout.is_revision(name) or path.is_symlink():
+            return False
+        is_ours = any((path / own).exists() for own in (store_layout.MANIFEST, store_layout.LAST_USE))
+        return is_ours and self._load(directory, name, {}) is None
+
+    def _discard_unused(self, path: Path, lock: Path, what: str, use: str = "uses") -> None:
+        """Delete a directory unless a process holds its lock. Without a lock file nothing can hold it.
+
+        Raises:
+            ModelInUse: a process does.
+        """
+        with try_exclusive_lock(lock) as is_locked:
+            if not is_locked and lock.exists():
+                raise ModelInUse(f"{what} a running process {use} it; stop that process first")
+            _discard(path)
+
     def _sweep(self, directory: Path) -> None:
-        """Delete what interrupted removals have left, and a source's directory in which no model is left."""
-        for name in _names(directory):
+        """Delete what interrupted removals and writes have left, and a source's directory without a model."""
+        names = _names(directory)
+        for name in names:
             if name.startswith(store_layout.TRASH_PREFIX):
                 shutil.rmtree(directory / name, ignore_errors=True)
-        rest = set(_names(directory)) - {store_layout.LOCK, store_layout.REFS}
-        if rest:
+        has_leftovers = any(name.startswith(TEMPORARY_PREFIX) for name in names)
+        if not has_leftovers and set(_names(directory)) - {store_layout.LOCK, store_layout.REFS}:
             return
         with suppress(OSError), try_exclusive_lock(directory / store_layout.LOCK) as is_locked:
-            if is_locked and set(_names(directory)) <= {store_layout.LOCK, store_layout.REFS}:
+            if not is_locked:
+                return
+            for name in _names(directory):
+                path = directory / name
+                is_old = self._now() - path.lstat().st_mtime > _LEFTOVER_AGE
+                if name.startswith(TEMPORARY_PREFIX) and is_old:
+                    path.unlink()
+            if set(_names(directory)) <= {store_layout.LOCK, store_layout.REFS}:
                 (directory / store_layout.REFS).unlink(missing_ok=True)
                 (directory / store_layout.LOCK).unlink()
                 directory.rmdir()
 
 
-def _load_partial(path: Path) -> tuple[StoredModel, ...]:
-    """Return an interrupted model, or nothing if it has just been published or removed."""
-    found = []
+@contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FetchError(
+            f"the store cannot be read: {error.filename or directory}: {error.strerror or error}; check its owner and "
+            "permissions, and its disk"
+        ) from error
+
+
+def _incomplete(path: Path, source: str | None) -> StoredModel | None:
+    """Return a model that is interrupted or damaged; None if it has just been published or removed."""
     try:
         began_at = path.stat().st_mtime
-        for file in _files_below(path):
-            with contextlib.suppress(FileNotFoundError):  # it has just got its final name
-                found.append(file.stat(follow_symlinks=False))
     except OSError:
-        return ()
-    return (
-        StoredModel(
-            source=store_layout.source_of_partial(path) or path.parent.name,
-            revision=path.name.removeprefix(store_layout.PARTIAL_PREFIX),
-            path=path,
-            size=sum(file.st_blocks * 512 for file in found),
-            last_used_at=max([began_at, *(file.st_mtime for file in found)]),
-        ),
+        return None
+    found = tuple(files_below(path))
+    return StoredModel(
+        source=source or path.parent.name,
+        revision=path.name.removeprefix(store_layout.PARTIAL_PREFIX),
+        path=path,
+        size=sum(stored_bytes(file, status) for file, status in found),
+        last_used_at=max([began_at, *(status.st_mtime for _, status in found)]),
     )
 
 
-def _files_below(path: Path) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files_below(Path(entry.path))
-            else:
-                yield entry
+def _sorted(models: Iterable[StoredModel]) -> tuple[StoredModel, ...]:
+    return tuple(sorted(models, key=lambda model: (model.source, model.revision)))
 
 
 def _names(directory: Path) -> list[str]:

@@ -7,6 +7,7 @@
 
 SLUG is the source's name in letters that every file system takes, and HASH the beginning of its SHA-256. Two sources
 could share both, so a manifest names its source. Everything read here is bounded, and damaged content counts as absent.
+What cannot be read does not: it raises OSError, because it may be whole.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ TRASH_PREFIX: Final = ".argosy-trash-"
 PACKED: Final = ".argosy-packed"
 UNPACKED: Final = ".argosy-unpacked"
 
+_DEFAULT_REVISIONS: Final = {"hf": "main", "oci": "latest"}
+"""What a source without a revision means, by its scheme."""
+_ABSENT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _REVISION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SOURCE_DIRECTORY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{8}")
 _MAX_SLUG: Final = 80
@@ -104,17 +108,30 @@ def source_directory(source: str) -> str:
     return f"{slug}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
 
 
-def read_manifest(directory: Path) -> Manifest | None:
-    """Return the manifest of a complete model; None if there is none, or a file is missing or has another size."""
-    manifest = _read(directory / MANIFEST, Manifest)
-    if manifest is None or manifest.revision != directory.name:
+def read_manifest(directory: Path, revision: str | None = None) -> Manifest | None:
+    """Return the manifest of a complete model; None if there is none, or a file is missing or has another size.
+
+    Args:
+        revision: the directory's name if left out.
+
+    Raises:
+        OSError: something cannot be read.
+    """
+    manifest = read_damaged_manifest(directory)
+    if manifest is None or manifest.revision != (revision or directory.name):
         return None
     try:
         for file in manifest.files:
             if (directory / check_path(file.path)).stat().st_size != file.size:
                 return None
-    except (OSError, UnsupportedModel):
+    except (*_ABSENT, UnsupportedModel):
         return None
+    return manifest
+
+
+def read_damaged_manifest(directory: Path) -> Manifest | None:
+    """Return a manifest that may not be true."""
+    manifest: Manifest | None = _read(directory / MANIFEST, Manifest)
     return manifest
 
 
@@ -123,17 +140,31 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_refs(directory: Path) -> dict[str, str]:
-    """Return what the requested revisions of a source were pinned to."""
+    """Return what the requested revisions of a source were pinned to; the last one was pinned last."""
     refs: dict[str, str] | None = _read(directory / REFS, dict[str, str])
     return {wanted: found for wanted, found in (refs or {}).items() if is_revision(found)}
 
 
-def write_ref(directory: Path, requested_revision: str, revision: str) -> None:
+def pinned_revision(refs: Mapping[str, str], source: str, requested_revision: str) -> str | None:
+    """Return what a requested revision of a source was pinned to."""
+    equal = equal_revisions(source, requested_revision)
+    return next((found for wanted, found in reversed([*refs.items()]) if wanted in equal), None)
+
+
+def equal_revisions(source: str, requested_revision: str) -> frozenset[str]:
+    """Return what else a requested revision can be called, and itself: `main` of a hub and no revision are the same."""
+    default = _DEFAULT_REVISIONS.get(source.partition("://")[0])
+    names = {requested_revision}
+    return frozenset(names | {"", default} if default and requested_revision in ("", default) else names)
+
+
+def write_ref(directory: Path, source: str, requested_revision: str, revision: str) -> None:
     """Pin a requested revision. Called with the source's lock held."""
     refs = read_refs(directory)
-    if refs.get(requested_revision) == revision:
+    if pinned_revision(refs, source, requested_revision) == revision:
         return
-    refs.pop(requested_revision, None)
+    for wanted in equal_revisions(source, requested_revision):
+        refs.pop(wanted, None)
     refs[requested_revision] = revision
     kept = dict(list(refs.items())[-_MAX_REFS:])
     replace_file(directory / REFS, msgspec.json.format(msgspec.json.encode(kept), indent=1))
@@ -162,6 +193,6 @@ def _read_bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_OWN_FILE_BYTES + 1)
-    except OSError:
+    except _ABSENT:
         return b""
     return data if len(data) <= _MAX_OWN_FILE_BYTES else b""

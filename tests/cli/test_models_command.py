@@ -87,6 +87,29 @@ def test_list_shows_models_and_what_interrupted_fetches_have_left(capsys: pytest
     assert models[0]["requested_revisions"] == [""]
 
 
+def test_damaged_models_are_listed_and_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    publish_tiny("acme/tiny")
+    path = Path(run(capsys, "pull", "acme/tiny").strip())
+    (path / ".argosy-model.json").unlink()
+    (row,) = run(capsys, "list").splitlines()[1:]
+    assert (row.split()[0], row.split()[-1]) == (path.parent.name, "damaged")
+    (model,) = json.loads(run(capsys, "list", "-o", "json"))
+    assert (model["complete"], model["state"]) == (False, "damaged")
+    run(capsys, "rm", "acme/tiny")
+    assert not path.exists()
+
+
+def test_rm_of_the_default_revision_means_what_was_pulled_without_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = publish_tiny("acme/tiny")
+    run(capsys, "pull", "acme/tiny@v1")
+    source.revision = "f" * 40
+    run(capsys, "pull", "acme/tiny")
+    assert run(capsys, "rm", "acme/tiny@main").startswith("removed hf://acme/tiny at ffffffffffff (")
+    assert len(run(capsys, "list").splitlines()) == 2
+
+
 def test_an_architecture_that_the_engine_does_not_serve_is_refused_before_the_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

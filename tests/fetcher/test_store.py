@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from argosy_fetcher.store import Store, StoredModel
 from argosy_fetcher.store_layout import choose_root, source_directory, write_ref
 from argosy_fetcher.transfer import TransferSettings
 from model_files import served_files
+from recorded_progress import RecordedProgress
 from scripted_source import COMMIT, Read, ScriptedSource, Stop
 
 SIZE = sum(map(len, served_files().values()))
@@ -174,7 +177,7 @@ def test_the_number_of_pins_is_bounded(tmp_path: Path) -> None:
     model = add(Store(tmp_path))
     pins = {f"branch-{number}": COMMIT for number in range(300)}
     (model.path.parent / ".argosy-refs.json").write_bytes(msgspec.json.encode(pins))
-    write_ref(model.path.parent, "latest", COMMIT)
+    write_ref(model.path.parent, "hf://acme/tiny", "latest", COMMIT)
     found = Store(tmp_path).list()[0].requested_revisions
     assert len(found) == 256
     assert found[-1] == "latest"
@@ -183,8 +186,175 @@ def test_the_number_of_pins_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("requested", ["..", ".", "", "../other", "a/b", ".argosy-partial-x"])
 def test_requested_revisions_are_not_paths(tmp_path: Path, requested: str) -> None:
     store = Store(tmp_path)
-    add(store)
+    add(store, requested="v1")
     assert store.find("hf://acme/tiny", requested) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "default", "others"),
+    [
+        ("hf://acme/tiny", "main", ["latest", "v1"]),
+        ("oci://host/acme", "latest", ["main", "v1"]),
+        ("s3://bucket/acme", "", ["main", "latest"]),
+    ],
+)
+def test_no_revision_is_the_default_one(tmp_path: Path, source: str, default: str, others: list[str]) -> None:
+    store = Store(tmp_path)
+    first = add(store, source, requested=default)
+    for requested in ("", default):
+        found = store.find(source, requested)
+        assert found is not None
+        assert found.path == first.path
+    assert [store.find(source, requested) for requested in others] == [None] * len(others)
+    second = add(store, source, revision="second", requested="v2")
+    store.pin(source, "", "second")
+    found = store.find(source, default)
+    assert found is not None
+    assert found.path == second.path
+    assert store.list()[0].requested_revisions == ()
+
+
+def test_what_cannot_be_read_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    model = add(store)
+    opened = Path.open
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path == model.path / ".argosy-model.json" and args == ("rb",):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return opened(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        source = ScriptedSource(served_files())
+        with pytest.raises(FetchError, match=r"the store cannot be read: .*Too many open files"):
+            fetch_model(source, store)
+        assert source.num_snapshots == 0
+        assert (store.list(), store.list_damaged()) == ((), ())
+    assert store.list() == (model,)
+
+
+def test_a_damaged_model_that_is_in_use_is_not_replaced(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model = add(store)
+    with store.hold(model.path):
+        (model.path / "tokenizer.json").unlink()
+        with pytest.raises(ModelInUse, match="hf://acme/tiny is damaged, and a running process uses it"):
+            add(store)
+        assert (model.path / "config.json").is_file()
+    source = ScriptedSource(served_files())
+    assert fetch_model(source, store).path == model.path
+    assert source.reads == []  # what was fetched for nothing waited for its place
+
+
+def test_damaged_models_are_listed_and_removed(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = Store(tmp_path, now=clock)
+    first, second = add(store), add(store, "hf://acme/other")
+    (first.path / "tokenizer.json").unlink()
+    (second.path / ".argosy-model.json").write_bytes(b"")
+    assert store.list() == ()
+    damaged = store.list_damaged()
+    assert [(model.path, model.revision) for model in damaged] == [
+        (second.path, COMMIT),
+        (first.path, COMMIT),
+    ]
+    assert [model.source for model in damaged] == [second.path.parent.name, "hf://acme/tiny"]
+    assert SIZE / 2 < damaged[1].size < 2 * SIZE
+    store.remove(damaged[0])
+    assert [model.path for model in store.prune(max_bytes=0).removed] == [first.path]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["unlink", "rename"])
+def test_what_a_crash_during_publication_leaves_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    store = Store(tmp_path)
+    real = getattr(Path, step)
+
+    def crash(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name in ("leftover", f".argosy-partial-{COMMIT}"):
+            raise KeyboardInterrupt
+        return real(path, *args, **options)
+
+    partial = tmp_path / source_directory("hf://acme/tiny") / f".argosy-partial-{COMMIT}"
+
+    def add_leftover(read: Read) -> None:
+        if partial.exists():
+            (partial / "leftover").touch()
+
+    source = ScriptedSource(served_files())
+    source.on_read = add_leftover
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, step, crash)
+        with pytest.raises(KeyboardInterrupt):
+            fetch_model(source, store)
+    assert store.list() == ()
+    assert (partial / "leftover").exists() == (step == "unlink")
+    again, progress = ScriptedSource(served_files()), RecordedProgress()
+    model = fetch_model(again, store, progress=progress)
+    assert again.reads == []
+    assert progress.events == ["resolved", "begin", "end"]
+    found = {path.name: path.read_bytes() for path in model.path.iterdir() if path.name[:7] != ".argosy"}
+    assert found == served_files()
+
+
+def test_revisions_share_the_files_that_are_the_same(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = add(store)
+    changed = {**served_files(), "tokenizer_config.json": b'{"changed": 1}'}
+    source = ScriptedSource(changed, revision="second")
+    second = fetch_model(source, store, refresh=True)
+    assert source.paths_read() == {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
+    shard = "model-00001-of-00003.safetensors"
+    assert (first.path / shard).samefile(second.path / shard)
+    pruned = store.prune(max_bytes=0)
+    assert [model.path for model in pruned.removed] == [first.path, second.path]
+
+
+def test_a_sibling_with_other_content_is_not_taken(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = add(store)
+    shard = first.path / "model-00001-of-00003.safetensors"
+    shard.write_bytes(b"x" * shard.stat().st_size)
+    second = fetch_model(ScriptedSource(served_files(), revision="second"), store, refresh=True)
+    assert (second.path / shard.name).read_bytes() == served_files()[shard.name]
+
+
+def test_pruning_counts_shared_files_once_and_frees_them_with_the_last_one(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = Store(tmp_path / "store", now=clock)
+    shard = "model-00001-of-00003.safetensors"
+    first = add(store)
+    clock.time += DAY
+    fetch_model(ScriptedSource(served_files(), revision="second"), store, refresh=True)
+    os.link(first.path / shard, tmp_path / "elsewhere")
+    assert store.prune(max_bytes=2 * SIZE - 2000).removed == ()  # the shards count once
+    pruned = store.prune(max_age=DAY / 2)
+    assert [model.path for model in pruned.removed] == [first.path]
+    read_first = len(served_files()["config.json"]) + len(served_files()["model.safetensors.index.json"])
+    twin = len(
+        served_files()["tokenizer_config.json"]
+    )  # of another file, to which both of the second model link
+    assert pruned.freed_bytes == read_first + twin
+    assert store.prune(max_bytes=0).freed_bytes == SIZE - len(served_files()[shard]) - twin
+
+
+def test_leftovers_of_interrupted_writes_are_deleted_after_a_day(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model = add(store)
+    (model.path.parent / ".argosy-new-0123").touch()
+    store.remove(model)
+    assert model.path.parent.is_dir()
+    later = Store(tmp_path, now=lambda: time.time() + 2 * DAY)
+    with store.lock("hf://acme/tiny", lambda: None):
+        later.prune()
+        assert (model.path.parent / ".argosy-new-0123").exists()
+    later.prune()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_in_use_is_not_removed(tmp_path: Path) -> None:

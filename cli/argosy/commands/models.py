@@ -26,6 +26,7 @@ from argosy_fetcher.progress_display import progress_display, size_text
 from argosy_fetcher.pull import find_model, name_in_store, open_store, pull_model
 from argosy_fetcher.source_uri import SourceUri, from_argument
 from argosy_fetcher.store import Store, StoredModel
+from argosy_fetcher.store_layout import equal_revisions, source_directory
 
 ENGINE_CHECK: Final = "argosy_engine.models.fetch_check:check_fetched_config"
 """The engine's refusal of models that it does not serve. Named, not imported, because the command line does not depend
@@ -62,7 +63,7 @@ def build_parser() -> Parser:
 
 
 def _add_list(commands: argparse._SubParsersAction[Parser]) -> None:
-    text = "List the models in the store, and what interrupted fetches have left."
+    text = "List the models in the store, what interrupted fetches have left, and what other programs have damaged."
     parser = commands.add_parser("list", help="list the models", description=text)
     parser.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)"
@@ -130,21 +131,17 @@ def _add_download_dir(parser: Parser) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     store = open_store(options.download_dir)
-    complete, partial_ = store.list(), store.list_partial()
+    models = [
+        *((model, "complete") for model in store.list()),
+        *((model, "partial") for model in store.list_partial()),
+        *((model, "damaged") for model in store.list_damaged()),
+    ]
     if options.output == "json":
-        rows = [_as_json(model, True) for model in complete] + [_as_json(model, False) for model in partial_]
+        rows = [_as_json(model, state) for model, state in models]
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
         return OK
     now = time.time()
-    print(
-        table(
-            _HEADER,
-            [
-                *(_row(model, "complete", now) for model in complete),
-                *(_row(model, "partial", now) for model in partial_),
-            ],
-        )
-    )
+    print(table(_HEADER, [_row(model, state, now) for model, state in models]))
     return OK
 
 
@@ -153,7 +150,7 @@ def _row(model: StoredModel, state: str, now: float) -> tuple[str, ...]:
     return model.source, _short(model.revision), size_text(model.size), f"{used} ago", state
 
 
-def _as_json(model: StoredModel, is_complete: bool) -> dict[str, Any]:
+def _as_json(model: StoredModel, state: str) -> dict[str, Any]:
     return {
         "source": model.source,
         "revision": model.revision,
@@ -161,7 +158,8 @@ def _as_json(model: StoredModel, is_complete: bool) -> dict[str, Any]:
         "path": str(model.path),
         "size": model.size,
         "last_used_at": model.last_used_at,
-        "complete": is_complete,
+        "complete": state == "complete",
+        "state": state,
     }
 
 
@@ -215,15 +213,17 @@ def _matching(store: Store, uri: SourceUri) -> list[StoredModel]:
     names = {uri.name}
     with suppress(FetchError):  # a package that is not installed
         names.add(name_in_store(uri)[0])
+    names |= {source_directory(name) for name in names}  # what stands for a name that cannot be read any more
     return [
         model
-        for model in (*store.list(), *store.list_partial())
+        for model in (*store.list(), *store.list_partial(), *store.list_damaged())
         if model.source in names and (not uri.revision or _is_revision(model, uri.revision))
     ]
 
 
 def _is_revision(model: StoredModel, wanted: str) -> bool:
-    if wanted == model.revision or wanted in model.requested_revisions:
+    pins = equal_revisions(model.source, wanted)
+    if wanted == model.revision or not pins.isdisjoint(model.requested_revisions):
         return True
     plain = _plain(wanted)
     return len(plain) >= _MIN_ABBREVIATION and _plain(model.revision).startswith(plain)
@@ -245,7 +245,7 @@ def _prune(options: argparse.Namespace) -> int:
         _tell_removed(model)
     for model in pruned.in_use:
         print(f"{model.source} at {_short(model.revision)} is in use and stays", file=sys.stderr)
-    print(f"freed {size_text(sum(model.size for model in pruned.removed))}")
+    print(f"freed {size_text(pruned.freed_bytes)}")
     return OK
 
 
