@@ -80,8 +80,8 @@ def fetch_model(
     if offline:
         model = requested or source.name
         raise Offline(
-            f"{model} is not in the model store {store.root}, and requests are off (HF_HUB_OFFLINE or ARGOSY_OFFLINE); "
-            "allow them once, or copy the store from a machine that has the model"
+            f"{model} is not in the model store {store.root}, and requests are off (ARGOSY_OFFLINE, HF_HUB_OFFLINE or "
+            "TRANSFORMERS_OFFLINE); allow them once, or copy the store from a machine that has the model"
         )
     with disk_errors(source.name, store.root), store.lock(source.name, fetch.note_wait):
         if not refresh and (found := fetch.find()) is not None:  # another process has just fetched it

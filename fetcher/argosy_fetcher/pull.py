@@ -2,50 +2,64 @@
 
 Owns what programs that use models have in common: the store's directory, credentials, offline mode, and the lock that
 keeps a model from being removed. Must not know how a model is fetched or what uses it. Environment: `store_layout`,
-`credentials`, and `ARGOSY_OFFLINE` or `HF_HUB_OFFLINE`.
+`credentials`, and `OFFLINE_ENVS`, any of which forbids requests.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from msgspec import structs
+
+from argosy_fetcher.config_fetch import fetch_configs
 from argosy_fetcher.credentials import load_credentials
-from argosy_fetcher.errors import Offline
-from argosy_fetcher.file_lock import SharedLock
+from argosy_fetcher.errors import InvalidSource, ModelNotFound, ModelRemoved, Offline
 from argosy_fetcher.header_fetch import fetch_headers
+from argosy_fetcher.hub_cache import find_cached_model
 from argosy_fetcher.model_fetch import fetch_model
-from argosy_fetcher.model_hold import hold_model
+from argosy_fetcher.model_hold import ModelHold, hold_model
 from argosy_fetcher.progress import Progress
 from argosy_fetcher.selection import CheckConfig
 from argosy_fetcher.snapshot import Snapshot
 from argosy_fetcher.source_uri import SourceUri
+from argosy_fetcher.sources.bucket_endpoint import bucket_name
 from argosy_fetcher.sources.hub_endpoint import hub_source_name
+from argosy_fetcher.sources.oci_reference import parse_reference
 from argosy_fetcher.sources.registry import open_source
 from argosy_fetcher.store import Store, StoredModel
 from argosy_fetcher.store_layout import choose_root
 
-OFFLINE_ENVS: Final = ("ARGOSY_OFFLINE", "HF_HUB_OFFLINE")
+OFFLINE_ENVS: Final = ("ARGOSY_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_MAX_REMOVALS: Final = 3
+"""How often a model may be removed between its fetch and its use before that is an error."""
+_WITH_COMMITS: Final = ("hf", "oci")
+"""Schemes whose URIs can name any revision that a snapshot has."""
 
 
 @dataclass(frozen=True, slots=True)
 class PulledModel:
-    """A model in the store that is not removed before `close`, or the end of this process."""
+    """A model that is not removed before `close`, or the end of this process."""
 
     path: Path
     source: str
     revision: str
-    lock: SharedLock | None
+    hold: ModelHold | None = None
+    temporary: tempfile.TemporaryDirectory[str] | None = None
+    """A directory that is removed by `close`, if the model is not in the store."""
 
     def close(self) -> None:
-        if self.lock is not None:
-            self.lock.close()
+        if self.hold is not None:
+            self.hold.close()
+        if self.temporary is not None:
+            self.temporary.cleanup()
 
 
 def pull_model(
@@ -55,6 +69,7 @@ def pull_model(
     download_dir: str | None = None,
     check_config: CheckConfig | None = None,
     refresh: bool = False,
+    has_weights: bool = True,
     environment: Mapping[str, str] | None = None,
     cancelled: threading.Event | None = None,
 ) -> PulledModel:
@@ -64,6 +79,7 @@ def pull_model(
         download_dir: the store's directory; the environment's if left out.
         check_config: raises if a config.json is of a model that the caller does not serve.
         refresh: ask the source again which revision a branch, a tag or the source itself has.
+        has_weights: False fetches config and tokenizer only, into a directory that `PulledModel.close` removes.
         environment: os.environ if left out.
         cancelled: ends a fetch when it is set. What has arrived is kept.
 
@@ -74,48 +90,124 @@ def pull_model(
     """
     values = os.environ if environment is None else environment
     store = open_store(download_dir, values)
-    found = None if refresh or uri.scheme != "hf" else store.find(*name_in_store(uri, values))
-    if found is not None:
-        progress.resolved(found.source, found.revision)
-        progress.end()
-        return PulledModel(found.path, found.source, found.revision, hold_model(found.path))
-    with closing(open_source(uri, load_credentials(values))) as source:
-        fetched = fetch_model(
-            source,
-            store,
-            progress=progress,
-            check_config=check_config,
-            refresh=refresh,
-            offline=is_offline(values),
-            requested=str(uri),
-            cancelled=cancelled,
-        )
-    return PulledModel(fetched.path, fetched.source, fetched.revision, hold_model(fetched.path))
+    for _ in range(_MAX_REMOVALS):
+        is_found_anew = refresh and not is_offline(values)
+        found = None if is_found_anew else find_model(uri, download_dir=download_dir, environment=values)
+        if found is not None:
+            progress.resolved(found.source, found.revision)
+            progress.end()
+            model = PulledModel(found.path, found.source, found.revision)
+        elif not has_weights and (configs := _fetch_configs(uri, progress, check_config, values)) is not None:
+            return configs
+        else:
+            model = _fetch(uri, store, progress, check_config, refresh, values, cancelled)
+        try:
+            return replace(model, hold=hold_model(model.path))
+        except ModelRemoved:
+            progress.note(f"{uri}: another process removed it from the store; fetching it again")
+    raise ModelRemoved(f"{uri}: other processes remove it from the store again and again; stop them")
+
+
+def _fetch(
+    uri: SourceUri,
+    store: Store,
+    progress: Progress,
+    check_config: CheckConfig | None,
+    refresh: bool,
+    environment: Mapping[str, str],
+    cancelled: threading.Event | None,
+) -> PulledModel:
+    """Fetch a model, at the revision that it is pinned to if the source still has that."""
+
+    def fetch(at: SourceUri) -> PulledModel:
+        with closing(open_source(at, load_credentials(environment))) as source:
+            found = fetch_model(
+                source,
+                store,
+                progress=progress,
+                check_config=check_config,
+                refresh=refresh,
+                offline=is_offline(environment),
+                requested=str(uri),
+                cancelled=cancelled,
+            )
+        return PulledModel(found.path, found.source, found.revision)
+
+    name, requested = name_in_store(uri, environment)
+    pinned = store.pinned_revision(name, requested)
+    if pinned in (None, requested) or refresh or uri.scheme not in _WITH_COMMITS:
+        return fetch(uri)
+    progress.note(
+        f"{uri}: fetching {pinned} again, to which it is pinned; `argosy models pull --refresh` takes what it is now"
+    )
+    try:
+        return fetch(structs.replace(uri, revision=pinned))
+    except ModelNotFound:
+        progress.note(f"{uri}: {pinned} is not there any more; taking what it is now")
+    return fetch(uri)
+
+
+def _fetch_configs(
+    uri: SourceUri,
+    progress: Progress,
+    check_config: CheckConfig | None,
+    environment: Mapping[str, str],
+) -> PulledModel | None:
+    """Fetch config and tokenizer; None if they are in an archive, or no request may be made."""
+    if is_offline(environment):
+        return None
+    temporary = tempfile.TemporaryDirectory(prefix="argosy-config-")
+    path = Path(temporary.name)
+    try:
+        with closing(open_source(uri, load_credentials(environment))) as source:
+            snapshot = fetch_configs(source, path, check_config=check_config, note=progress.note)
+    except BaseException:
+        temporary.cleanup()
+        raise
+    if snapshot is None:
+        temporary.cleanup()
+        return None
+    progress.resolved(snapshot.source, snapshot.revision)
+    progress.end()
+    return PulledModel(path, snapshot.source, snapshot.revision, temporary=temporary)
 
 
 def find_model(
     uri: SourceUri, *, download_dir: str | None = None, environment: Mapping[str, str] | None = None
 ) -> StoredModel | None:
-    """Return the model if the store has it. Makes no request.
+    """Return the model if the store has it, or else, if no request may be made, Hugging Face's own cache. Makes no
+    request.
 
     Raises:
         FetchError: the URI is local, or the store or the credentials cannot be read.
     """
     values = os.environ if environment is None else environment
-    return open_store(download_dir, values).find(*name_in_store(uri, values))
+    found = open_store(download_dir, values).find(*name_in_store(uri, values))
+    if found is None and uri.scheme == "hf" and is_offline(values):
+        from argosy_fetcher.sources.hub_environment import hub_cache  # imports the hub's client
+
+        return find_cached_model(hub_cache(load_credentials(values)), uri.location, uri.revision)
+    return found
 
 
 def name_in_store(uri: SourceUri, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return a source's canonical name and its requested revision, by which the store knows a model. Makes no request.
+    """Return a source's canonical name and its requested revision, by which the store knows a model. Makes no request,
+    and imports no client: that takes longer than to find a model, and a stored one needs none.
 
     Raises:
         FetchError: as `find_model`.
     """
-    credentials = load_credentials(os.environ if environment is None else environment)
-    if uri.scheme == "hf":  # without the source, whose client takes longer to import than a model to be found
+    if uri.scheme == "hf":
+        credentials = load_credentials(os.environ if environment is None else environment)
         return hub_source_name(uri.location, credentials), uri.revision
-    with closing(open_source(uri, credentials)) as source:
-        return source.name, source.requested_revision
+    if uri.scheme in ("https", "http"):
+        return uri.name, uri.revision.removeprefix("sha256:")
+    if uri.scheme == "oci":
+        reference = parse_reference(uri)
+        return reference.name, reference.requested_revision
+    if uri.scheme in ("s3", "gs"):
+        return bucket_name(uri, load_credentials(os.environ if environment is None else environment)), ""
+    raise InvalidSource(f"{uri} is not fetched: it names a place on this machine or in the cluster")
 
 
 def pull_headers(
@@ -133,7 +225,9 @@ def pull_headers(
     """
     values = os.environ if environment is None else environment
     if is_offline(values):
-        raise Offline(f"{uri} is not in the store, and {' or '.join(OFFLINE_ENVS)} forbids requests")
+        raise Offline(
+            f"{uri} is not in the store, and {', '.join(OFFLINE_ENVS[:-1])} or {OFFLINE_ENVS[-1]} forbids requests"
+        )
     with closing(open_source(uri, load_credentials(values))) as source:
         snapshot = fetch_headers(source, directory, check_config=check_config, note=progress.note)
     progress.resolved(snapshot.source, snapshot.revision)

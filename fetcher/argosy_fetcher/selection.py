@@ -47,13 +47,18 @@ CheckConfig: TypeAlias = Callable[[dict[str, Any]], None]
 
 
 def select(
-    snapshot: Snapshot, read_small: ReadSmall, check_config: CheckConfig | None = None
+    snapshot: Snapshot,
+    read_small: ReadSmall,
+    check_config: CheckConfig | None = None,
+    *,
+    has_weights: bool = True,
 ) -> tuple[RemoteFile, ...]:
     """Return the files to fetch, small ones first.
 
     Args:
         read_small: returns a file's content, of at most `MAX_SMALL_FILE_BYTES`.
         check_config: raises if a config.json is of a model that the caller does not serve.
+        has_weights: False leaves the weights out, which need not be there.
 
     Raises:
         UnsupportedModel: files are missing, or the weights are in a format that is not served.
@@ -72,7 +77,8 @@ def select(
             "AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
         )
     companions = [files[name] for name in COMPANIONS if name in files]
-    selected = (config, *companions, *_weights(snapshot.source, files, read_small))
+    weights = _weights(snapshot.source, files, read_small) if has_weights else ()
+    selected = (config, *companions, *weights)
     for file in selected:
         check_path(file.path)
     return selected

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from argosy_fetcher.errors import FetchError, InvalidSource, ModelInUse, ModelNotFound, Offline
+from archives import tar_of
+from argosy_fetcher.errors import (
+    FetchError,
+    InvalidSource,
+    ModelInUse,
+    ModelNotFound,
+    ModelRemoved,
+    Offline,
+)
+from argosy_fetcher.model_fetch import fetch_model
+from argosy_fetcher.model_hold import ModelHold, hold_model
 from argosy_fetcher.progress import Silent
 from argosy_fetcher.pull import PulledModel, find_model, is_offline, open_store, pull_headers, pull_model
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.registry import SOURCES, open_source
+from argosy_fetcher.store import Store
 from named_sources import PUBLISHED, publish_tiny, serve_names
 from recorded_progress import RecordedProgress
+from scripted_source import ScriptedSource
 
 URI = parse("hf://acme/tiny")
 
@@ -60,6 +73,102 @@ def test_a_model_that_is_pulled_stays_until_it_is_closed() -> None:
     assert find_model(URI) is None
 
 
+def test_a_model_that_is_removed_before_it_is_held_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = publish_tiny("acme/tiny")
+    store = open_store(None)
+    removals = [1]
+
+    def hold(path: Path) -> ModelHold | None:
+        if removals:
+            removals.pop()
+            (stored,) = store.list()
+            store.remove(stored)
+        return hold_model(path)
+
+    monkeypatch.setattr("argosy_fetcher.pull.hold_model", hold)
+    progress = RecordedProgress()
+    model = pull_model(URI, progress=progress)
+    assert (model.path / "config.json").is_file()
+    assert model.hold is not None
+    assert source.num_snapshots == 2
+    assert "removed it from the store; fetching it again" in progress.notes[0]
+    model.close()
+    removals += [1, 2, 3]
+    with pytest.raises(ModelRemoved, match="again and again"):
+        pull()
+
+
+def test_a_pruned_revision_is_fetched_again_where_a_branch_is_pinned_to_it() -> None:
+    source = publish_tiny("acme/tiny")
+    first = pull()
+    first.close()
+    source.revision = "e" * 40
+    pull_model(parse("hf://acme/tiny@v2"), progress=Silent()).close()  # keeps the source's pins
+    store = open_store(None)
+    store.remove(next(model for model in store.list() if model.path == first.path))
+
+    source.revision = "f" * 40
+    pinned = ScriptedSource(source.content, revision=first.revision)
+    PUBLISHED[f"acme/tiny@{first.revision}"] = pinned
+    progress = RecordedProgress()
+    again = pull_model(URI, progress=progress)
+    again.close()
+    assert again.revision == first.revision
+    assert f"fetching {first.revision} again, to which it is pinned" in progress.notes[0]
+
+    store.remove(next(model for model in store.list() if model.path == first.path))
+    PUBLISHED[f"acme/tiny@{first.revision}"] = ModelNotFound("no such revision")
+    progress = RecordedProgress()
+    assert pull_model(URI, progress=progress).revision == "f" * 40
+    assert f"{first.revision} is not there any more; taking what it is now" in progress.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("uri", "name", "requested"),
+    [
+        ("s3://bucket/tiny", "s3://bucket/tiny?endpoint=http://127.0.0.1:9", ""),
+        ("gs://bucket/tiny", "gs://bucket/tiny", ""),
+        ("oci://docker.io/tiny:v1", "oci://docker.io/library/tiny", "v1"),
+        (f"oci://host.example/tiny@sha256:{'a' * 64}", "oci://host.example/tiny", f"sha256-{'a' * 64}"),
+        ("https://host/tiny.tar.gz", "https://host/tiny.tar.gz", ""),
+        (f"https://host/tiny.tar#sha256={'b' * 64}", "https://host/tiny.tar", "b" * 64),
+    ],
+)
+def test_a_stored_model_needs_no_client(
+    uri: str, name: str, requested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"ARGOSY_MODELS_DIR": str(tmp_path), "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    with closing(open_source(parse(uri), environment)) as source:
+        assert (source.name, source.requested_revision) == (name, requested)
+    files = publish_tiny("acme/tiny").content
+    stored = fetch_model(ScriptedSource(files, name=name, requested_revision=requested), Store(tmp_path))
+    for scheme in SOURCES:
+        monkeypatch.setitem(SOURCES, scheme, "no_such_package.client:Source")
+    with closing(pull_model(parse(uri), progress=Silent(), environment=environment)) as model:
+        assert model.path == stored.path
+
+
+def test_without_weights_config_and_tokenizer_are_fetched_and_not_kept(tmp_path: Path) -> None:
+    source = publish_tiny("acme/tiny")
+    with closing(pull_model(URI, progress=Silent(), has_weights=False)) as model:
+        names = {path.name for path in model.path.iterdir()}
+        assert {"config.json", "tokenizer.json"} <= names
+        assert not any(name.endswith(".safetensors") for name in names)
+        assert names == source.paths_read()
+    assert not model.path.exists()
+    assert find_model(URI) is None
+    with closing(pull()) as whole, closing(pull_model(URI, progress=Silent(), has_weights=False)) as model:
+        assert model.path == whole.path
+    assert whole.path.exists()
+
+
+def test_without_weights_an_archive_is_fetched_whole() -> None:
+    files = publish_tiny("acme/tiny").content
+    PUBLISHED["acme/tiny"] = ScriptedSource({"m.tar": tar_of(files)}, packing={"m.tar": "tar"})
+    with closing(pull_model(URI, progress=Silent(), has_weights=False)) as model:
+        assert (model.path / "model.safetensors").is_file()
+
+
 def test_finding_makes_no_request() -> None:
     source = publish_tiny("acme/tiny")
     assert find_model(URI) is None
@@ -70,7 +179,7 @@ def test_finding_makes_no_request() -> None:
     assert source.num_snapshots == 1
 
 
-@pytest.mark.parametrize("name", ["ARGOSY_OFFLINE", "HF_HUB_OFFLINE"])
+@pytest.mark.parametrize("name", ["ARGOSY_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_offline_only_the_store_is_used(name: str, tmp_path: Path) -> None:
     source = publish_tiny("acme/tiny")
     environment = {name: "1", "ARGOSY_MODELS_DIR": str(tmp_path)}

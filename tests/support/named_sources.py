@@ -16,12 +16,12 @@ from scripted_source import ScriptedSource
 
 TINY = Path(__file__).parents[2] / "models" / "argosy-tiny"
 PUBLISHED: dict[str, ScriptedSource | Exception] = {}
-"""ORG/NAME -> its source, or what opening it raises."""
+"""ORG/NAME, or ORG/NAME@REVISION, -> its source, or what opening it raises."""
 
 
 def open_named(uri: SourceUri, credentials: Mapping[str, str]) -> ScriptedSource:
     """Take the place of a source's class in the registry."""
-    found = PUBLISHED.get(uri.location)
+    found = PUBLISHED.get(f"{uri.location}@{uri.revision}") or PUBLISHED.get(uri.location)
     if found is None:
         raise ModelNotFound(f"{uri}: no such repository; check the name")
     if isinstance(found, Exception):
@@ -35,7 +35,7 @@ def serve_names(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     PUBLISHED.clear()
     monkeypatch.setitem(SOURCES, "hf", f"{__name__}:{open_named.__name__}")
     monkeypatch.setenv("ARGOSY_MODELS_DIR", str(store))
-    for name in ("ARGOSY_OFFLINE", "HF_HUB_OFFLINE", "ARGOSY_CREDENTIALS_DIR"):
+    for name in ("ARGOSY_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "ARGOSY_CREDENTIALS_DIR"):
         monkeypatch.delenv(name, raising=False)
 
 

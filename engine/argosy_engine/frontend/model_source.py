@@ -134,6 +134,7 @@ def _pull(
             progress=progress,
             download_dir=args.download_dir,
             check_config=partial(check_fetched_config, uri.name),
+            has_weights=args.load_format != "dummy",
             cancelled=cancelled,
         )
 

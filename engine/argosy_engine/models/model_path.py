@@ -9,8 +9,7 @@ from pathlib import Path
 
 from argosy_engine.errors import ConfigError
 from argosy_fetcher.errors import FetchError
-from argosy_fetcher.file_lock import SharedLock
-from argosy_fetcher.model_hold import hold_model
+from argosy_fetcher.model_hold import ModelHold, hold_model
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _BUILTIN = {"tiny": "argosy-tiny"}
@@ -41,7 +40,7 @@ def resolve_model(source: str) -> Path:
     return path
 
 
-def hold_stored_model(path: Path) -> SharedLock | None:
+def hold_stored_model(path: Path) -> ModelHold | None:
     """Keep a model of the fetcher's store from being removed while its engine runs. None if it is not of a store.
 
     Raises:

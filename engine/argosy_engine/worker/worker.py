@@ -34,7 +34,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
 from argosy_engine.worker.memory_profiling import measure_activations
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
-from argosy_fetcher.file_lock import SharedLock
+from argosy_fetcher.model_hold import ModelHold
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,7 +56,7 @@ class Worker:
         self.world_size = world_size
         self._phases: list[tuple[str, float]] = []
         self._runner: ModelRunner | None = None
-        self._hold: SharedLock | None = None
+        self._hold: ModelHold | None = None
         """Keeps the checkpoint, which `wake_up` reads again, from being removed from the store."""
         self._path: Path
         self._config: ModelConfig

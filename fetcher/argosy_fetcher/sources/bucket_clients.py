@@ -19,6 +19,7 @@ from obstore.store import GCSStore, S3Store
 
 from argosy_fetcher.errors import AccessDenied, InvalidSource
 from argosy_fetcher.loopback import is_loopback
+from argosy_fetcher.sources.bucket_endpoint import custom_endpoint
 from argosy_fetcher.sources.bucket_errors import Bucket, Provider
 from argosy_fetcher.sources.google_credentials import google_access
 from argosy_fetcher.sources.s3_credentials import s3_config
@@ -44,32 +45,6 @@ class BucketClient:
 
     store: S3Store | GCSStore
     bucket: Bucket
-
-
-def custom_endpoint(provider: Provider, credentials: Mapping[str, str]) -> str:
-    """Return the base URL that replaces the provider's own, without a slash at its end; empty if none.
-
-    Raises:
-        InvalidSource: it is not a URL of a server, or has credentials in it.
-    """
-    if provider == "s3":
-        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-    else:
-        names = ("STORAGE_EMULATOR_HOST", "GOOGLE_BASE_URL")
-    name = next((name for name in names if credentials.get(name)), "")
-    if not name:
-        return ""
-    text = credentials[name].strip()
-    if name == "STORAGE_EMULATOR_HOST" and "://" not in text:
-        text = f"http://{text}"
-    try:
-        url = urlsplit(text)
-        is_server = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:
-        is_server = False
-    if not is_server or not text.isprintable() or any(mark in text for mark in "@?#"):
-        raise InvalidSource(f"{name} must be a URL such as https://HOST:PORT, without credentials and query")
-    return url.geturl().rstrip("/")
 
 
 def open_bucket(source: str, provider: Provider, name: str, credentials: Mapping[str, str]) -> BucketClient:

@@ -28,7 +28,8 @@ from argosy_fetcher.errors import (
 from argosy_fetcher.snapshot import MAX_FILE_BYTES, MAX_FILES, Digest, RemoteFile, Snapshot, check_path
 from argosy_fetcher.source_uri import SourceUri
 from argosy_fetcher.sources import sha256sums
-from argosy_fetcher.sources.bucket_clients import BucketClient, custom_endpoint, open_bucket
+from argosy_fetcher.sources.bucket_clients import BucketClient, open_bucket
+from argosy_fetcher.sources.bucket_endpoint import bucket_name
 from argosy_fetcher.sources.bucket_errors import Provider, explained
 from argosy_fetcher.sources.source import Chunk
 
@@ -67,9 +68,7 @@ class ObjectStoreSource:
         self._provider = _PROVIDERS[uri.scheme]
         self._bucket, self._prefix = _location(uri)
         self._credentials = credentials
-        endpoint = custom_endpoint(self._provider, credentials)
-        # buckets of one name at two endpoints are two sources
-        self._name = uri.name + (f"?endpoint={endpoint}" if endpoint else "")
+        self._name = bucket_name(uri, credentials)
 
     @property
     def name(self) -> str:
