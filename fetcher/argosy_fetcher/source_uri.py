@@ -1,7 +1,7 @@
 """Source URIs: the grammar of places where models are.
 
 Owns parsing and its bounds. Must not know stores, protocols or credentials. Invariant: no text that this module returns
-or raises, except `SourceUri.location`, has a credential in it: a URL's query may be a signature and is left out.
+or raises, except `SourceUri.location`, has a credential in it: a URL's query may be a signature and is not shown.
 
     hf://ORG/NAME[@REVISION]                 a repository of a Hugging Face hub
     s3://BUCKET[/PREFIX], gs://BUCKET[/PREFIX]
@@ -12,11 +12,12 @@ or raises, except `SourceUri.location`, has a credential in it: a URL's query ma
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from pathlib import Path
 from typing import Final, Literal, get_args
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -48,6 +49,17 @@ _IMAGE: Final = re.compile(
 )
 _MAX_REPOSITORY_CHARACTERS: Final = 255
 _IMAGE_REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}|sha256:[0-9a-f]{64}")
+_SIGNATURES: Final = ("x-amz-", "x-goog-", "x-oss-", "x-cos-", "q-")
+"""Beginnings of the keys in a query that sign it, in lower case."""
+_CREDENTIALS: Final = frozenset((
+    "signature", "sig", "expires", "expiry", "expiration", "policy", "key-pair-id", "awsaccesskeyid", "googleaccessid",
+    "ossaccesskeyid", "token", "access_token", "private_token", "job_token", "security-token", "jwt", "hmac", "auth",
+    "authorization", "key", "api_key", "apikey", "user", "username", "password", "secret",
+    "se", "sp", "sv", "sr", "st", "spr", "sip", "srt", "ss", "ses", "sdd", "ske", "sks", "skv", "skt", "skoid", "sktid",
+    "saoid", "suoid", "scid", "sduoid",
+))  # fmt: skip
+"""Keys in a query that say who asks, in lower case; the last two lines are Azure's."""
+_NAMED_QUERY: Final = re.compile(r"query=[0-9a-f]{12}")
 _SHA256_FRAGMENT: Final = re.compile(r"sha256=([0-9a-f]{64})")
 
 
@@ -69,9 +81,12 @@ class SourceUri(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The URI without revision and query."""
-        location = self.location
-        return f"{self.scheme}://{location.partition('?')[0] if self._is_url else location}"
+        """The URI without revision, and with a digest in the place of what its query says beside signatures."""
+        if not self._is_url:
+            return f"{self.scheme}://{self.location}"
+        path, _, query = self.location.partition("?")
+        named = _named_query(query)
+        return f"{self.scheme}://{path}" + (f"?{named}" if named else "")
 
     @property
     def _is_url(self) -> bool:
@@ -235,6 +250,19 @@ def _parse_url(text: str) -> SourceUri:
     location = f"{url.netloc.lower()}{url.path}" + (f"?{url.query}" if url.query else "")
     scheme: Literal["https", "http"] = "https" if url.scheme == "https" else "http"
     return SourceUri(scheme, location, f"sha256:{digest[1]}" if digest else "")
+
+
+def _named_query(query: str) -> str:
+    """Return what tells a URL's query from others without showing it: two queries can name two files, but a signature
+    names none."""
+    if _NAMED_QUERY.fullmatch(query):  # somebody has copied a name
+        return query
+    fields = sorted(
+        (key, value)
+        for key, value in parse_qsl(query, keep_blank_values=True)
+        if key.lower() not in _CREDENTIALS and not key.lower().startswith(_SIGNATURES)
+    )
+    return f"query={hashlib.sha256(repr(fields).encode()).hexdigest()[:12]}" if fields else ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,29 @@ def test_the_query_of_a_url_is_not_shown() -> None:
     assert uri.name == "https://host/m.tar"
     assert str(uri) == f"https://host/m.tar#sha256={DIGEST}"
     assert "hunter2" not in repr(uri)
+
+
+def test_queries_that_name_different_files_make_different_names() -> None:
+    names = [parse(f"https://host/m.tar?v={version}&user_id=hunter2").name for version in (1, 2)]
+    assert len({*names, "https://host/m.tar"}) == 3
+    assert all(re.fullmatch(r"https://host/m\.tar\?query=[0-9a-f]{12}", name) for name in names)
+    assert parse(names[0]).name == names[0]
+    assert parse("https://host/m.tar?user_id=hunter2&v=1").name == names[0]
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "X-Amz-Date=20260101T000000Z&X-Amz-Signature=hunter2",
+        "X-Goog-Expires=60&x-goog-signature=hunter2",
+        "Expires=1&Signature=hunter2&Key-Pair-Id=K&Policy=p",
+        "sv=2025-01-01&se=2026-01-01&sp=r&sig=hunter2",
+        "token=hunter2",
+    ],
+)
+def test_a_new_signature_makes_no_new_name(signature: str) -> None:
+    assert parse(f"https://host/m.tar?{signature}").name == "https://host/m.tar"
+    assert parse(f"https://host/m.tar?v=1&{signature}").name == parse("https://host/m.tar?v=1").name
 
 
 @pytest.mark.parametrize(
