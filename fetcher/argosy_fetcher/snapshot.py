@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Annotated, Literal
 
 import msgspec
@@ -67,14 +68,19 @@ def check_path(path: str) -> str:
     """
     parts = path.split("/")
     is_safe = (
-        0 < len(path.encode()) <= MAX_PATH_BYTES
+        all(map(_is_visible, path))
+        and 0 < len(path.encode()) <= MAX_PATH_BYTES
         and "\\" not in path
-        and all(character.isprintable() for character in path)
         and all(part not in ("", ".", "..") and not part.startswith(".argosy") for part in parts)
     )
     if not is_safe:
         raise UnsupportedModel(f"the model has a file with an unsafe name: {path[:200]!r}")
     return path
+
+
+def _is_visible(character: str) -> bool:
+    """Whether a character has a glyph or is a space, of which macOS puts unusual ones into the names of screenshots."""
+    return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:

@@ -20,7 +20,7 @@ from argosy_fetcher.errors import (
 )
 from argosy_fetcher.model_fetch import FetchedModel, fetch_model
 from argosy_fetcher.retry import RetryPolicy
-from argosy_fetcher.snapshot import Digest, RemoteFile
+from argosy_fetcher.snapshot import Digest, RemoteFile, check_path
 from argosy_fetcher.store import Store
 from argosy_fetcher.transfer import TransferSettings
 from model_files import CONFIG, other_files, served_files
@@ -161,6 +161,18 @@ def test_invalid_lists_of_files_are_refused(tmp_path: Path, files: list[RemoteFi
     with pytest.raises(FetchError, match=rf"hf://acme/tiny: .*invalid list of files: .*{reason}"):
         fetch_model(source, Store(tmp_path), settings=QUICK)
     assert source.reads == []
+
+
+def test_a_screenshot_of_macos_beside_a_model_does_no_harm(tmp_path: Path) -> None:
+    screenshot = check_path("Screenshot 2026-01-01 at 3.04.05\u202fPM.png")
+    source = ScriptedSource({**served_files(), screenshot: b"png"})
+    assert published(fetch_model(source, Store(tmp_path), settings=QUICK).path) == served_files()
+
+
+@pytest.mark.parametrize("path", ["a\u202eb", "a\x00", "a\n", "a\ud800", "a\u200bb"])
+def test_invisible_characters_in_names_are_refused(path: str) -> None:
+    with pytest.raises(UnsupportedModel, match="unsafe name"):
+        check_path(path)
 
 
 @pytest.mark.parametrize("revision", ["", "..", "a/b", ".argosy-partial-x", "-x", "a" * 129, "a\n"])
