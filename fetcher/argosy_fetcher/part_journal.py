@@ -7,7 +7,9 @@ parts of a file without one count only within the same boot.
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -47,6 +49,7 @@ class PartJournal:
         self._path = path
         self._num_parts = -(-size // part_bytes)
         self._is_lasting = boot is not None
+        self._lock = threading.Lock()
         self._header = JournalHeader(size, part_bytes, boot or "")
 
     def load(self) -> set[int]:
@@ -76,9 +79,17 @@ class PartJournal:
         self._path.write_bytes(msgspec.json.encode(self._header) + b"\n")
 
     def add(self, part: int) -> None:
-        """Note a part whose bytes were written. Called by several threads."""
-        with self._path.open("ab", buffering=0) as file:
-            file.write(b"%d\n" % part)
+        """Note a part whose bytes were written. Called by several threads.
+
+        Raises:
+            OSError: the disk is full or fails. The journal is then as it was.
+        """
+        line = b"%d\n" % part
+        with self._lock, self._path.open("ab", buffering=0) as file:
+            start = file.seek(0, os.SEEK_END)
+            if file.write(line) < len(line):
+                file.truncate(start)  # or the next line would continue this one, and be another number
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def delete(self) -> None:
         self._path.unlink(missing_ok=True)

@@ -141,9 +141,17 @@ class PartialFile:
         return digest is None or self._hasher is None or self._hasher.hexdigest() == digest.hex
 
     def sync(self) -> None:
-        """Force the content to disk."""
+        """Force the content to disk.
+
+        Raises:
+            OSError: it may not be there, and another `fsync` need not notice. All parts count as missing after that.
+        """
         with self.opened() as descriptor:
-            os.fsync(descriptor)
+            try:
+                os.fsync(descriptor)
+            except OSError:
+                self._journal.delete()
+                raise
 
     def commit(self) -> None:
         """Give the file its final name."""

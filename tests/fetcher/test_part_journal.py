@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,24 @@ def test_a_torn_last_line_is_forgotten(tmp_path: Path, cut: int) -> None:
     again.add(7)
     assert 7 in journal(tmp_path, size=100_000).load()
     assert journal(tmp_path, size=100_000).load() <= {7, 123}
+
+
+def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path) -> None:
+    first = journal(tmp_path, size=100_000)
+    first.start()
+    first.add(123)
+    size = (tmp_path / "journal").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 2, limits[1]))  # two bytes of the next line fit
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            first.add(456)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    first.add(7)
+    assert journal(tmp_path, size=100_000).load() == {123, 7}
 
 
 @pytest.mark.parametrize("damage", [b"10\n", b"-1\n", b"x\n", b"\xff\n", b"\n"])
