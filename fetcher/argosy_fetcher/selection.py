@@ -164,11 +164,11 @@ def _folder_remedy(source: str) -> str:
 def _weights_remedy(source: str, files: Mapping[str, RemoteFile]) -> str:
     shards = [path for path in files if "/" not in path and _is_weight(path)]
     if len(shards) == 1:
-        return f", only {shards[0]!a}, which no {INDEX} names; rename it to {SINGLE}"
+        return f", only {shards[0]!a}, which no {INDEX} names; rename it to {SINGLE} in a copy"
     if shards:
         return (
-            f" and no {INDEX} that says which of its {len(shards)} safetensors files belong together; "
-            "write one with transformers: save_pretrained(DIRECTORY)"
+            f" and no {INDEX} that says which of its {len(shards)} safetensors files belong together; the upload is "
+            f"incomplete: {_another(source)}"
         )
     suffixes = sorted({PurePosixPath(path).suffix for path in files} & set(_OTHER_FORMATS))
     if suffixes:

@@ -12,6 +12,7 @@ What cannot be read does not: it raises OSError, because it may be whole.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 from collections.abc import Mapping
@@ -39,7 +40,8 @@ UNPACKED: Final = ".argosy-unpacked"
 
 _DEFAULT_REVISIONS: Final = {"hf": "main", "oci": "latest"}
 """What a source without a revision means, by its scheme."""
-_ABSENT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
+"""What opening a file says if there is none of this name. Anything else is a failure to read it."""
 _REVISION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SOURCE_DIRECTORY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{8}")
 _MAX_SLUG: Final = 80
@@ -124,8 +126,12 @@ def read_manifest(directory: Path, revision: str | None = None) -> Manifest | No
         for file in manifest.files:
             if (directory / check_path(file.path)).stat().st_size != file.size:
                 return None
-    except (*_ABSENT, UnsupportedModel):
+    except UnsupportedModel:
         return None
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise
     return manifest
 
 
@@ -193,6 +199,8 @@ def _read_bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_OWN_FILE_BYTES + 1)
-    except _ABSENT:
-        return b""
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return b""
+        raise
     return data if len(data) <= _MAX_OWN_FILE_BYTES else b""

@@ -131,6 +131,8 @@ def test_other_things_in_the_directory_are_ignored(tmp_path: Path) -> None:
         b'{"source": "hf://acme/tiny", "revision": "other", "files": [], "fetched_at": "2026-01-01T00:00:00Z"}',
         b'{"source": "hf://acme/tiny", "revision": "%b", "files": [{"path": "../../x", "size": 1}], '
         b'"fetched_at": "2026-01-01T00:00:00Z"}' % COMMIT.encode(),
+        b'{"source": "hf://acme/tiny", "revision": "%b", "files": [{"path": "%b", "size": 1}], '
+        b'"fetched_at": "2026-01-01T00:00:00Z"}' % (COMMIT.encode(), b"x" * 500),
         b"[" * 100_000,
     ],
 )
