@@ -7,7 +7,9 @@ keeps a model from being removed. Must not know how a model is fetched or what u
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -52,14 +54,10 @@ class PulledModel:
     source: str
     revision: str
     hold: ModelHold | None = None
-    temporary: tempfile.TemporaryDirectory[str] | None = None
-    """A directory that is removed by `close`, if the model is not in the store."""
 
     def close(self) -> None:
         if self.hold is not None:
             self.hold.close()
-        if self.temporary is not None:
-            self.temporary.cleanup()
 
 
 def pull_model(
@@ -79,7 +77,7 @@ def pull_model(
         download_dir: the store's directory; the environment's if left out.
         check_config: raises if a config.json is of a model that the caller does not serve.
         refresh: ask the source again which revision a branch, a tag or the source itself has.
-        has_weights: False fetches config and tokenizer only, into a directory that `PulledModel.close` removes.
+        has_weights: False fetches config and tokenizer only, into a directory that is deleted when this process ends.
         environment: os.environ if left out.
         cancelled: ends a fetch when it is set. What has arrived is kept.
 
@@ -156,20 +154,17 @@ def _fetch_configs(
     """Fetch config and tokenizer; None if they are in an archive, or no request may be made."""
     if is_offline(environment):
         return None
-    temporary = tempfile.TemporaryDirectory(prefix="argosy-config-")
-    path = Path(temporary.name)
-    try:
-        with closing(open_source(uri, load_credentials(environment))) as source:
-            snapshot = fetch_configs(source, path, check_config=check_config, note=progress.note)
-    except BaseException:
-        temporary.cleanup()
-        raise
+    path = Path(tempfile.mkdtemp(prefix="argosy-config-"))
+    atexit.register(
+        shutil.rmtree, path, ignore_errors=True
+    )  # engines read it until then, such as at `wake_up`
+    with closing(open_source(uri, load_credentials(environment))) as source:
+        snapshot = fetch_configs(source, path, check_config=check_config, note=progress.note)
     if snapshot is None:
-        temporary.cleanup()
         return None
     progress.resolved(snapshot.source, snapshot.revision)
     progress.end()
-    return PulledModel(path, snapshot.source, snapshot.revision, temporary=temporary)
+    return PulledModel(path, snapshot.source, snapshot.revision)
 
 
 def find_model(

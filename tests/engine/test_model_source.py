@@ -56,6 +56,22 @@ def test_a_model_of_the_hub_generates_under_the_name_that_was_typed() -> None:
     assert fetched.token_ids == expected.token_ids
 
 
+def test_dummy_weights_fetch_no_weights() -> None:
+    source = publish_tiny("acme/tiny")
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    llm = LLM("acme/tiny", load_format="dummy", **SMALL)
+    try:
+        (first,) = llm.generate("The sea", params, use_tqdm=False)
+        llm.sleep()
+        llm.wake_up()
+        (second,) = llm.generate("The sea", params, use_tqdm=False)
+    finally:
+        llm.close()
+    assert first.token_ids == second.token_ids
+    assert not any(path.endswith(".safetensors") for path in source.paths_read())
+    assert find_model(URI) is None
+
+
 def test_a_model_stays_in_the_store_while_an_engine_runs() -> None:
     publish_tiny("acme/tiny")
     llm = LLM("acme/tiny", **SMALL)

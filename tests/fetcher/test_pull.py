@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -148,18 +149,24 @@ def test_a_stored_model_needs_no_client(
         assert model.path == stored.path
 
 
-def test_without_weights_config_and_tokenizer_are_fetched_and_not_kept(tmp_path: Path) -> None:
+def test_without_weights_config_and_tokenizer_are_fetched_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source = publish_tiny("acme/tiny")
-    with closing(pull_model(URI, progress=Silent(), has_weights=False)) as model:
-        names = {path.name for path in model.path.iterdir()}
-        assert {"config.json", "tokenizer.json"} <= names
-        assert not any(name.endswith(".safetensors") for name in names)
-        assert names == source.paths_read()
-    assert not model.path.exists()
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr("atexit.register", lambda *call, **options: at_exit.append(partial(*call, **options)))
+    model = pull_model(URI, progress=Silent(), has_weights=False)
+    model.close()
+    names = {path.name for path in model.path.iterdir()}
+    assert {"config.json", "tokenizer.json"} <= names
+    assert not any(name.endswith(".safetensors") for name in names)
+    assert names == source.paths_read()
     assert find_model(URI) is None
+    for call in at_exit:
+        call()
+    assert not model.path.exists()
     with closing(pull()) as whole, closing(pull_model(URI, progress=Silent(), has_weights=False)) as model:
         assert model.path == whole.path
-    assert whole.path.exists()
 
 
 def test_without_weights_an_archive_is_fetched_whole() -> None:
