@@ -133,7 +133,8 @@ def _fetch(
 
     name, requested = name_in_store(uri, environment)
     pinned = store.pinned_revision(name, requested)
-    if pinned in (None, requested) or refresh or uri.scheme not in _WITH_COMMITS:
+    may_ask = not refresh and not is_offline(environment) and uri.scheme in _WITH_COMMITS
+    if not may_ask or pinned in (None, requested):
         return fetch(uri)
     progress.note(
         f"{uri}: fetching {pinned} again, to which it is pinned; `argosy models pull --refresh` takes what it is now"

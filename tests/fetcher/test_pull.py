@@ -108,6 +108,12 @@ def test_a_pruned_revision_is_fetched_again_where_a_branch_is_pinned_to_it() -> 
     store = open_store(None)
     store.remove(next(model for model in store.list() if model.path == first.path))
 
+    progress = RecordedProgress()
+    with pytest.raises(Offline):
+        pull_model(
+            URI, progress=progress, environment={"ARGOSY_OFFLINE": "1", "ARGOSY_MODELS_DIR": str(store.root)}
+        )
+    assert progress.notes == []
     source.revision = "f" * 40
     pinned = ScriptedSource(source.content, revision=first.revision)
     PUBLISHED[f"acme/tiny@{first.revision}"] = pinned
