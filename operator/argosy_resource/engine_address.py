@@ -10,6 +10,7 @@ from typing import Final
 from argosy_resource.types import GROUP, InferenceService
 
 ENGINE_PORT: Final = 8000
+PROGRESS_PORT: Final = 8009
 API_KEY_ENV: Final = "ARGOSY_API_KEY"
 """Environment variable, and field of the service's Secret, that holds the engines' internal key."""
 
