@@ -19,6 +19,8 @@ FIELD_MANAGER: Final = "argosy-operator"
 
 ROUTABLE_GATE: Final = f"{GROUP}/routable"
 """Readiness gate, and the pod condition of the same name. The operator is its sole writer."""
+MODEL_CACHED_CONDITION: Final = f"{GROUP}/ModelCached"
+"""Pod condition: how far the fetch of the pod's model is. The operator is its sole writer."""
 
 REVISION_LABEL: Final = f"{GROUP}/revision"
 """On every pod: hash of the pod template that it was created from."""

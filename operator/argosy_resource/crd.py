@@ -35,6 +35,7 @@ _CONDITION: Final = '.status.conditions[?(@.type=="Ready")]'
 _COLUMNS: Final[tuple[Schema, ...]] = (
     {"name": "Ready", "type": "string", "jsonPath": f"{_CONDITION}.status"},
     {"name": "Routable", "type": "string", "jsonPath": ".status.routable"},
+    {"name": "ModelCache", "type": "string", "jsonPath": ".status.modelCache"},
     {"name": "Model", "type": "string", "jsonPath": ".status.model"},
     {"name": "GPU", "type": "integer", "jsonPath": ".spec.resources.gpu.count"},
     {"name": "URL", "type": "string", "jsonPath": ".status.url"},

@@ -319,7 +319,14 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 ConditionType = Literal[
-    "Ready", "Progressing", "WorkloadReady", "Routable", "Degraded", "Reconciling", "Stalled"
+    "Ready",
+    "Progressing",
+    "WorkloadReady",
+    "ModelCached",
+    "Routable",
+    "Degraded",
+    "Reconciling",
+    "Stalled",
 ]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -368,6 +375,9 @@ class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     """Pods that are terminating."""
     routable: Annotated[str, Meta(max_length=32)] = ""
     """Number of routable and of wanted replicas, such as `2/2`."""
+    model_cache: Annotated[str, Meta(max_length=64)] = ""
+    """How far the fetch of the model is: `cached`, `failed`, or progress such as `43 % 12.1/28.0 GiB, eta 70 s`. Empty
+    before the first replica begins, and if nothing is fetched."""
     conditions: Annotated[
         tuple[Condition, ...],
         Meta(
@@ -375,7 +385,8 @@ class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
             extra_json_schema=MAP_BY_TYPE,
         ),
     ] = ()
-    """Ready (the summary), Progressing, WorkloadReady, Routable, Degraded; Reconciling and Stalled for kstatus."""
+    """Ready (the summary), Progressing, WorkloadReady, ModelCached, Routable, Degraded; Reconciling and Stalled for
+    kstatus."""
 
 
 class ObjectMeta(Struct, frozen=True, kw_only=True, rename="camel"):

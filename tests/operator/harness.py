@@ -16,6 +16,7 @@ from argosy_operator.config import OperatorConfig
 from argosy_operator.kinds import DEPLOYMENTS, Kind
 from argosy_operator.reconcile.controller import WATCHED, Controller
 from argosy_protocol.fleet import decode_fleet
+from argosy_protocol.model_progress import ModelProgress
 from argosy_protocol.routable_report import ReplicaReport, RoutableReport
 from argosy_resource.engine_address import SERVICE_LABEL
 
@@ -88,14 +89,29 @@ def _containers_ready(pod: dict[str, Any]) -> bool:
     return any(each["type"] == "ContainersReady" and each["status"] == "True" for each in conditions)
 
 
+class FakeFetchers:
+    """Reports by pod address. A pod without one does not answer."""
+
+    def __init__(self) -> None:
+        self.reports: dict[str, ModelProgress] = {}
+        self.asked: list[str] = []
+
+    async def __call__(self, address: str) -> ModelProgress:
+        self.asked.append(address)
+        if address not in self.reports:
+            raise ConnectionRefusedError
+        return self.reports[address]
+
+
 class Operator:
     """A running operator process; leaving the context kills it."""
 
     def __init__(self, cluster: FakeKubernetes, router: FakeRouter | None = None, **settings: Any) -> None:
         self.cluster = cluster
         self.router = router or FakeRouter(cluster)
+        self.fetchers = FakeFetchers()
         config: OperatorConfig = dataclasses.replace(CONFIG, **settings)
-        self.controller = Controller(cluster, config, fetch=self.router.fetch)
+        self.controller = Controller(cluster, config, fetch=self.router.fetch, ask_progress=self.fetchers)
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientError, ClientSession, web
 from builders import CONFIG, isvc_object
 from fake_kubernetes import FakeKubernetes
-from harness import FakeRouter
+from harness import FakeFetchers, FakeRouter
 from served_cluster import served, until
 
 from argosy_operator import main
@@ -132,7 +132,7 @@ async def test_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.M
 
 async def test_health_and_metrics(tmp_path: Path) -> None:
     cluster = FakeKubernetes()
-    controller = Controller(cluster, CONFIG, fetch=FakeRouter(cluster).fetch)
+    controller = Controller(cluster, CONFIG, fetch=FakeRouter(cluster).fetch, ask_progress=FakeFetchers())
     runner = web.AppRunner(health_app(controller, resync_seconds=300), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

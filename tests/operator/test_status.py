@@ -190,7 +190,7 @@ def test_conditions(name: str, made: InferenceServiceStatus, expected: dict[str,
     found = states(made)
     assert {kind: found[kind] for kind in expected} == expected, name
     assert list(found) == [
-        "Ready", "Progressing", "WorkloadReady", "Routable", "Degraded", "Reconciling", "Stalled"
+        "Ready", "Progressing", "WorkloadReady", "ModelCached", "Routable", "Degraded", "Reconciling", "Stalled"
     ]  # fmt: skip
     assert all(condition.observed_generation == 1 for condition in made.conditions)
 

@@ -1,7 +1,7 @@
 """The changes that one reconcile makes: a pure function of the resource and of one observation.
 
-Owns the comparison of the desired objects with the observed ones: readiness gates to set, children to apply, objects to
-delete. Must not talk to an API server, look at a clock or remember anything. Invariants: the plan takes into account
+Owns the comparison of the desired objects with the observed ones: conditions of pods to set, children to apply, objects
+to delete. Must not talk to an API server, look at a clock or remember anything. Invariants: the plan takes into account
 the gates that the same diff changes; a paused service keeps its children as they are; if nothing differs, the diff is
 empty.
 """
@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.cached_condition import CachedChange, cached_change
 from argosy_operator.desired.children import Plan, plan_children
 from argosy_operator.desired.drift import must_apply, with_applied_hash
 from argosy_operator.desired.readiness_gate import GateStatus, gate_status
@@ -57,6 +58,7 @@ class Diff(Struct, frozen=True, kw_only=True):
     children: tuple[ChildChange, ...] = ()
     surplus: tuple[tuple[Kind, Mapping[str, Any]], ...] = ()
     """Children that the plan does not name any more."""
+    cached: tuple[CachedChange, ...] = ()
 
     @property
     def creates(self) -> bool:
@@ -71,10 +73,15 @@ def compute_diff(service: InferenceService, observed: Observation, config: Opera
         for pod in observed.pods
         if (status := gate_status(pod, observed.routers)) is not None
     )
+    cached = tuple(
+        change
+        for pod in observed.pods
+        if (change := cached_change(pod, observed.fetches.get(pod.uid))) is not None
+    )
     observed = _with_gates(observed, gates)
     plan = plan_children(service, observed, config)
     if service.spec.paused:
-        return Diff(plan=plan, gates=gates)
+        return Diff(plan=plan, gates=gates, cached=cached)
     return Diff(
         plan=plan,
         gates=gates,
@@ -83,6 +90,7 @@ def compute_diff(service: InferenceService, observed: Observation, config: Opera
         takes_turn=plan.rollout.has_turn and not has_the_turn(observed.deployment),
         children=_children(service, plan, observed),
         surplus=_surplus(service, plan, observed),
+        cached=cached,
     )
 
 

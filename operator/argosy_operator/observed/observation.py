@@ -1,4 +1,4 @@
-"""One observation of a service: its children, its pods, the routers' reports, and the conflicts about its names.
+"""One observation of a service: its children and pods, the reports about them, and the conflicts about its names.
 
 Owns the value that a decision is made on. Must not decide anything, nor know where its contents come from.
 Invariant: an observation does not change while it is acted on.
@@ -14,6 +14,7 @@ from msgspec import Struct
 from argosy_operator.kinds import BUDGETS, DEPLOYMENTS, SERVICES, Kind, Name
 from argosy_operator.observed.pod import Pod
 from argosy_protocol.fleet import NameConflict
+from argosy_protocol.model_progress import ModelProgress
 from argosy_resource.types import InferenceService
 
 Object = Mapping[str, Any]
@@ -46,6 +47,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     controls them."""
     pods: tuple[Pod, ...] = ()
     routers: Routers = Routers()
+    fetches: Mapping[str, ModelProgress] = {}
+    """The last report of each model fetch that runs, by UID of its pod."""
     conflicts: tuple[NameConflict, ...] = ()
     """Names that the service claims and an older service owns."""
     rolling_elsewhere: str = ""

@@ -12,6 +12,8 @@ from typing import Any, Final
 from msgspec import Struct
 
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
+from argosy_operator.observed.container_exit import describe_exit
+from argosy_operator.observed.model_fetch import ModelFetch, fetch_container, read_fetch
 from argosy_resource.overlay import ENGINE_CONTAINER
 
 Object = Mapping[str, Any]
@@ -46,6 +48,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     unschedulable_since: str = ""
     """Time since which the scheduler finds no node (RFC 3339); else empty."""
     problem: Problem | None = None
+    fetch: ModelFetch | None = None
+    """None if the pod does not fetch its model."""
     restarts: int = 0
 
     @property
@@ -69,6 +73,7 @@ def read_pod(obj: Object) -> Pod:
     scheduled = conditions.get("PodScheduled", {})
     containers = {each["name"]: each for each in status.get("containerStatuses", ())}
     container: Object = containers.get(ENGINE_CONTAINER, {})
+    fetch = read_fetch(spec, status)
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -82,7 +87,8 @@ def read_pod(obj: Object) -> Pod:
         is_lost=_is_lost(conditions),
         unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
         unschedulable_since=scheduled.get("lastTransitionTime") or "",
-        problem=_problem(status, container),
+        problem=_problem(status, container, fetch),
+        fetch=fetch,
         restarts=container.get("restartCount", 0),
     )
 
@@ -102,34 +108,36 @@ def _is_lost(conditions: Mapping[str, Object]) -> bool:
 _STARTING_REASONS: Final = ("ContainerCreating", "PodInitializing")
 
 
-def _problem(status: Object, container: Object) -> Problem | None:
+def _problem(status: Object, container: Object, fetch: ModelFetch | None) -> Problem | None:
     if status.get("phase") == "Failed":
         return Problem(status.get("reason") or "PodFailed", status.get("message") or "the pod failed")
+    if fetch is not None:
+        if fetch.has_failed:
+            return Problem("ModelFetchFailed", fetch.failure)
+        blocked = _waiting(fetch_container(status))
+        if blocked:
+            return Problem(blocked.get("reason", "Waiting"), blocked.get("message", ""))
+    return _container_problem(container)
+
+
+def _container_problem(container: Object) -> Problem | None:
     ended = container.get("lastState", {}).get("terminated") or container.get("state", {}).get("terminated")
-    waiting = container.get("state", {}).get("waiting")
-    if waiting and waiting.get("reason") not in _STARTING_REASONS:
+    waiting = _waiting(container)
+    if waiting:
         message = waiting.get("message", "")
         if ended:
-            message = f"{message} (last exit: {_exit(ended)})".strip()
+            message = f"{message} (last exit: {describe_exit(ended)})".strip()
         oom = ended is not None and ended.get("reason") == "OOMKilled"
         return Problem("OOMKilled" if oom else waiting.get("reason", "Waiting"), message)
     if ended and not container.get("ready"):
         reason = ended.get("reason") or "Error"
         return Problem(
-            "OOMKilled" if reason == "OOMKilled" else "ContainerExited", f"last exit: {_exit(ended)}"
+            "OOMKilled" if reason == "OOMKilled" else "ContainerExited", f"last exit: {describe_exit(ended)}"
         )
     return None
 
 
-_MAX_LAST_LINE: Final = 512
-"""Characters of a container's last line; an exception's text can be as long as its input."""
-
-
-def _exit(ended: Object) -> str:
-    """Describe how a container ended, with the last line of its log, which usually says why."""
-    result = f"{ended.get('reason') or 'Error'}, code {ended.get('exitCode', '?')}"
-    lines = [line.strip() for line in (ended.get("message") or "").splitlines() if line.strip()]
-    if not lines:
-        return result
-    last = "".join(char if char.isprintable() else " " for char in lines[-1])
-    return f"{result}: {last[:_MAX_LAST_LINE]}"
+def _waiting(container: Object) -> Object | None:
+    """What the container waits for, unless it merely starts."""
+    waiting: Object | None = container.get("state", {}).get("waiting")
+    return waiting if waiting and waiting.get("reason") not in _STARTING_REASONS else None

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.fetch_watch import AskProgress, FetchWatch, read_fetching_pod
 from argosy_operator.cluster.router_watch import Fetch, RouterWatch, read_router_pod
 from argosy_operator.cluster.store import Store, service_of
 from argosy_operator.config import OperatorConfig
@@ -74,7 +75,13 @@ class Controller:
     """Keeps every InferenceService reconciled; the operator without its event source."""
 
     def __init__(
-        self, api: Api, config: OperatorConfig, *, fetch: Fetch, metrics: OperatorMetrics | None = None
+        self,
+        api: Api,
+        config: OperatorConfig,
+        *,
+        fetch: Fetch,
+        ask_progress: AskProgress,
+        metrics: OperatorMetrics | None = None,
     ) -> None:
         self._api = api
         self._config = config
@@ -82,6 +89,7 @@ class Controller:
         self.store = Store()
         self.queue: WorkQueue[Name] = WorkQueue()
         self.routers = RouterWatch(fetch, self._routers_changed)
+        self.fetches = FetchWatch(ask_progress, self.queue.add)
         self._reconciler = Reconciler(
             api,
             self.store,
@@ -89,6 +97,7 @@ class Controller:
             metrics=self.metrics,
             now=utc_now,
             routers=lambda: self.routers.view,
+            fetches=lambda: self.fetches.view,
             on_turn_ended=self._requeue_waiting_for_turn,
             look_again=self.queue.add_after,
         )
@@ -128,6 +137,7 @@ class Controller:
                 tasks.create_task(self._resync_forever())
         finally:
             self.routers.close()
+            self.fetches.close()
             self.queue.close()
 
     def handle(self, kind: Kind, event: str | None, obj: Object) -> None:
@@ -138,12 +148,15 @@ class Controller:
         if kind is INFERENCE_SERVICES and not self._is_served(obj):
             return
         if event == "DELETED":
-            held = self.store.remove(kind, obj)
-            if held:
+            if kind is PODS:
+                self.fetches.forget(obj["metadata"].get("uid", ""))
+            if self.store.remove(kind, obj):
                 self._enqueue(kind, obj, None)
             return
         before = self.store.get(kind, *object_name(obj))
         if self.store.put(kind, obj):
+            if kind is PODS:
+                self._follow_fetch(obj)
             self._enqueue(kind, obj, before)
 
     async def resync(self) -> None:
@@ -156,6 +169,8 @@ class Controller:
                     found = await self._api.list(kind, namespace=namespace, labels=labels)
                     self.store.adopt(listing, [_with_kind(obj, kind) for obj in found.items], found.version)
         self._refresh_routers()
+        fetching = (read_fetching_pod(obj) for obj in self.store.all(PODS))
+        self.fetches.set_pods(pod for pod in fetching if pod is not None)
         self._reconciler.key_secrets.check_all_again()
         for obj in self.store.all(INFERENCE_SERVICES):
             self.queue.add(object_name(obj))
@@ -187,6 +202,13 @@ class Controller:
             service = service_of(obj)
             if service is not None and waits_for_its_turn(obj):
                 self.queue.add(service)
+
+    def _follow_fetch(self, obj: Object) -> None:
+        fetching = read_fetching_pod(obj)
+        if fetching is not None:
+            self.fetches.follow(fetching)
+        else:
+            self.fetches.forget(obj["metadata"].get("uid", ""))
 
     def _refresh_routers(self) -> None:
         found = (

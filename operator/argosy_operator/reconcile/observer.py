@@ -1,4 +1,4 @@
-"""Takes an observation of one service from the store and from the routers' reports.
+"""Takes an observation of one service from the store and from the reports of routers and model fetches.
 
 Must not decide anything, nor ask the API server. Invariant: an observation is taken without an await, so that all of
 it is of one moment.
@@ -6,7 +6,7 @@ it is of one moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from argosy_operator.cluster.store import Store
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Kind, Name, Object, object_name
@@ -15,27 +15,39 @@ from argosy_operator.observed.observation import CHILD_KINDS, Observation, Route
 from argosy_operator.observed.pod import read_pod
 from argosy_operator.reconcile.rollout_lock import RolloutLock
 from argosy_protocol.fleet import NameConflict
+from argosy_protocol.model_progress import ModelProgress
 from argosy_resource.types import InferenceService
 
 
 class Observer:
     """Observes single services."""
 
-    def __init__(self, store: Store, routers: Callable[[], Routers], turn: RolloutLock) -> None:
+    def __init__(
+        self,
+        store: Store,
+        turn: RolloutLock,
+        *,
+        routers: Callable[[], Routers],
+        fetches: Callable[[], Mapping[str, ModelProgress]],
+    ) -> None:
         self._store = store
-        self._routers = routers
         self._turn = turn
+        self._routers = routers
+        self._fetches = fetches
 
     def observe(self, service: InferenceService, conflicts: tuple[NameConflict, ...]) -> Observation:
         """Take an observation of the service, as of now."""
         key = (service.metadata.namespace, service.metadata.name)
         children = self._children(service, key)
+        pods = tuple(read_pod(obj) for obj in self._store.children(PODS, key))
+        reports = self._fetches()
         deployment = children.get((DEPLOYMENTS, (service.metadata.namespace, child_name(service))))
         return Observation(
             deployment=deployment if deployment is not None and is_owned(deployment, service) else None,
             children=children,
-            pods=tuple(read_pod(obj) for obj in self._store.children(PODS, key)),
+            pods=pods,
             routers=self._routers(),
+            fetches={pod.uid: reports[pod.uid] for pod in pods if pod.uid in reports},
             conflicts=conflicts,
             rolling_elsewhere=self._turn.holder(besides=key),
             lacks_canary=self._lacks_canary(service),

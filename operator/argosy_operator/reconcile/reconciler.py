@@ -8,21 +8,22 @@ written that is already so; there is no state but the cluster's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from argosy_operator.cluster.api import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.diff import Diff, GateChange, compute_diff
+from argosy_operator.desired.cached_condition import cached_patch
+from argosy_operator.desired.diff import Diff, compute_diff
 from argosy_operator.desired.readiness_gate import gate_patch
 from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.kinds import INFERENCE_SERVICES, PODS, Name
 from argosy_operator.observed.observation import Observation, Routers
-from argosy_operator.observed.pod import Problem
+from argosy_operator.observed.pod import Pod, Problem
 from argosy_operator.reconcile.child_writer import ChildWriter
 from argosy_operator.reconcile.key_secrets import KeySecrets
 from argosy_operator.reconcile.metrics import OperatorMetrics
@@ -30,6 +31,7 @@ from argosy_operator.reconcile.observer import Observer
 from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.reconcile.rollout_lock import RolloutLock
 from argosy_protocol.fleet import NameConflict
+from argosy_protocol.model_progress import ModelProgress
 from argosy_resource.types import InferenceService, parse
 
 _REPORTED: Final = (400, 403, 422)
@@ -48,6 +50,7 @@ class Reconciler:
         metrics: OperatorMetrics,
         now: Callable[[], str],
         routers: Callable[[], Routers],
+        fetches: Callable[[], Mapping[str, ModelProgress]],
         on_turn_ended: Callable[[], None],
         look_again: Callable[[Name, float], None],
     ) -> None:
@@ -58,7 +61,7 @@ class Reconciler:
         self._now = now
         self.key_secrets = KeySecrets(api, metrics)
         self._turn = RolloutLock(store, on_turn_ended)
-        self._observer = Observer(store, routers, self._turn)
+        self._observer = Observer(store, self._turn, routers=routers, fetches=fetches)
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
 
@@ -98,7 +101,9 @@ class Reconciler:
     async def _act(self, service: InferenceService, observed: Observation, diff: Diff) -> bool:
         """Do what was decided. False if the resource turned out to be deleted."""
         for gate in diff.gates:
-            await self._set_gate(service, gate, router_lives=observed.routers.alive > 0)
+            router_lives = observed.routers.alive > 0
+            patch = gate_patch(gate.pod, gate.status, now=self._now(), router_lives=router_lives)
+            await self._patch_pod(service, gate.pod, patch)
         if diff.creates and not await self._exists(service):
             return False
         if diff.secret is not None:
@@ -109,14 +114,16 @@ class Reconciler:
                 self._turn.note(change.live, stored)
         for kind, obj in diff.surplus:
             await self._children.delete(kind, obj)
+        for cached in diff.cached:
+            await self._patch_pod(service, cached.pod, cached_patch(cached, now=self._now()))
         return True
 
-    async def _set_gate(self, service: InferenceService, gate: GateChange, *, router_lives: bool) -> None:
-        patch = gate_patch(gate.pod, gate.status, now=self._now(), router_lives=router_lives)
+    async def _patch_pod(self, service: InferenceService, pod: Pod, patch: dict[str, Any]) -> None:
+        """Patch the status of a pod, which may be gone by now."""
         self._metrics.writes.labels(PODS.name, "patch-status").inc()
         try:
             stored = await self._api.patch_status(
-                PODS, service.metadata.namespace, gate.pod.name, patch, strategic=True
+                PODS, service.metadata.namespace, pod.name, patch, strategic=True
             )
         except ApiError as error:
             if error.status not in (404, 409):  # gone, or replaced: an event is on the way

@@ -21,6 +21,7 @@ from argosy_operator.observed.pod import Problem
 from argosy_operator.reconcile.event_recorder import EventRecorder
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.status.events import events_between
+from argosy_operator.status.model_cached import seconds_until_stuck
 from argosy_operator.status.replica_problems import seconds_until_degraded
 from argosy_operator.status.report import invalid_status, status
 from argosy_resource.types import InferenceService
@@ -60,11 +61,12 @@ class Reporter:
         if report != service.status:
             await self._patch(name, service.metadata.uid, msgspec.to_builtins(report))
             await self._events.post(service, events_between(service.status.conditions, report.conditions))
-        waits = [
-            seconds_until_degraded(pod, now) for pod in observed.pods if pod.is_alive and pod.unschedulable
-        ]
-        if waits and min(waits) > 0:
-            self._look_again(name, min(waits))
+        alive = [pod for pod in observed.pods if pod.is_alive]
+        deadline = service.spec.rollout.progress_deadline_seconds
+        waits = [seconds_until_degraded(pod, now) for pod in alive if pod.unschedulable]
+        waits += [seconds_until_stuck(pod, now, deadline) for pod in alive if not pod.is_up]
+        if later := [seconds for seconds in waits if seconds > 0]:
+            self._look_again(name, min(later))
         has_missed_its_turn = plan.rollout.phase == "waiting-for-turn" and not observed.rolling_elsewhere
         if has_missed_its_turn and not service.spec.paused:
             self._look_again(name, 0.0)

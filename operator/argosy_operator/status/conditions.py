@@ -7,6 +7,7 @@ a message names the pod and what it waits for; equal inputs give equal condition
     Ready          the summary: clients can use this generation of the service now
     Progressing    a change is being rolled out
     WorkloadReady  every replica wanted is updated and its containers are ready
+    ModelCached    the model is where the replicas can load it (`model_cached`)
     Routable       routers send requests to enough replicas
     Degraded       something needs a person
     Reconciling    as Progressing, in the terms of kstatus
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from msgspec import Struct
-
+from argosy_operator.status.condition_state import ConditionState
+from argosy_operator.status.model_cached import fetching, has_fetch_progress, model_cached
 from argosy_operator.status.replica_problems import (
     container_problem,
     failed_create,
@@ -27,17 +28,9 @@ from argosy_operator.status.replica_problems import (
     unschedulable_too_long,
 )
 from argosy_operator.status.view import ServiceView
-from argosy_resource.types import ConditionStatus, ConditionType
+from argosy_resource.types import ConditionType
 
 NO_ROUTER: Final = "no router answers; routers run in the operator's namespace"
-
-
-class ConditionState(Struct, frozen=True):
-    """A condition without its times."""
-
-    status: ConditionStatus
-    reason: str
-    message: str = ""
 
 
 def condition_states(view: ServiceView) -> dict[ConditionType, ConditionState]:
@@ -46,6 +39,7 @@ def condition_states(view: ServiceView) -> dict[ConditionType, ConditionState]:
         "Ready": ready(view),
         "Progressing": progressing(view),
         "WorkloadReady": workload_ready(view),
+        "ModelCached": model_cached(view),
         "Routable": routable(view),
         "Degraded": degraded(view),
         "Reconciling": reconciling(view),
@@ -94,7 +88,7 @@ def progressing(view: ServiceView) -> ConditionState:
         )
         return ConditionState("False", "WaitingForTurn", message)
     deadline = view.deployment_condition("Progressing")
-    if deadline.get("reason") == "ProgressDeadlineExceeded":
+    if deadline.get("reason") == "ProgressDeadlineExceeded" and not has_fetch_progress(view):
         seconds = view.service.spec.rollout.progress_deadline_seconds
         return ConditionState("False", "ProgressDeadlineExceeded", f"no progress for {seconds} s: {so_far}")
     if phase == "waiting-for-capacity":
@@ -107,6 +101,9 @@ def progressing(view: ServiceView) -> ConditionState:
         )
     if not view.is_current:
         return ConditionState("True", "Reconciling", so_far)
+    under_way = fetching(view)
+    if under_way:
+        return ConditionState("True", "FetchingModel", f"fetching the model: {under_way}; {so_far}")
     if counts.updated < counts.alive:
         return ConditionState("True", "RollingOut", so_far)
     if counts.alive != counts.desired:
@@ -126,6 +123,9 @@ def workload_ready(view: ServiceView) -> ConditionState:
         return ConditionState("False", cause.reason, f"{so_far}; {cause.message}")
     if not view.is_current:
         return ConditionState("False", "Reconciling", so_far)
+    under_way = fetching(view)
+    if under_way:
+        return ConditionState("False", "FetchingModel", f"{so_far}; fetching the model: {under_way}")
     waiting = [pod.name for pod in view.observed.pods if pod.is_alive and not pod.is_up]
     return ConditionState(
         "False", "Starting", f"{so_far}; waiting for {_names(waiting)}" if waiting else so_far

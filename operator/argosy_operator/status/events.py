@@ -6,26 +6,34 @@ since messages count replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
 from msgspec import Struct
 
 from argosy_resource.types import Condition
 
-_PROGRESS: Final = {
+EventType = Literal["Normal", "Warning"]
+
+_PROGRESS: Final[Mapping[str, EventType]] = {
     "RolloutHalted": "Warning",
     "WaitingForCapacity": "Warning",
     "NoGPUForSurge": "Normal",
     "WaitingForTurn": "Normal",
 }
 """Reasons of Progressing that become an event, and its type."""
+_FETCH: Final[Mapping[str, tuple[EventType, str]]] = {
+    "Fetching": ("Normal", "ModelFetching"),
+    "Cached": ("Normal", "ModelCached"),
+    "FetchFailed": ("Warning", "ModelFetchFailed"),
+}
+"""Reasons of ModelCached that become an event, with its type and reason."""
 
 
 class Event(Struct, frozen=True):
     """An Event before it is posted."""
 
-    type: Literal["Normal", "Warning"]
+    type: EventType
     reason: str
     message: str
 
@@ -39,13 +47,16 @@ def events_between(before: Iterable[Condition], after: Iterable[Condition]) -> l
         was = (previous.status, previous.reason) if previous is not None else ("Unknown", "")
         if was == (each.status, each.reason):
             continue
-        kind: Literal["Normal", "Warning"] | None = None
+        kind: EventType | None = None
+        reason = each.reason
         if each.type == "Degraded" and each.status == "True":
             kind = "Warning"
         elif each.type == "Ready" and each.status == "True" != was[0]:
             kind = "Normal"
         elif each.type == "Progressing" and each.reason in _PROGRESS:
-            kind = "Warning" if _PROGRESS[each.reason] == "Warning" else "Normal"
+            kind = _PROGRESS[each.reason]
+        elif each.type == "ModelCached" and each.reason in _FETCH:
+            kind, reason = _FETCH[each.reason]
         if kind is not None:
-            found[each.reason] = Event(kind, each.reason, each.message)
+            found[reason] = Event(kind, reason, each.message)
     return list(found.values())

@@ -16,7 +16,9 @@ from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import Plan
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
-from argosy_operator.status.conditions import ConditionState, condition_states
+from argosy_operator.status.condition_state import ConditionState
+from argosy_operator.status.conditions import condition_states
+from argosy_operator.status.model_cached import model_cache_column
 from argosy_operator.status.view import Counts, ServiceView
 from argosy_resource.engine_address import selector
 from argosy_resource.types import (
@@ -54,6 +56,7 @@ def status(
         routable_replicas=counts.routable,
         draining_replicas=counts.draining,
         routable=f"{counts.routable}/{counts.desired}",
+        model_cache=model_cache_column(view),
         conditions=conditions(
             condition_states(view), service.status.conditions, generation=service.metadata.generation, now=now
         ),

@@ -15,6 +15,7 @@ from argosy_operator.desired.children import Plan
 from argosy_operator.observed.deployment import serving_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod, Problem
+from argosy_resource.overlay import FETCH_CONTAINER
 from argosy_resource.types import InferenceService
 
 
@@ -81,6 +82,12 @@ class ServiceView(Struct, frozen=True, kw_only=True):
         """Number of routable replicas that Ready requires: at least one, unless none is desired."""
         desired = self.counts.desired
         return min(desired, max(1, desired - self.service.spec.rollout.unavailable))
+
+    @property
+    def fetches_model(self) -> bool:
+        """Whether the planned replicas fetch their model before the engine starts."""
+        containers = self.plan.deployment["spec"]["template"]["spec"].get("initContainers", ())
+        return any(container["name"] == FETCH_CONTAINER for container in containers)
 
     @property
     def has_no_router(self) -> bool:

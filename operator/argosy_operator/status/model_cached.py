@@ -1,0 +1,100 @@
+"""Whether the model is where the replicas can load it: the condition ModelCached, its column, and what a fetch that is
+under way means for the other conditions.
+
+Must not talk to an API server or look at a clock. Invariants: a message names the pod; a fetch counts as progress of a
+rollout for as long as a rollout may go without, counted from its last report that differed.
+
+    True     LocalSource  nothing is fetched
+    True     Cached       every replica that began to fetch has its model
+    False    Fetching     the least advanced of the fetches under way
+    False    FetchFailed  the last attempt of a replica failed
+    Unknown  Pending      no replica has begun to fetch
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Final
+
+from argosy_operator.observed.model_fetch import ModelFetch
+from argosy_operator.observed.pod import Pod
+from argosy_operator.status.condition_state import ConditionState
+from argosy_operator.status.view import ServiceView
+from argosy_protocol.model_progress import WAITING, percent
+
+_MAX_COLUMN: Final = 64
+"""Characters of the column; a report's note can be longer."""
+
+
+def model_cached(view: ServiceView) -> ConditionState:
+    if not view.fetches_model:
+        return ConditionState("True", "LocalSource", "the model is not fetched: its source is local")
+    fetches = _fetches(view)
+    for name, fetch in fetches:
+        if fetch.has_failed:
+            return ConditionState("False", "FetchFailed", f"pod {name}: {fetch.failure}")
+    under_way = fetching(view)
+    if under_way:
+        return ConditionState("False", "Fetching", under_way)
+    for _, fetch in fetches:
+        if fetch.state == "succeeded":
+            return ConditionState("True", "Cached", fetch.exit_message)
+    return ConditionState("Unknown", "Pending", "no pod has begun to fetch the model")
+
+
+def model_cache_column(view: ServiceView) -> str:
+    """The condition in a few words: `cached`, `failed`, or how far the fetch is; empty if there is none."""
+    reason = model_cached(view).reason
+    if reason == "Fetching":
+        text = _slowest(view)[1]
+        return text if len(text) <= _MAX_COLUMN else f"{text[: _MAX_COLUMN - 3]}..."
+    return {"Cached": "cached", "FetchFailed": "failed"}.get(reason, "")
+
+
+def fetching(view: ServiceView) -> str:
+    """The pod that is furthest from the end of its fetch, and how far it is; empty if no fetch is under way."""
+    name, text = _slowest(view)
+    return f"pod {name}: {text}" if name else ""
+
+
+def has_fetch_progress(view: ServiceView) -> bool:
+    """Whether a replica that is not up yet fetches, or has fetched, its model, and that has moved on lately."""
+    deadline = view.service.spec.rollout.progress_deadline_seconds
+    return any(
+        seconds_until_stuck(pod, view.now, deadline) > 0
+        for pod in view.observed.pods
+        if pod.is_alive and not pod.is_up
+    )
+
+
+def seconds_until_stuck(pod: Pod, now: str, deadline: int) -> float:
+    """Seconds until the fetch of a pod has gone without progress for `deadline` seconds; 0 or less if it has, or if
+    there is none. A fetch that waits for another pod's never has: the other one's service tells."""
+    fetch = pod.fetch
+    if fetch is None or fetch.has_failed:
+        return 0.0
+    if fetch.is_under_way and fetch.summary == WAITING:
+        return float(deadline)
+    try:
+        since = datetime.fromisoformat(now) - datetime.fromisoformat(fetch.last_probe_time)
+    except (ValueError, TypeError):  # it has not reported
+        return 0.0
+    return deadline - since.total_seconds()
+
+
+def _slowest(view: ServiceView) -> tuple[str, str]:
+    """Name and progress of the fetching pod with the smallest share; one without a share only if none has one."""
+    texts = [(name, fetch.summary or "fetching") for name, fetch in _fetches(view) if fetch.is_under_way]
+    shares = [(share, name, text) for name, text in texts if (share := percent(text)) is not None]
+    if shares:
+        _, name, text = min(shares)
+        return name, text
+    return min(texts, default=("", ""))
+
+
+def _fetches(view: ServiceView) -> list[tuple[str, ModelFetch]]:
+    """Fetches of living pods by name: of the wanted revision, or of others while it has none."""
+    alive = [pod for pod in view.observed.pods if pod.is_alive and pod.fetch is not None]
+    wanted = [pod for pod in alive if pod.revision == view.plan.revision]
+    pods = sorted(wanted or alive, key=lambda pod: pod.name)
+    return [(pod.name, pod.fetch) for pod in pods if pod.fetch is not None]

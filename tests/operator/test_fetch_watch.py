@@ -1,0 +1,298 @@
+"""Polling fetching pods: what is kept of their answers, how often they are asked, and which answers cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from builders import NOW
+from fetching import RUNNING, ended, fetching_pod, report, so_far
+from virtual_time import virtual_time
+
+from argosy_operator.cluster import fetch_watch
+from argosy_operator.cluster.fetch_watch import (
+    CHANGE_INTERVAL,
+    DEADLINE,
+    MAX_POLLS_PER_SECOND,
+    POLL_INTERVAL,
+    FetchingPod,
+    FetchWatch,
+    http_progress,
+    progress_session,
+    read_fetching_pod,
+)
+from argosy_operator.kinds import Name
+from argosy_protocol.model_progress import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress
+
+
+def pod(name: str, container_id: str = "c1") -> FetchingPod:
+    return FetchingPod(
+        uid=f"uid-{name}", name=name, service=("team", "tiny"), address=name, container_id=container_id
+    )
+
+
+class Fetchers:
+    """Pods by address: a report, an error, or None for one that never answers."""
+
+    def __init__(self, **answers: ModelProgress | Exception | None) -> None:
+        self.answers = answers
+        self.asked: list[tuple[float, str]] = []
+
+    async def __call__(self, address: str) -> ModelProgress:
+        self.asked.append((asyncio.get_running_loop().time(), address))
+        answer = self.answers[address]
+        if answer is None:
+            await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer is not None
+        return answer
+
+
+class Changes(list[tuple[float, Name]]):
+    def __call__(self, service: Name) -> None:
+        self.append((asyncio.get_running_loop().time(), service))
+
+
+@virtual_time
+async def test_view_follows_the_reports() -> None:
+    fetchers, changes = Fetchers(a=so_far(10), b=report("waiting")), Changes()
+    watch = FetchWatch(fetchers, changes)
+    watch.set_pods([pod("a"), pod("b")])
+    await asyncio.sleep(1)
+    assert watch.view == {"uid-a": so_far(10), "uid-b": report("waiting")}
+    assert changes == [(0.0, ("team", "tiny")), (0.0, ("team", "tiny"))]
+    fetchers.answers["a"] = so_far(20)
+    await asyncio.sleep(2 * CHANGE_INTERVAL)
+    assert watch.view["uid-a"] == so_far(20)
+    assert len(changes) == 3
+    watch.close()
+
+
+@virtual_time
+async def test_a_pod_is_polled_often_and_announces_changes_seldom() -> None:
+    fetchers, changes = Fetchers(a=so_far(0, eta_seconds=0.0)), Changes()
+    watch = FetchWatch(fetchers, changes)
+    watch.set_pods([pod("a")])
+    for second in range(60):
+        fetchers.answers["a"] = so_far(second, eta_seconds=float(second))
+        await asyncio.sleep(1)
+    assert 60 / CHANGE_INTERVAL / 2 <= len(changes) <= 60 / CHANGE_INTERVAL + 1
+    changes.clear()
+    fetchers.asked.clear()
+    await asyncio.sleep(60)
+    assert len(changes) <= 1, "the same report is no change"
+    assert len(fetchers.asked) >= 60 / POLL_INTERVAL / 2
+    fetchers.answers["a"] = so_far(59, eta_seconds=59.4, revision="1a2b3c")
+    changes.clear()
+    await asyncio.sleep(10)
+    watch.close()
+    assert changes == [], "what is not shown is no change"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        ConnectionRefusedError(),
+        aiohttp.ClientPayloadError("cut"),
+        msgspec.ValidationError("wrong"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "wrong"),
+        ValueError("too long"),
+        RecursionError("too deep"),
+    ],
+    ids=repr,
+)
+@virtual_time
+async def test_a_pod_without_a_usable_answer_costs_the_others_nothing(answer: Exception | None) -> None:
+    fetchers, changes = Fetchers(bad=answer, good=so_far(10)), Changes()
+    watch = FetchWatch(fetchers, changes)
+    watch.set_pods([pod("bad"), pod("good")])
+    await asyncio.sleep(30)
+    assert watch.view == {"uid-good": so_far(10)}
+    assert len(changes) == 1
+    bad = [at for at, address in fetchers.asked if address == "bad"]
+    assert len(bad) >= 30 / (POLL_INTERVAL + DEADLINE) / 2, "it is asked again"
+    fetchers.answers["bad"] = so_far(5)
+    await asyncio.sleep(2 * (POLL_INTERVAL + DEADLINE))
+    assert watch.view["uid-bad"] == so_far(5)
+    fetchers.answers["bad"] = answer
+    await asyncio.sleep(30)
+    assert watch.view["uid-bad"] == so_far(5), "its last report still counts"
+    watch.close()
+
+
+@virtual_time
+async def test_a_new_attempt_begins_without_a_report() -> None:
+    fetchers = Fetchers(a=so_far(90))
+    watch = FetchWatch(fetchers, Changes())
+    watch.follow(pod("a"))
+    await asyncio.sleep(1)
+    fetchers.answers["a"] = ConnectionRefusedError()
+    watch.follow(pod("a"))
+    assert watch.view == {"uid-a": so_far(90)}, "the same attempt"
+    watch.follow(pod("a", "c2"))
+    assert watch.view == {}
+    await asyncio.sleep(10)
+    assert watch.view == {}
+    watch.close()
+
+
+@virtual_time
+async def test_a_pod_that_is_gone_is_asked_no_more() -> None:
+    fetchers = Fetchers(a=so_far(10), b=so_far(20), c=None)
+    watch = FetchWatch(fetchers, Changes())
+    watch.set_pods([pod("a"), pod("b"), pod("c")])
+    await asyncio.sleep(1)
+    watch.set_pods([pod("b")])
+    assert watch.view == {"uid-b": so_far(20)}
+    watch.forget("uid-b")
+    watch.forget("uid-of-a-router")
+    assert watch.view == {}
+    fetchers.asked.clear()
+    await asyncio.sleep(60)
+    assert fetchers.asked == []
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith("fetch of")] == []
+
+
+@virtual_time
+async def test_many_pods_are_polled_at_a_bounded_rate() -> None:
+    names = [f"p{number}" for number in range(1000)]
+    fetchers = Fetchers(**dict.fromkeys(names, so_far(10)))
+    watch = FetchWatch(fetchers, Changes())
+    watch.set_pods(map(pod, names))
+    await asyncio.sleep(200)
+    watch.close()
+    assert len(fetchers.asked) <= len(names) + 200 * MAX_POLLS_PER_SECOND
+    turns = Counter(address for _, address in fetchers.asked)
+    assert min(turns[name] for name in names) >= 200 * MAX_POLLS_PER_SECOND / len(names) / 2, (
+        "each has its turn"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "container", "is_fetching"),
+    [
+        ("not reported", {}, False),
+        ("starts", {"state": {"waiting": {"reason": "PodInitializing"}}}, False),
+        ("runs", {"state": RUNNING}, True),
+        ("runs again", {"state": RUNNING, "lastState": ended(1)}, True),
+        ("has succeeded", {"state": ended(0)}, False),
+        ("has failed", {"state": ended(1)}, False),
+    ],
+)
+def test_which_pods_are_asked(name: str, container: dict[str, Any], is_fetching: bool) -> None:
+    obj = fetching_pod("p", containerID="c9", **container) if container else fetching_pod("p")
+    expected = FetchingPod(uid="uid-p", name="p", service=("team", "tiny"), address="p", container_id="c9")
+    assert read_fetching_pod(obj) == (expected if is_fetching else None), name
+    without_address = fetching_pod("p", **container)
+    del without_address["status"]["podIP"]
+    assert read_fetching_pod(without_address) is None
+    obj["metadata"]["deletionTimestamp"] = NOW
+    assert read_fetching_pod(obj) is None
+
+
+def test_a_pod_of_no_service_is_not_asked() -> None:
+    obj = fetching_pod("p", state=RUNNING)
+    obj["metadata"]["labels"] = {"app.kubernetes.io/component": "router"}
+    assert read_fetching_pod(obj) is None
+
+
+# over HTTP
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def served(
+    handler: Handler, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Callable[[], Awaitable[ModelProgress]], list[str]]]:
+    """A pod that answers with `handler`: a function that asks it, and the paths that were requested."""
+    paths: list[str] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        paths.append(request.path_qs)
+        return await handler(request)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setattr(fetch_watch, "PROGRESS_PORT", runner.addresses[0][1])
+    try:
+        async with progress_session() as session:
+            ask = http_progress(session)
+            yield lambda: ask("127.0.0.1"), paths
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_pod_is_asked_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = so_far(43, eta_seconds=70.0, note="n")
+
+    async def answer(request: web.Request) -> web.Response:
+        assert "cookie" not in request.headers
+        response = web.Response(body=msgspec.json.encode(sent))
+        response.set_cookie("a", "b")
+        return response
+
+    async with served(answer, monkeypatch) as (ask, paths):
+        assert await ask() == sent
+        assert await ask() == sent
+    assert paths == [PROGRESS_PATH, PROGRESS_PATH]
+
+
+REPORT = msgspec.json.encode(so_far(43))
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "body", "headers"),
+    [
+        ("an error", 500, REPORT, {}),
+        ("a redirect", 302, REPORT, {"location": "/elsewhere"}),
+        ("too long", 200, REPORT + b" " * MAX_REPORT_BYTES, {}),
+        ("no JSON", 200, b"<html>", {}),
+        ("not text", 200, b'{"source": "\xff"}', {}),
+        ("nested deeply", 200, b'{"x":' + b"[" * 4000, {}),
+        ("another type", 200, REPORT.replace(b'"fetching"', b'"sleeping"'), {}),
+        ("a negative number", 200, REPORT.replace(b'"fetched_bytes":', b'"fetched_bytes":-'), {}),
+        ("too large a number", 200, REPORT.replace(b'"bytes_per_second":0.0', b'"bytes_per_second":1e999'), {}),
+        ("compressed", 200, gzip.compress(REPORT), {"content-encoding": "gzip"}),
+    ],
+)  # fmt: skip
+async def test_a_wrong_answer_is_no_report(
+    name: str, status: int, body: bytes, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body, headers=headers)
+
+    async with served(answer, monkeypatch) as (ask, paths):
+        with pytest.raises(fetch_watch.UNUSABLE):
+            await ask()
+    assert paths == [PROGRESS_PATH], name
+
+
+async def test_an_endless_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 65536)
+            sent += 65536
+
+    async with served(answer, monkeypatch) as (ask, _):
+        with pytest.raises(ValueError, match="more than 4096 bytes"):
+            await ask()
+    assert sent < 1 << 26, "the connection was closed, as far as buffers allow"
