@@ -20,6 +20,7 @@ from argosy_operator.cluster.api import ObjectList
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, EVENTS, INFERENCE_SERVICES, PODS, Kind, kind_of
 from argosy_operator.names import FIELD_MANAGER, ROUTABLE_GATE
+from argosy_resource.overlay import FETCH_CONTAINER
 from argosy_resource.validation import apply_defaults, validate_manifest
 
 Object = dict[str, Any]
@@ -61,6 +62,10 @@ class FakeKubernetes:
         """Images that cannot be pulled."""
         self.crashing_images: set[str] = set()
         """Images whose container is ready for a moment, exits, and is restarted, forever."""
+        self.fetch_exit_code: int | None = 0
+        """How the init containers that fetch a model end; None while they run. Those that fail start again."""
+        self.admit_pod: Callable[[Object], None] = lambda pod: None
+        """A mutating webhook: may change a pod before it is created."""
         self.on_replaced: Callable[[Object, Object], None] = lambda deployment, pod: None
         """Called with the Deployment and a pod that its rollout is about to remove."""
 
@@ -333,6 +338,7 @@ class FakeKubernetes:
             },
             "spec": _copy(template["spec"]),
         }
+        self.admit_pod(pod)
         self._store((PODS, metadata["namespace"], name), pod)
 
     def _schedule(self) -> None:
@@ -369,7 +375,9 @@ class FakeKubernetes:
             changed = _copy(pod)
             status = changed.setdefault("status", {})
             image = pod["spec"]["containers"][0]["image"]
-            if image in self.broken_images:
+            if not self._run_fetch(changed, status):
+                pass
+            elif image in self.broken_images:
                 waiting = {"reason": "ImagePullBackOff", "message": "not found"}
                 status["containerStatuses"] = [{"name": "engine", "state": {"waiting": waiting}}]
             elif image in self.crashing_images and self._ready_steps.get(pod_key(pod), 0) >= CRASH_STEPS:
@@ -391,6 +399,25 @@ class FakeKubernetes:
                     status["containerStatuses"][0] |= {"state": {"running": {}}, "ready": True}
             _set_condition(changed, {"type": "Ready", "status": "True" if is_pod_ready(changed) else "False"})
             self._store(pod_key(changed), changed)
+
+    def _run_fetch(self, pod: Object, status: Object) -> bool:
+        """Move the init container on, if the pod has one. Whether the engine may start."""
+        if not pod["spec"].get("initContainers"):
+            return True
+        (container,) = status.setdefault("initContainerStatuses", [{"name": FETCH_CONTAINER, "state": {}}])
+        state = container["state"]
+        if state.get("terminated", {}).get("exitCode") == 0:
+            return True
+        if "running" in state and self.fetch_exit_code is not None:
+            message = "gave up" if self.fetch_exit_code else "28.0 GiB fetched in 70 s"
+            ended = {"exitCode": self.fetch_exit_code, "message": f"fetching\n{message}\n"}
+            container["state"] = {"terminated": ended}
+        elif "running" not in state:
+            attempt = container.get("restartCount", -1) + 1
+            container |= {"state": {"running": {}}, "lastState": state, "restartCount": attempt}
+            container["containerID"] = f"{pod['metadata']['name']}/{attempt}"
+            status |= {"phase": "Pending", "podIP": "10.0.0.1"}
+        return False
 
     def _all_pods(self) -> list[Object]:
         return [obj for (kind, _, _), obj in self.objects.items() if kind is PODS]

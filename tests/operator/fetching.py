@@ -43,7 +43,7 @@ def fetching_pod(name: str, *, condition: dict[str, str] | None = None, **contai
 
 def so_far(percent: int, *, total: int = 28 * GIB, **fields: Any) -> ModelProgress:
     """A report of a fetch that has got so far."""
-    return report("fetching", fetched_bytes=total * percent // 100, total_bytes=total, **fields)
+    return report("fetching", fetched_bytes=-(-total * percent // 100), total_bytes=total, **fields)
 
 
 def report(phase: Phase, **fields: Any) -> ModelProgress:
