@@ -11,6 +11,7 @@ from argosy_resource.types import GROUP, InferenceService
 
 ENGINE_PORT: Final = 8000
 PROGRESS_PORT: Final = 8009
+"""Where the container that fetches the model tells how far it is."""
 API_KEY_ENV: Final = "ARGOSY_API_KEY"
 """Environment variable, and field of the service's Secret, that holds the engines' internal key."""
 

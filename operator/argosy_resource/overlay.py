@@ -24,6 +24,7 @@ from argosy_resource.schema_types import (
 
 ENGINE_CONTAINER: Final = "engine"
 FETCH_CONTAINER: Final = "fetch-model"
+"""The init container that fetches a model which is not in a volume."""
 
 RESERVED_ENV: Final = ("ARGOSY_API_KEY", "HOME", "POD_NAME", "POD_NAMESPACE", "POD_UID")
 """Variables that the operator sets. An overlay that could change them could disable a replica's key, or its name."""

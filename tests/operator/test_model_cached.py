@@ -90,7 +90,7 @@ NOTED = fetch("running", "5 % 1.4/28.0 GiB; " + "503 " * 100)
     ("name", "made", "condition", "column"),
     [
         ("builtin", report(replica("a", None, up=True), is_fetched=False),
-         ("True", "LocalSource", "the model is not fetched: its source is local"), ""),
+         ("True", "LocalSource", "nothing is fetched: the model is mounted or in the image"), ""),
         ("no pod", report(), ("Unknown", "Pending", "no pod has begun to fetch the model"), ""),
         ("no node", report(replica("a", NOT_BEGUN)), ("Unknown", "Pending", "no pod has begun to fetch the model"), ""),
         ("has not reported", report(replica("a", STARTED)), ("False", "Fetching", "pod a: fetching"), "fetching"),

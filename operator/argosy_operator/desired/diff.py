@@ -1,7 +1,7 @@
 """The changes that one reconcile makes: a pure function of the resource and of one observation.
 
-Owns the comparison of the desired objects with the observed ones: conditions of pods to set, children to apply, objects
-to delete. Must not talk to an API server, look at a clock or remember anything. Invariants: the plan takes into account
+Owns the comparison of the desired objects with the observed ones: pod conditions to set, children to apply, objects to
+delete. Must not talk to an API server, look at a clock or remember anything. Invariants: the plan takes into account
 the gates that the same diff changes; a paused service keeps its children as they are; if nothing differs, the diff is
 empty.
 """

@@ -28,7 +28,9 @@ _MAX_COLUMN: Final = 64
 
 def model_cached(view: ServiceView) -> ConditionState:
     if not view.fetches_model:
-        return ConditionState("True", "LocalSource", "the model is not fetched: its source is local")
+        return ConditionState(
+            "True", "LocalSource", "nothing is fetched: the model is mounted or in the image"
+        )
     fetches = _fetches(view)
     for name, fetch in fetches:
         if fetch.has_failed:
