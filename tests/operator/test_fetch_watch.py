@@ -196,6 +196,9 @@ def test_which_pods_are_asked(name: str, container: dict[str, Any], is_fetching:
     without_address = fetching_pod("p", **container)
     del without_address["status"]["podIP"]
     assert read_fetching_pod(without_address) is None
+    evicted = fetching_pod("p", **container)
+    evicted["status"]["phase"] = "Failed"
+    assert read_fetching_pod(evicted) is None
     obj["metadata"]["deletionTimestamp"] = NOW
     assert read_fetching_pod(obj) is None
 

@@ -67,6 +67,7 @@ def read_fetching_pod(obj: Mapping[str, Any]) -> FetchingPod | None:
     if (
         service is None
         or metadata.get("deletionTimestamp")
+        or status.get("phase") != "Pending"  # of an evicted pod, say, the address may be another one's
         or "running" not in container.get("state", {})
         or not status.get("podIP")
     ):
