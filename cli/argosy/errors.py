@@ -15,6 +15,7 @@ OK: Final = 0
 FAILURE: Final = 1
 USAGE: Final = 2
 INTERRUPTED: Final = 130
+TERMINATED: Final = 143
 
 
 class CommandError(Exception):

@@ -3,7 +3,8 @@
 Owns: the table, the help, the exit codes. Must not know: what a command does. It must not import what a command needs,
 because `argosy --help` has to answer at once; so commands are named by strings.
 
-Exit codes: 0 ok, 1 the operation failed, 2 wrong usage or a bad manifest, 130 interrupted.
+Exit codes: 0 ok, 1 the operation failed, 2 wrong usage or a bad manifest, 130 interrupted, 143
+terminated.
 """
 
 from __future__ import annotations

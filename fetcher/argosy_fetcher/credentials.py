@@ -33,7 +33,7 @@ def load_credentials(environment: Mapping[str, str] | None = None) -> dict[str, 
         environment: os.environ if left out.
 
     Raises:
-        InvalidSource: the directory or a file in it cannot be read, is too large, or is not text.
+        InvalidSource: the directory or a file in it cannot be read, is too large, or is not text, or there is no file.
     """
     values = dict(os.environ if environment is None else environment)
     if directory := values.get(DIRECTORY_ENV):
@@ -53,6 +53,11 @@ def read_directory(directory: Path) -> dict[str, str]:
     try:
         files = {_ALIASES.get(path.name, path.name): path for path in sorted(directory.iterdir())}
         named = {name: path for name, path in files.items() if _NAME.fullmatch(name) and path.is_file()}
+        if not named:
+            raise InvalidSource(
+                f"{DIRECTORY_ENV}: {directory} has no files; in a cluster, the Secret of spec.model.secretRef is "
+                "missing or empty: create it, with keys named like the source's variables"
+            )
         if len(named) > MAX_FILES:
             raise InvalidSource(f"{DIRECTORY_ENV}: {directory} has more than {MAX_FILES} files")
         for name, path in named.items():

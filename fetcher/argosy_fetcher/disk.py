@@ -22,16 +22,21 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
+def free_bytes(directory: Path) -> int | None:
+    """Return how much may still be written to the disk of a directory; None if its file system does not tell."""
+    found = os.statvfs(directory)
+    is_known = found.f_blocks > 0  # some network file systems report nothing
+    return found.f_bavail * found.f_frsize if is_known else None
+
+
 def require_space(directory: Path, num_bytes: int, model: str) -> None:
     """Check that the disk of a directory has room for more bytes.
 
     Raises:
         NoSpace: it has not.
     """
-    found = os.statvfs(directory)
-    free = found.f_bavail * found.f_frsize
-    is_known = found.f_blocks > 0  # some network file systems report nothing
-    if num_bytes and is_known and free < num_bytes + MARGIN_BYTES:
+    free = free_bytes(directory)
+    if num_bytes and free is not None and free < num_bytes + MARGIN_BYTES:
         raise NoSpace(
             f"{model}: {format_bytes(num_bytes)} more must be stored, and the disk of {directory} has "
             f"{format_bytes(free)} free; make room (argosy models prune), or {OTHER_DIRECTORY}"

@@ -110,6 +110,7 @@ class _Fetch:
         return self._store.find(self._source.name, self._source.requested_revision)
 
     def note_wait(self) -> None:
+        self._progress.enter("waiting")
         self._progress.note(f"{self._source.name}: waiting for another process that fetches it")
 
     def present(self, model: StoredModel) -> FetchedModel:
@@ -122,6 +123,7 @@ class _Fetch:
 
     def run(self) -> FetchedModel:
         """Fetch, with the source's lock held."""
+        self._progress.enter("resolving")
         name, requested_revision = self._source.name, self._source.requested_revision
         snapshot = retrying(self._attempts("list of files"), self._source.snapshot)
         snapshot = checked_snapshot(snapshot, name)
@@ -185,6 +187,7 @@ class _Fetch:
     def _unpack(
         self, snapshot: Snapshot, targets: dict[Path, RemoteFile], partial: Path
     ) -> tuple[StoredFile, ...]:
+        self._progress.enter("unpacking")
         self._progress.note(f"{snapshot.source}: unpacking")
         unpacker = Unpacker(empty_directory(partial / UNPACKED), snapshot.source)
         for path, file in targets.items():

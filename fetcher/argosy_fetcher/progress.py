@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from argosy_protocol.model_progress import Phase
+
 
 class Progress(Protocol):
     """Observer of one fetch. Its methods may be called from several threads at once and must not block."""
+
+    def enter(self, phase: Phase) -> None:
+        """Another phase has begun. `begin` enters `fetching`, and `end` enters `done`, without this call."""
+        ...
 
     def resolved(self, source: str, revision: str) -> None:
         """The revision is known."""
@@ -36,6 +42,8 @@ class Progress(Protocol):
 
 class Silent:
     """A `Progress` that reports nothing."""
+
+    def enter(self, phase: Phase) -> None: ...
 
     def resolved(self, source: str, revision: str) -> None: ...
 

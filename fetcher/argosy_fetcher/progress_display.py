@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from argosy_fetcher.progress import Progress
+from argosy_protocol.model_progress import Phase
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,16 +71,20 @@ class LineDisplay:
         self._begun: float | None = None
         self._lines: deque[tuple[float, int]] = deque(maxlen=_RATE_LINES)
         """Time of the last lines, and the bytes done by then."""
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self._is_closed = True  # threads that still end must not write after the line of an error
+
+    def enter(self, phase: Phase) -> None: ...
 
     def resolved(self, source: str, revision: str) -> None:
-        self._write(printable(f"{source}: revision {revision}"))
+        self._print(f"{source}: revision {revision}")
 
     def begin(self, total_bytes: int, present_bytes: int) -> None:
         with self._lock:
@@ -90,7 +95,7 @@ class LineDisplay:
             self._lines.append((self._begun, present_bytes))
         if present_bytes < total_bytes:
             present = f", of which {size_text(present_bytes)} are here already" if present_bytes else ""
-            self._write(f"fetching {size_text(total_bytes)}{present}")
+            self._print(f"fetching {size_text(total_bytes)}{present}")
 
     def advance(self, num_bytes: int) -> None:
         with self._lock:
@@ -102,10 +107,10 @@ class LineDisplay:
             rate = (self._done - done_then) / (now - since)
             self._lines.append((now, self._done))
             line = status_text(self._done, self._total, rate)
-        self._write(line)
+        self._print(line)
 
     def note(self, text: str) -> None:
-        self._write(printable(text))
+        self._print(text)
 
     def end(self) -> None:
         with self._lock:
@@ -113,7 +118,11 @@ class LineDisplay:
             fetched = self._done - self._present
         if begun is not None and fetched > 0:
             seconds = self._clock() - begun
-            self._write(f"fetched {size_text(fetched)} in {duration_text(seconds)}")
+            self._print(f"fetched {size_text(fetched)} in {duration_text(seconds)}")
+
+    def _print(self, text: str) -> None:
+        if not self._is_closed:
+            self._write(printable(text))
 
 
 class BarDisplay:
@@ -144,6 +153,8 @@ class BarDisplay:
     ) -> None:
         self._is_closed = True  # a fetch that was left to itself must not draw on
         self._stop()
+
+    def enter(self, phase: Phase) -> None: ...
 
     def resolved(self, source: str, revision: str) -> None:
         self._label = printable(source.rpartition("://")[2])

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,7 @@ from argosy_fetcher.hub_cache import find_cached_model
 from argosy_fetcher.model_fetch import fetch_model
 from argosy_fetcher.model_hold import ModelHold, hold_model
 from argosy_fetcher.progress import Progress
+from argosy_fetcher.room import make_room
 from argosy_fetcher.selection import CheckConfig
 from argosy_fetcher.snapshot import Snapshot
 from argosy_fetcher.source_uri import SourceUri
@@ -37,6 +39,7 @@ from argosy_fetcher.sources.oci_reference import parse_reference
 from argosy_fetcher.sources.registry import open_source
 from argosy_fetcher.store import Store, StoredModel
 from argosy_fetcher.store_layout import choose_root
+from argosy_fetcher.transfer import TransferSettings
 
 OFFLINE_ENVS: Final = ("ARGOSY_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
@@ -68,6 +71,7 @@ def pull_model(
     check_config: CheckConfig | None = None,
     refresh: bool = False,
     has_weights: bool = True,
+    make_room_after: float | None = None,
     environment: Mapping[str, str] | None = None,
     cancelled: threading.Event | None = None,
 ) -> PulledModel:
@@ -78,6 +82,7 @@ def pull_model(
         check_config: raises if a config.json is of a model that the caller does not serve.
         refresh: ask the source again which revision a branch, a tag or the source itself has.
         has_weights: False fetches config and tokenizer only, into a directory that is deleted when this process ends.
+        make_room_after: if the disk is full, remove models that nobody has used for so many seconds; None: never.
         environment: os.environ if left out.
         cancelled: ends a fetch when it is set. What has arrived is kept.
 
@@ -98,7 +103,16 @@ def pull_model(
         elif not has_weights and (configs := _fetch_configs(uri, progress, check_config, values)) is not None:
             return configs
         else:
-            model = _fetch(uri, store, progress, check_config, refresh, values, cancelled)
+            model = _fetch(
+                uri,
+                store,
+                progress,
+                check_config,
+                refresh,
+                values,
+                cancelled,
+                make_room_after=make_room_after,
+            )
         try:
             return replace(model, hold=hold_model(model.path))
         except ModelRemoved:
@@ -114,11 +128,18 @@ def _fetch(
     refresh: bool,
     environment: Mapping[str, str],
     cancelled: threading.Event | None,
+    *,
+    make_room_after: float | None,
 ) -> PulledModel:
     """Fetch a model, at the revision that it is pinned to if the source still has that."""
 
     def fetch(at: SourceUri) -> PulledModel:
         with closing(open_source(at, load_credentials(environment))) as source:
+            room = None
+            if make_room_after is not None:
+                room = partial(
+                    make_room, store, source=source.name, min_age=make_room_after, note=progress.note
+                )
             found = fetch_model(
                 source,
                 store,
@@ -127,6 +148,7 @@ def _fetch(
                 refresh=refresh,
                 offline=is_offline(environment),
                 requested=str(uri),
+                settings=TransferSettings(make_room=room),
                 cancelled=cancelled,
             )
         return PulledModel(found.path, found.source, found.revision)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,8 @@ class TransferSettings:
     part_bytes: int = PART_BYTES
     max_parts_in_flight: int = MAX_PARTS_IN_FLIGHT
     retry: RetryPolicy = field(default_factory=RetryPolicy)
+    make_room: Callable[[int], None] | None = None
+    """Called with the bytes that must still be stored, before the disk's room is checked."""
 
 
 def transfer(
@@ -108,6 +110,8 @@ class _Transfer:
             found, stored = self._plan(file)
             present += found
             needed += file.file.size - stored
+        if self._settings.make_room is not None:
+            self._settings.make_room(needed + extra_bytes)
         require_space(self._directory, needed + extra_bytes, self._source.name)
         self._progress.begin(total, present)
         self._queue.run(self._settings.max_parts_in_flight)

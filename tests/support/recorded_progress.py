@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from argosy_protocol.model_progress import Phase
+
 
 class RecordedProgress:
     def __init__(self) -> None:
@@ -14,7 +16,11 @@ class RecordedProgress:
         self.present = 0
         self.received = 0
         self.notes: list[str] = []
+        self.phases: list[Phase] = []
         self._lock = threading.Lock()
+
+    def enter(self, phase: Phase) -> None:
+        self.phases.append(phase)
 
     def resolved(self, source: str, revision: str) -> None:
         self.events.append("resolved")

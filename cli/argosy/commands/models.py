@@ -10,27 +10,29 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from importlib import import_module
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from argosy.arguments import Parser, age_seconds, size_bytes
+from argosy.arguments import Parser, age_seconds, port, positive_seconds, size_bytes
+from argosy.cache_pruning import MIN_AGE_ENV, cache_min_age, prune_repeatedly
 from argosy.errors import OK, CommandError, UsageError
+from argosy.fetching import engine_check, fetch_errors
+from argosy.pod_fetch import pod_fetch, write_termination_message
 from argosy.terminal import age, table
-from argosy_fetcher.errors import FetchError, InvalidSource, TransientError
+from argosy_fetcher.errors import FetchError
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.progress_display import progress_display, size_text
+from argosy_fetcher.progress_meter import ProgressMeter
 from argosy_fetcher.pull import find_model, name_in_store, open_store, pull_model
 from argosy_fetcher.source_uri import SourceUri, from_argument
 from argosy_fetcher.store import Store, StoredModel
 from argosy_fetcher.store_layout import equal_revisions, source_directory
+from argosy_fetcher.store_tree import PruneLimits
 
-ENGINE_CHECK: Final = "argosy_engine.models.fetch_check:check_fetched_config"
-"""The engine's refusal of models that it does not serve. Named, not imported, because the command line does not depend
-on the engine, which need not be installed."""
 _HEADER: Final = ("MODEL", "REVISION", "SIZE", "USED", "STATE")
 _MIN_ABBREVIATION: Final = 7
 """Characters of an abbreviated revision, as git's."""
@@ -40,7 +42,7 @@ _SHOWN_REVISION: Final = 12
 def main(argv: Sequence[str]) -> int:
     options = build_parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = options.run
-    with _fetch_errors():
+    with fetch_errors():
         return run(options)
 
 
@@ -81,6 +83,17 @@ def _add_pull(commands: argparse._SubParsersAction[Parser]) -> None:
         action="store_true",
         help="ask the source again what the revision is now; a branch is otherwise pinned at its first use",
     )
+    parser.add_argument(
+        "--make-room",
+        action="store_true",
+        help=f"remove models that nobody uses if the disk is full, but none used within ${MIN_AGE_ENV} (1h)",
+    )
+    parser.add_argument(
+        "--progress-port",
+        type=port,
+        metavar="PORT",
+        help="report the progress at http://*:PORT/progress, for a cluster's operator",
+    )
     _add_download_dir(parser)
     parser.set_defaults(run=_pull)
 
@@ -104,6 +117,17 @@ def _add_rm(commands: argparse._SubParsersAction[Parser]) -> None:
 def _add_prune(commands: argparse._SubParsersAction[Parser]) -> None:
     text = "Remove the models that were not used for longest. A model that an engine uses stays."
     parser = commands.add_parser("prune", help="remove models by age and size", description=text)
+    parser.add_argument(
+        "--tree",
+        metavar="DIR",
+        help=f"prune all stores at DIR/*/* as one, and no model that was used within ${MIN_AGE_ENV} (1h)",
+    )
+    parser.add_argument(
+        "--every",
+        type=positive_seconds,
+        metavar="S",
+        help="with --tree: again every S seconds, until SIGTERM",
+    )
     parser.add_argument(
         "--max-size", type=size_bytes, metavar="SIZE", help="remove until the store has at most SIZE: 500G"
     )
@@ -165,26 +189,26 @@ def _as_json(model: StoredModel, state: str) -> dict[str, Any]:
 
 def _pull(options: argparse.Namespace) -> int:
     uri = _remote(options)
-    with progress_display() as progress:
+    make_room = cache_min_age() if options.make_room else None
+    with progress_display() as shown, _reported(options.progress_port, uri, shown) as progress:
         model = pull_model(
             uri,
             progress=progress,
             download_dir=options.download_dir,
-            check_config=_engine_check(uri),
+            check_config=engine_check(uri),
             refresh=options.refresh,
+            make_room_after=make_room,
         )
+        if isinstance(progress, ProgressMeter):
+            revision = _short(model.revision)
+            write_termination_message(f"{model.source} revision {revision}: {progress.outcome()}")
     model.close()
     print(model.path)
     return OK
 
 
-def _engine_check(uri: SourceUri) -> Callable[[dict[str, Any]], None] | None:
-    """Return the engine's check of a config.json; None if the engine cannot be imported."""
-    module, _, name = ENGINE_CHECK.partition(":")
-    try:
-        return partial(getattr(import_module(module), name), uri.name)
-    except ModuleNotFoundError:
-        return None
+def _reported(port: int | None, uri: SourceUri, shown: Progress) -> AbstractContextManager[Progress]:
+    return nullcontext(shown) if port is None else pod_fetch(str(uri), port, shown)
 
 
 def _path(options: argparse.Namespace) -> int:
@@ -240,6 +264,11 @@ def _short(revision: str) -> str:
 def _prune(options: argparse.Namespace) -> int:
     if options.max_size is None and options.max_age is None:
         raise UsageError("give --max-size SIZE, --max-age AGE or both")
+    if options.tree is not None:
+        limits = PruneLimits(options.max_size, options.max_age, min_age=cache_min_age())
+        return prune_repeatedly(Path(options.tree), limits, every_s=options.every)
+    if options.every is not None:
+        raise UsageError("--every needs --tree DIR")
     pruned = open_store(options.download_dir).prune(max_bytes=options.max_size, max_age=options.max_age)
     for model in pruned.removed:
         _tell_removed(model)
@@ -266,13 +295,3 @@ def _remote(options: argparse.Namespace) -> SourceUri:
             f"{options.model!r} is a directory, or the name of none; write hf://ORG/NAME for a repository"
         )
     raise UsageError(f"{uri.scheme}:// models are not kept in the store")
-
-
-@contextmanager
-def _fetch_errors() -> Iterator[None]:
-    try:
-        yield
-    except InvalidSource as error:
-        raise UsageError(str(error)) from error
-    except (FetchError, TransientError) as error:
-        raise CommandError(str(error)) from error

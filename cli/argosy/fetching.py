@@ -1,0 +1,47 @@
+"""Fetching: what commands that bring a model into the store have in common.
+
+Owns the engine's refusal of models that it does not serve, and the translation of the fetcher's errors into those of
+commands. Must not know arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any, Final
+
+from argosy.errors import CommandError, UsageError
+from argosy_fetcher.errors import FetchError, InvalidSource, TransientError
+from argosy_fetcher.progress_display import printable
+from argosy_fetcher.source_uri import SourceUri
+
+ENGINE_CHECK: Final = "argosy_engine.models.fetch_check:check_fetched_config"
+"""The engine's refusal of models that it does not serve. Named, not imported, because the command line does not depend
+on the engine, which need not be installed."""
+
+
+def engine_check(uri: SourceUri) -> Callable[[dict[str, Any]], None] | None:
+    """Return the engine's check of a config.json; None if the engine cannot be imported."""
+    module, _, name = ENGINE_CHECK.partition(":")
+    try:
+        return partial(getattr(import_module(module), name), uri.name)
+    except ModuleNotFoundError:
+        return None
+
+
+@contextmanager
+def fetch_errors() -> Iterator[None]:
+    """Raise the fetcher's errors as those of a command, each on one line.
+
+    Raises:
+        UsageError: the source is malformed.
+        CommandError: the model cannot be fetched.
+    """
+    try:
+        yield
+    except InvalidSource as error:
+        raise UsageError(printable(str(error))) from error
+    except (FetchError, TransientError) as error:
+        raise CommandError(printable(str(error))) from error

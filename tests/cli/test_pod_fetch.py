@@ -1,0 +1,124 @@
+"""`argosy models pull` as an init container: progress port, termination message, SIGTERM, and a failure's last line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from argosy import pod_fetch
+from argosy.local.settings import free_port
+from argosy.main import main
+from argosy_fetcher.store import Store
+from argosy_protocol.model_progress import ModelProgress
+from hub_repositories import files_under
+from hub_server import HubServer
+from named_sources import TINY, publish_tiny, serve_names
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as hub:
+        hub.add_model("acme/tiny", files_under(TINY))
+        yield hub
+
+
+def test_it_leaves_a_message_about_what_it_did(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_names(monkeypatch, tmp_path / "models")
+    log = tmp_path / "termination-log"
+    monkeypatch.setattr(pod_fetch.write_termination_message, "__defaults__", (log,))
+    source = publish_tiny("acme/tiny")
+    arguments = ["models", "pull", "hf://acme/tiny", "--progress-port", str(free_port())]
+    assert main(arguments) == 0
+    assert not log.exists()  # this is no pod
+    log.write_text("x" * 4096)
+    assert main(arguments) == 0
+    assert log.read_text() == f"hf://acme/tiny revision {source.revision[:12]}: already stored"
+    assert main([*arguments, "--download-dir", str(tmp_path / "other")]) == 0
+    assert log.read_text().startswith(f"hf://acme/tiny revision {source.revision[:12]}: 6.2 MiB fetched in ")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_port_that_is_taken_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_names(monkeypatch, tmp_path)
+    publish_tiny("acme/tiny")
+    from argosy_fetcher.progress_server import ProgressServer
+
+    with ProgressServer(0, lambda: ModelProgress(source="", phase="done")) as other:
+        assert main(["models", "pull", "acme/tiny", "--progress-port", str(other.port)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("argosy models: cannot listen on 0.0.0.0:")
+    assert "--progress-port" in line
+
+
+def start(hub: HubServer, store: Path, port: int, **environment: str) -> subprocess.Popen[str]:
+    command = ["models", "pull", "hf://acme/tiny", "--download-dir", str(store), "--progress-port", str(port)]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "ARGOSY_"))}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "argosy", *command],
+        env=kept | {"HF_ENDPOINT": hub.endpoint, "HOME": str(store), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_progress_is_reported_and_sigterm_keeps_what_has_arrived(hub: HubServer, tmp_path: Path) -> None:
+    hub.bytes_per_s = 100_000.0
+    port = free_port()
+    process = start(hub, tmp_path, port)
+    try:
+        report = _wait_for_bytes(process, port)
+        assert (report.source, report.phase) == ("hf://acme/tiny", "fetching")
+        assert report.fetched_bytes < report.total_bytes
+        assert report.revision == hub.repositories["acme/tiny"].refs["main"]
+    finally:
+        process.terminate()
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 143
+    assert errors.splitlines()[-1] == "argosy: stopped by SIGTERM; what has arrived is kept"
+    (partial,) = Store(tmp_path).list_partial()
+    assert partial.size > 0
+
+
+def _wait_for_bytes(process: subprocess.Popen[str], port: int) -> ModelProgress:
+    while process.poll() is None:
+        try:
+            answer = httpx.get(f"http://127.0.0.1:{port}/progress", timeout=DEADLINE_S)
+        except httpx.TransportError:
+            continue  # it does not listen yet
+        report = msgspec.json.decode(answer.content, type=ModelProgress)
+        if report.phase == "fetching" and report.fetched_bytes > 0:
+            return report
+    raise AssertionError(process.communicate())
+
+
+def test_the_last_line_of_a_failure_is_its_message(hub: HubServer, tmp_path: Path) -> None:
+    hub.repositories["acme/tiny"].gate = "list"
+    process = start(hub, tmp_path, free_port())
+    output, errors = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, output) == (1, "")
+    assert errors.splitlines()[-1].startswith("argosy models: hf://acme/tiny")
+    assert "HF_TOKEN" in errors.splitlines()[-1]
+
+
+def test_a_secret_that_is_missing_is_said_to_be(hub: HubServer, tmp_path: Path) -> None:
+    (tmp_path / "credentials").mkdir()
+    process = start(hub, tmp_path, free_port(), ARGOSY_CREDENTIALS_DIR=str(tmp_path / "credentials"))
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2
+    assert "the Secret of spec.model.secretRef is missing or empty" in errors.splitlines()[-1]
+    assert hub.requests() == []
