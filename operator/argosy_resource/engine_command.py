@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from argosy_resource.engine_address import ENGINE_PORT
+from argosy_resource.model_source import MODEL_MOUNT
 from argosy_resource.types import InferenceService
-
-MODEL_MOUNT: Final = "/model"
-"""Mount path of the volume of a `pvc://` source."""
 
 ANY_HOST: Final = "0.0.0.0"  # noqa: S104 - a pod's network namespace is its own
 
@@ -27,7 +25,7 @@ def claim_name(source: str) -> str | None:
 
 
 def model_path(source: str) -> str:
-    """The model argument of the engine: a path, or the source itself (`builtin://tiny`)."""
+    """The model argument of the engine: a path, or the source itself (`builtin://tiny`, and what is fetched)."""
     if source.startswith(_PVC):
         path = source.removeprefix(_PVC).partition("/")[2].strip("/")
         return f"{MODEL_MOUNT}/{path}" if path else MODEL_MOUNT
@@ -40,13 +38,25 @@ def engine_model(service: InferenceService) -> str:
     return service.metadata.name
 
 
-def engine_args(service: InferenceService, *, host: str = ANY_HOST, port: int = ENGINE_PORT) -> list[str]:
+def engine_args(
+    service: InferenceService,
+    *,
+    host: str = ANY_HOST,
+    port: int = ENGINE_PORT,
+    model: str | None = None,
+    download_dir: str | None = None,
+) -> list[str]:
     """Arguments after `argosy`: `serve SOURCE --host ... --served-model-name NAME ...`.
 
     NAME is `engine_model`, not a name that clients use, so that an edit of these restarts no engine.
+
+    Args:
+        model: where the engine finds the model, if not at its source.
+        download_dir: the store that a fetched model is in; the engine's own default if left out.
     """
-    model, engine = service.spec.model, service.spec.engine
+    source, engine = service.spec.model.source, service.spec.engine
     values: tuple[tuple[str, object], ...] = (
+        ("--download-dir", download_dir),
         ("--device", None if engine.device == "auto" else engine.device),
         ("--dtype", None if engine.dtype == "auto" else engine.dtype),
         ("--max-model-len", engine.max_model_len),
@@ -58,7 +68,7 @@ def engine_args(service: InferenceService, *, host: str = ANY_HOST, port: int = 
         ("--threads", engine.threads),
         ("--shutdown-timeout", engine.shutdown_timeout_seconds),
     )
-    args = ["serve", model_path(model.source), "--host", host, "--port", str(port)]
+    args = ["serve", model or model_path(source), "--host", host, "--port", str(port)]
     args += ["--served-model-name", engine_model(service), "--any-model-name"]
     for flag, value in values:
         if value is not None:

@@ -26,7 +26,7 @@ ENGINE_CONTAINER: Final = "engine"
 FETCH_CONTAINER: Final = "fetch-model"
 """The init container that fetches a model which is not in a volume."""
 
-RESERVED_ENV: Final = ("ARGOSY_API_KEY", "HOME", "POD_NAME", "POD_NAMESPACE", "POD_UID")
+RESERVED_ENV: Final = ("ARGOSY_API_KEY", "ARGOSY_OFFLINE", "HOME", "POD_NAME", "POD_NAMESPACE", "POD_UID")
 """Variables that the operator sets. An overlay that could change them could disable a replica's key, or its name."""
 
 RESERVED_MOUNTS: Final = ("/", "/dev/shm", "/home/argosy", "/model", "/tmp")  # noqa: S108 - a path in the pod
@@ -72,6 +72,12 @@ MountPath = Annotated[
 RelativePath = Annotated[str, Meta(max_length=512, pattern=r"^[^/]")]
 """A path below the volume. Kubernetes itself rejects `..` in it when the Deployment is applied."""
 Key = Annotated[str, Meta(min_length=1, max_length=253)]
+
+_own_volume_rule: Final = Rule(
+    rule=f"!self.name.startsWith('{VOLUME_PREFIX}')",
+    message=f"names that begin with '{VOLUME_PREFIX}' are the operator's own",
+    field_path=".name",
+)
 
 
 class KeyToPath(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -191,11 +197,7 @@ class Volume(Struct, frozen=True, kw_only=True, rename="camel"):
                 "(no other kind of volume is allowed)"
             ),
         ),
-        Rule(
-            rule=f"!self.name.startsWith('{VOLUME_PREFIX}')",
-            message=f"names that begin with '{VOLUME_PREFIX}' are the operator's own",
-            field_path=".name",
-        ),
+        _own_volume_rule,
     )
     name: Annotated[str, Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
     """Name that volumeMounts refer to."""
@@ -214,6 +216,7 @@ class Volume(Struct, frozen=True, kw_only=True, rename="camel"):
 class VolumeMount(Struct, frozen=True, kw_only=True, rename="camel"):
     """Where a volume appears in the engine container."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (_own_volume_rule,)
     name: Annotated[str, Meta(min_length=1, max_length=63)]
     """Name of a volume in podTemplate.spec.volumes."""
     mount_path: MountPath

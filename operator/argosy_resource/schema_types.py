@@ -92,6 +92,8 @@ LabelValue = Annotated[str, Meta(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0
 LabelKey = Annotated[str, Meta(max_length=317)]
 AnnotationValue = Annotated[str, Meta(max_length=16384)]
 ObjectName = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+SecretName = Annotated[str, Meta(min_length=1, max_length=247, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+"""Name of a Secret after which a directory of a cache is named, so that it is shorter than a file's name may be."""
 InferenceServiceName = Annotated[str, Meta(max_length=63, pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 _DOMAIN: Final = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
 _RESOURCE_PATTERN: Final = rf"^{_DOMAIN}/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"

@@ -21,6 +21,7 @@ from argosy_protocol.engine_limits import (
     Threads,
 )
 from argosy_protocol.fleet import RoutingPolicy
+from argosy_resource.model_source import MODELS_MOUNT, REMOTE_PATTERN, SOURCE_RULES
 from argosy_resource.overlay import EnvVar, PodTemplate
 from argosy_resource.schema_types import (
     MAP_BY_NAME,
@@ -34,6 +35,7 @@ from argosy_resource.schema_types import (
     Quantity,
     ResourceName,
     Rule,
+    SecretName,
     ServedName,
     quantity_bytes,
     rules_of,
@@ -47,23 +49,43 @@ PLURAL: Final = "inferenceservices"
 SINGULAR: Final = "inferenceservice"
 SHORT_NAME: Final = "isvc"
 
-_source_rules = rules_of(
-    Rule(
-        rule=(
-            "self == 'builtin://tiny' || self.matches('^pvc://[a-z0-9]([a-z0-9.-]*[a-z0-9])?(/.*)?$') || "
-            "self.matches('^file:///.+')"
-        ),
-        message="must be builtin://tiny, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH",
-    ),
-    Rule(
-        rule="!self.contains('/../') && !self.endsWith('/..')",
-        message="must not contain '..' as a path segment",
-    ),
-)
 _hedge_rules = rules_of(
     Rule(rule="double(self) == 0.0 || double(self) >= 1.0", message="must be 0 (never) or between 1 and 100")
 )
-ModelSource = Annotated[str, Meta(min_length=1, max_length=1024, extra_json_schema=_source_rules)]
+ModelSource = Annotated[str, Meta(min_length=1, max_length=1024, extra_json_schema=SOURCE_RULES)]
+
+
+class SecretReference(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A Secret of the resource's own namespace."""
+
+    name: SecretName
+    """Name of the Secret."""
+
+
+class ModelCache(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Where a fetched model is kept."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule="(has(self.type) && self.type == 'claim') == has(self.claimName)",
+            message="claimName belongs to type claim: set both, or neither",
+            field_path=".claimName",
+        ),
+        Rule(
+            rule="!has(self.sizeLimit) || !has(self.type) || self.type == 'none'",
+            message="sizeLimit is for type none only; a claim has its own size, and a node's cache that of the chart",
+            field_path=".sizeLimit",
+        ),
+    )
+    type: Literal["none", "node", "claim"] = "none"
+    """`none`: each pod fetches the model for itself, and it goes with the pod. `node`: the pods of a node share a
+    directory of the node, if the operator's settings provide one. `claim`: the pods share a PersistentVolumeClaim."""
+    claim_name: ObjectName | None = None
+    """PersistentVolumeClaim of the same namespace, for type claim. With replicas on several nodes it must be
+    ReadWriteMany."""
+    size_limit: Quantity | None = None
+    """Most that the model may take of the node's ephemeral storage, for type none, such as `60Gi`; no limit if left
+    out."""
 
 
 class Model(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -71,15 +93,32 @@ class Model(Struct, frozen=True, kw_only=True, rename="camel"):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
+            rule=f"!has(self.secretRef) || self.source.matches('{REMOTE_PATTERN}')",
+            message="secretRef is for models that are fetched; this source needs no credentials",
+            field_path=".secretRef",
+        ),
+        Rule(
+            rule=f"!has(self.cache) || self.source.matches('{REMOTE_PATTERN}')",
+            message="cache is for models that are fetched; this source is in its place already",
+            field_path=".cache",
+        ),
+        Rule(
             rule="!has(self.servedName) || !has(self.aliases) || !(self.servedName in self.aliases)",
             message="aliases must not repeat servedName",
             field_path=".aliases",
         ),
     )
     source: ModelSource
-    """Where the weights are: `builtin://tiny` (the model that ships with the engine), `pvc://CLAIM/PATH` (a
-    PersistentVolumeClaim of the same namespace, mounted read-only) or `file:///ABSOLUTE/PATH` (a path inside
-    the engine container, mounted through podTemplate or part of the image)."""
+    """Where the model is. Fetched before the engine starts: `hf://ORG/NAME[@REVISION]`, `s3://BUCKET/PREFIX`,
+    `gs://BUCKET/PREFIX`, `oci://HOST/REPOSITORY[:TAG][@sha256:DIGEST]`, `https://HOST/PATH[#sha256=DIGEST]` (an archive
+    or a SHA256SUMS). There already: `pvc://CLAIM/PATH` (a PersistentVolumeClaim of the same namespace, mounted
+    read-only), `file:///ABSOLUTE/PATH` (a path inside the engine container, mounted through podTemplate or part of the
+    image), `builtin://tiny` (the model that ships with the engine)."""
+    secret_ref: SecretReference | None = None
+    """Secret of the same namespace with the source's credentials. Its keys are named like the variables that the
+    source's own tools read: `HF_TOKEN`, `AWS_ACCESS_KEY_ID` and so on. Only the container that fetches gets it."""
+    cache: ModelCache | None = None
+    """Where a fetched model is kept; type none if left out."""
     served_name: ServedName | None = None
     """Name that clients send as `model`. The resource's name if left out."""
     aliases: Annotated[tuple[ServedName, ...], Meta(max_length=32, extra_json_schema=SET)] = ()
@@ -296,6 +335,17 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
             ),
             message="device cpu would leave the GPUs of spec.resources.gpu idle; remove one of them",
             field_path=".engine.device",
+        ),
+        Rule(
+            rule=(
+                f"!self.model.source.matches('{REMOTE_PATTERN}') || !has(self.podTemplate) || "
+                "!has(self.podTemplate.spec) || !has(self.podTemplate.spec.containers) || "
+                "self.podTemplate.spec.containers.all(container, !has(container.volumeMounts) || "
+                "container.volumeMounts.all(mount, "
+                f"mount.mountPath != '{MODELS_MOUNT}' && !mount.mountPath.startsWith('{MODELS_MOUNT}/')))"
+            ),
+            message=f"{MODELS_MOUNT} is where fetched models are mounted; mount the volume elsewhere",
+            field_path=".podTemplate.spec.containers",
         ),
     )
     model: Model

@@ -7,6 +7,7 @@ in common; None means that the manifest is accepted.
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 
@@ -30,6 +31,81 @@ spec:
 
 
 TINY = "model: {source: 'builtin://tiny'}"
+HUB = "source: 'hf://org/name'"
+
+_DIGEST = "0123456789abcdef" * 4
+
+REMOTE_SOURCES: tuple[str, ...] = (
+    "hf://Qwen/Qwen3-8B",
+    "hf://Qwen/Qwen3-8B@main",
+    f"hf://Qwen/Qwen3-8B@{_DIGEST[:40]}",
+    "hf://org/name_1.0@refs/pr/7",
+    "hf://org/name@v1.0+cpu",
+    "s3://models",
+    "s3://models/",
+    "s3://models/qwen3/8b",
+    "s3://models/qwen3/8b/",
+    "s3://models//qwen3",
+    "s3://my.models/a b/Modèle..v2",
+    "gs://models_of_ours/qwen3",
+    "oci://registry.example/models/qwen3",
+    "oci://registry.example:5000/models/qwen3:v1",
+    f"oci://registry.example/models/qwen3:v1@sha256:{_DIGEST}",
+    f"oci://localhost/qwen3@sha256:{_DIGEST}",
+    "oci://[fd00::1]:5000/a__b/c-d",
+    "https://example.com/qwen3.tar.gz",
+    f"https://example.com:8443/qwen3.tar.gz#sha256={_DIGEST}",
+    "https://example.com/SHA256SUMS?signature=a%20b&by=me@example.com",
+    "https://[fd00::1]/qwen3.zip",
+)
+"""Sources that the fetcher parses and manifests may have."""
+
+REFUSED_SOURCES: dict[str, str] = {
+    "Qwen/Qwen3-8B": "must begin with hf://",
+    "": "spec.model.source in body should be at least 1 chars long",
+    "ftp://example.com/a": "must begin with hf://",
+    "HF://org/name": "must begin with hf://",
+    " hf://org/name": "must begin with hf://",
+    "hf://name": "must be hf://ORG/NAME",
+    "hf://org/name/more": "must be hf://ORG/NAME",
+    "hf://org/name@": "must be hf://ORG/NAME",
+    "hf://org/name@v1@v2": "must be hf://ORG/NAME",
+    "hf://org/name@a b": "must be hf://ORG/NAME",
+    "hf://org/name@a..b": "must be hf://ORG/NAME",
+    "hf://org/name@a//b": "must be hf://ORG/NAME",
+    "hf://org/name@a/": "must be hf://ORG/NAME",
+    "hf://org/name@a.lock": "must be hf://ORG/NAME",
+    f"hf://org/name@{'a' * 256}": "must be hf://ORG/NAME",
+    f"hf://org/{'a' * 97}": "must be hf://ORG/NAME",
+    "hf://.org/name": "must be hf://ORG/NAME",
+    "s3://": "must be s3://BUCKET",
+    "s3://ab": "must be s3://BUCKET",
+    "s3://Models/a": "must be s3://BUCKET",
+    "s3://a..b/c": "must be s3://BUCKET",
+    "s3://models/a//b": "must not contain '.' as a path segment, nor an empty one",
+    "s3://models/./a": "must not contain '.' as a path segment",
+    "s3://models/a/.": "must not contain '.' as a path segment",
+    "s3://models/a/../b": "must not contain '..' as a path segment",
+    "gs://models/..": "must not contain '..' as a path segment",
+    "gs://-models/a": "must be gs://BUCKET",
+    "oci://registry.example": "must be oci://HOST",
+    "oci://registry.example/Models": "must be oci://HOST",
+    "oci://registry.example/a//b": "must be oci://HOST",
+    "oci://user@registry.example/a": "must be oci://HOST",
+    "oci://registry.example/a:v1:v2": "must be oci://HOST",
+    "oci://registry.example/a@sha256:0123": "must be oci://HOST",
+    "https://": "must be https://HOST",
+    "https:///a.zip": "must be https://HOST",
+    "https://user:secret@example.com/a.zip": "credentials are in secretRef",
+    "https://example.com:port/a.zip": "must be https://HOST",
+    "https://example.com/a.zip#part": "must be https://HOST",
+    "https://example.com/a.zip#sha256=0123": "must be https://HOST",
+    "hf://org/name\n": "must be hf://ORG/NAME",
+    "s3://models/a\nb": "must be s3://BUCKET",
+    "s3://models/a\x7fb": "must not contain control characters",
+    "http://example.com/a.zip": "must begin with hf://",
+}
+"""Sources that neither the fetcher nor a manifest accepts, with the manifest's error."""
 
 GOOD: dict[str, str] = {
     "smallest": manifest(TINY),
@@ -41,6 +117,18 @@ GOOD: dict[str, str] = {
     "volume claim": manifest("model: {source: 'pvc://models/qwen3-8b'}"),
     "root of a volume claim": manifest("model: {source: 'pvc://models'}"),
     "file": manifest("model: {source: 'file:///models/qwen3-8b'}"),
+    "secret of a source": manifest(f"model: {{{HUB}, secretRef: {{name: hf-token}}}}"),
+    "cache in the pod": manifest(f"model: {{{HUB}, cache: {{}}}}"),
+    "cache in the pod, with a limit": manifest(f"model: {{{HUB}, cache: {{type: none, sizeLimit: 60Gi}}}}"),
+    "cache in the pod, with a limit only": manifest(f"model: {{{HUB}, cache: {{sizeLimit: 60Gi}}}}"),
+    "cache of the node": manifest(f"model: {{{HUB}, cache: {{type: node}}}}"),
+    "cache on a claim": manifest(f"model: {{{HUB}, cache: {{type: claim, claimName: models}}}}"),
+    "mount at /models beside a model on a claim": manifest(
+        """
+model: {source: 'pvc://models'}
+podTemplate: {spec: {containers: [{name: engine, volumeMounts: [{name: a, mountPath: /models}]}]}}
+"""
+    ),
     "cuda with gpu": manifest(f"{TINY}\nengine: {{device: cuda}}\nresources: {{gpu: {{count: 1}}}}"),
     "auto with gpu": manifest(f"{TINY}\nresources: {{gpu: {{}}}}"),
     "mig slice": manifest(f"{TINY}\nresources: {{gpu: {{resourceName: nvidia.com/mig-1g.10gb}}}}"),
@@ -115,12 +203,65 @@ podTemplate:
 BAD: dict[str, tuple[str, str]] = {
     "no model": (manifest("replicas: 1"), "spec.model: Required value"),
     "no source": (manifest("model: {servedName: x}"), "spec.model.source: Required value"),
-    "unknown scheme": (
-        manifest("model: {source: 'hf://org/name'}"),
-        "must be builtin://tiny, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH",
-    ),
     "unknown builtin": (manifest("model: {source: 'builtin://huge'}"), "must be builtin://tiny"),
-    "relative file": (manifest("model: {source: 'file://models'}"), "must be builtin://tiny"),
+    "relative file": (manifest("model: {source: 'file://models'}"), "must be file:///ABSOLUTE/PATH"),
+    "claim without a name": (manifest("model: {source: 'pvc:///models'}"), "must be pvc://CLAIM"),
+    "secret of a model on a claim": (
+        manifest("model: {source: 'pvc://models', secretRef: {name: a}}"),
+        "secretRef is for models that are fetched",
+    ),
+    "secret without a name": (
+        manifest(f"model: {{{HUB}, secretRef: {{}}}}"),
+        "spec.model.secretRef.name: Required value",
+    ),
+    "secret by a path": (
+        manifest(f"model: {{{HUB}, secretRef: {{name: ../a}}}}"),
+        'spec.model.secretRef.name: Invalid value: "../a"',
+    ),
+    "secret with a name too long for a directory": (
+        manifest(f"model: {{{HUB}, secretRef: {{name: {'a' * 248}}}}}"),
+        "spec.model.secretRef.name: Too long: may not be more than 247 bytes",
+    ),
+    "cache of a built-in model": (
+        manifest("model: {source: 'builtin://tiny', cache: {type: node}}"),
+        "cache is for models that are fetched",
+    ),
+    "unknown cache": (
+        manifest(f"model: {{{HUB}, cache: {{type: host}}}}"),
+        'spec.model.cache.type: Unsupported value: "host"',
+    ),
+    "cache on a claim without a name": (
+        manifest(f"model: {{{HUB}, cache: {{type: claim}}}}"),
+        "claimName belongs to type claim: set both, or neither",
+    ),
+    "claim of another cache": (
+        manifest(f"model: {{{HUB}, cache: {{claimName: models}}}}"),
+        "claimName belongs to type claim: set both, or neither",
+    ),
+    "limit of another cache": (
+        manifest(f"model: {{{HUB}, cache: {{type: node, sizeLimit: 60Gi}}}}"),
+        "sizeLimit is for type none only",
+    ),
+    "mount below the fetched models": (
+        manifest(
+            f"""
+model: {{{HUB}}}
+podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mountPath: /models/a}}]}}]}}}}
+"""
+        ),
+        "/models is where fetched models are mounted; mount the volume elsewhere",
+    ),
+    "mount of a volume of the operator": (
+        manifest(
+            f"{TINY}\npodTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: "
+            "[{name: argosy-models, mountPath: /cache}]}]}}"
+        ),
+        "names that begin with 'argosy-' are the operator's own",
+    ),
+    "requests of an engine that has its model": (
+        manifest(f"{TINY}\nengine: {{env: [{{name: ARGOSY_OFFLINE, value: '0'}}]}}"),
+        "is set by the operator",
+    ),
     "path that climbs": (
         manifest("model: {source: 'pvc://models/../other'}"),
         "must not contain '..' as a path segment",
@@ -342,7 +483,17 @@ BAD: dict[str, tuple[str, str]] = {
     ),
 }
 
+
+def _from_source(source: str) -> str:
+    return manifest(f"model: {{source: {json.dumps(source)}}}")
+
+
 CASES: tuple[Case, ...] = (
+    *(Case(f"source {source}"[:60], _from_source(source), None) for source in REMOTE_SOURCES),
+    *(
+        Case(f"source {source!r}"[:60], _from_source(source), error)
+        for source, error in REFUSED_SOURCES.items()
+    ),
     *(Case(name, text, None) for name, text in GOOD.items()),
     *(Case(name, text, error) for name, (text, error) in BAD.items()),
 )

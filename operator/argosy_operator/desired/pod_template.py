@@ -21,7 +21,8 @@ from argosy_operator.names import (
     child_name,
 )
 from argosy_resource.engine_address import API_KEY_ENV, ENGINE_PORT
-from argosy_resource.engine_command import MODEL_MOUNT, claim_name, engine_args
+from argosy_resource.engine_command import claim_name, engine_args
+from argosy_resource.model_source import MODEL_MOUNT
 from argosy_resource.overlay import ENGINE_CONTAINER
 from argosy_resource.types import InferenceService
 

@@ -1,0 +1,98 @@
+"""Where a model is: the grammar of `spec.model.source`, and what follows from its scheme alone.
+
+Owns the CEL rules of a source. They repeat the grammar of `argosy_fetcher.source_uri`, which the operator does not
+import, as far as CEL can say it, and are stricter in two points: http:// is for loopback addresses, so a manifest has
+none, and no part of a path may be `..`. Must not know how a model is fetched. Invariant: the tests run one table of
+sources through these rules, through an API server and through the fetcher's parser.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from argosy_resource.schema_types import Rule, rules_of
+
+REMOTE_SCHEMES: Final = ("hf", "s3", "gs", "oci", "https")
+"""Schemes whose models are fetched."""
+LOCAL_SCHEMES: Final = ("pvc", "file", "builtin")
+"""Schemes whose models are in a volume or in the engine's container already."""
+
+MODEL_MOUNT: Final = "/model"
+"""Mount path of a volume that is the model: the claim of a `pvc://` source, or the image of an `oci://` source."""
+MODELS_MOUNT: Final = "/models"
+"""Mount path of the volume that fetched models are kept in."""
+
+_OCI: Final = "oci://"
+_HUB_NAME: Final = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_COMPONENT: Final = "[a-z0-9]+(([.]|_{1,2}|-+)[a-z0-9]+)*"
+_IPV6: Final = r"\[[0-9A-Fa-f:.]{2,45}\]"
+
+_GRAMMAR: Final[dict[str, tuple[str, str]]] = {
+    "hf": (
+        rf"self.matches(r'^hf://{_HUB_NAME}/{_HUB_NAME}(@[A-Za-z0-9_][A-Za-z0-9._/+-]{{0,254}})?$') && "
+        r"!self.matches(r'@.*([.][.]|//|/$|[.]lock$)')",
+        "hf://ORG/NAME or hf://ORG/NAME@REVISION, a branch, a tag or a commit",
+    ),
+    "s3": (
+        r"self.matches(r'^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?$') && !self.matches(r'^s3://[^/]*[.][.]')",
+        "s3://BUCKET or s3://BUCKET/PREFIX",
+    ),
+    "gs": (
+        r"self.matches(r'^gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/.*)?$') && "
+        r"!self.matches(r'^gs://[^/]*[.][.]')",
+        "gs://BUCKET or gs://BUCKET/PREFIX",
+    ),
+    "oci": (
+        rf"self.matches(r'^oci://([A-Za-z0-9]([A-Za-z0-9.-]{{0,251}}[A-Za-z0-9])?|{_IPV6})(:[0-9]{{1,5}})?"
+        rf"/{_COMPONENT}(/{_COMPONENT})*(:[A-Za-z0-9_][A-Za-z0-9._-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?$')",
+        "oci://HOST[:PORT]/REPOSITORY[:TAG][@sha256:DIGEST]",
+    ),
+    "https": (
+        rf"self.matches(r'^https://([A-Za-z0-9._-]+|{_IPV6})(:[0-9]{{1,5}})?([/?][^# ]*)?"
+        r"(#sha256=[0-9a-f]{64})?$')",
+        "https://HOST[:PORT]/PATH[#sha256=DIGEST], without user and password: credentials are in secretRef",
+    ),
+    "pvc": (
+        r"self.matches(r'^pvc://[a-z0-9]([a-z0-9.-]*[a-z0-9])?(/.*)?$')",
+        "pvc://CLAIM or pvc://CLAIM/PATH",
+    ),
+    "file": (r"self.matches(r'^file:///.+')", "file:///ABSOLUTE/PATH"),
+    "builtin": ("self == 'builtin://tiny'", "builtin://tiny"),
+}
+"""Scheme -> its rule, and its form in words."""
+
+_known: Final = [f"{scheme}://" for scheme in _GRAMMAR]
+
+SOURCE_RULES: Final[dict[str, Any]] = rules_of(
+    Rule(
+        rule=f"self.matches('^({'|'.join(_GRAMMAR)})://')",
+        message=f"must begin with {', '.join(_known[:-1])} or {_known[-1]}; a repository of a hub is hf://ORG/NAME",
+    ),
+    *(
+        Rule(rule=f"!self.startsWith('{scheme}://') || ({rule})", message=f"must be {form}")
+        for scheme, (rule, form) in _GRAMMAR.items()
+    ),
+    Rule(
+        rule="!self.contains('/../') && !self.endsWith('/..')",
+        message="must not contain '..' as a path segment",
+    ),
+    Rule(
+        rule=r"!self.matches(r'^(s3|gs)://[^/]*/(.*/)?[.](/|$)') && !self.matches(r'^(s3|gs)://[^/]+/+[^/].*//+[^/]')",
+        message="must not contain '.' as a path segment, nor an empty one",
+    ),
+    Rule(rule=r"!self.matches(r'[\x00-\x1f\x7f-\x9f]')", message="must not contain control characters"),
+)
+"""`extra_json_schema` of a source."""
+
+REMOTE_PATTERN: Final = f"^({'|'.join(REMOTE_SCHEMES)})://"
+"""Begins the sources that are fetched; for CEL rules over other fields."""
+
+
+def is_remote(source: str) -> bool:
+    """Whether the model has to be fetched."""
+    return source.partition("://")[0] in REMOTE_SCHEMES
+
+
+def image_reference(source: str) -> str | None:
+    """The image of an `oci://` source, as container runtimes write it; else None."""
+    return source.removeprefix(_OCI) if source.startswith(_OCI) else None

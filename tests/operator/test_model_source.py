@@ -1,0 +1,37 @@
+"""Sources in manifests against the fetcher's parser: what a manifest may have, the fetcher understands."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy_fetcher.errors import InvalidSource
+from argosy_fetcher.source_uri import LOCAL, REMOTE, parse
+from argosy_resource.model_source import LOCAL_SCHEMES, REMOTE_SCHEMES, image_reference, is_remote
+from manifests_table import REFUSED_SOURCES, REMOTE_SOURCES
+
+
+def test_schemes_are_the_fetchers_but_for_loopback() -> None:
+    assert set(REMOTE_SCHEMES) == set(REMOTE) - {"http"}
+    assert set(LOCAL_SCHEMES) == set(LOCAL)
+
+
+@pytest.mark.parametrize("source", REMOTE_SOURCES)
+def test_the_fetcher_parses_what_a_manifest_may_have(source: str) -> None:
+    assert parse(source).is_remote
+    assert is_remote(source)
+
+
+@pytest.mark.parametrize("source", REFUSED_SOURCES)
+def test_the_fetcher_refuses_what_a_manifest_must_not_have(source: str) -> None:
+    with pytest.raises(InvalidSource):
+        parse(source)
+
+
+@pytest.mark.parametrize("source", ["pvc://models/a", "file:///models/a", "builtin://tiny"])
+def test_local_sources_are_not_fetched(source: str) -> None:
+    assert not is_remote(source)
+    assert image_reference(source) is None
+
+
+def test_an_image_is_named_as_runtimes_do() -> None:
+    assert image_reference("oci://registry.example:5000/a/b:v1") == "registry.example:5000/a/b:v1"
