@@ -78,11 +78,7 @@ def fetch_model(
     if (offline or not refresh) and (found := fetch.find()) is not None:
         return fetch.present(found)
     if offline:
-        model = requested or source.name
-        raise Offline(
-            f"{model} is not in the model store {store.root}, and requests are off (ARGOSY_OFFLINE, HF_HUB_OFFLINE or "
-            "TRANSFORMERS_OFFLINE); allow them once, or copy the store from a machine that has the model"
-        )
+        raise fetch.offline_error(requested or source.name)
     with disk_errors(source.name, store.root), store.lock(source.name, fetch.note_wait):
         if not refresh and (found := fetch.find()) is not None:  # another process has just fetched it
             return fetch.present(found)
@@ -108,6 +104,19 @@ class _Fetch:
 
     def find(self) -> StoredModel | None:
         return self._store.find(self._source.name, self._source.requested_revision)
+
+    def offline_error(self, model: str) -> Offline:
+        requests_off = "and requests are off (ARGOSY_OFFLINE, HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE)"
+        damaged = self._store.damaged_path(self._source.name, self._source.requested_revision)
+        if damaged is None:
+            return Offline(
+                f"{model} is not in the model store {self._store.root}, {requests_off}; "
+                "allow them once, or copy the store from a machine that has the model"
+            )
+        return Offline(
+            f"{model} is damaged in the model store: files in {damaged} are missing or cut off, {requests_off}; "
+            "allow them once to fetch it again; in a cluster delete the pod, and the next one fetches it"
+        )
 
     def note_wait(self) -> None:
         self._progress.enter("waiting")

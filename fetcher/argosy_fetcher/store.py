@@ -288,6 +288,13 @@ class Store:
             self._sweep(directory)
         return Pruned(tuple(removed), tuple(in_use), freed_bytes)
 
+    def damaged_path(self, source: str, requested_revision: str) -> Path | None:
+        """Return the directory of a model that `find` would find if it were complete."""
+        directory = self._directory(source)
+        revision = store_layout.read_refs(directory).get(requested_revision, requested_revision)
+        path = directory / revision
+        return path if store_layout.is_revision(revision) and path.is_dir() else None
+
     def _directory(self, source: str) -> Path:
         return self.root / store_layout.source_directory(source)
 
