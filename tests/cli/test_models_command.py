@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -224,3 +226,52 @@ def test_help_shows_every_subcommand_with_its_flags(capsys: pytest.CaptureFixtur
         "--refresh",
     ):
         assert usage in shown
+
+
+def test_a_tree_of_stores_is_pruned_as_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_tiny("acme/tiny")
+    tree = tmp_path / "tree"
+    stores = [str(tree / "blue/public"), str(tree / "green/secret-hub")]
+    paths = [run(capsys, "pull", "acme/tiny", "--download-dir", store).strip() for store in stores]
+    prune = ("prune", "--tree", str(tree), "--max-size", "0")
+    assert run(capsys, *prune) == "freed 0 B; 12.4 MiB are left\n"
+    use(paths[0], 1)
+    name = Path(paths[0]).relative_to(tree)
+    assert (
+        run(capsys, *prune)
+        == f"removed {name} (6.2 MiB, unused for 24.0 h)\nfreed 6.2 MiB; 6.2 MiB are left\n"
+    )
+    monkeypatch.setenv("ARGOSY_CACHE_MIN_AGE", "0s")
+    with Store(Path(stores[1])).hold(Path(paths[1])):
+        output = run(capsys, *prune)
+    assert output == f"{Path(paths[1]).relative_to(tree)} is in use and stays\nfreed 0 B; 6.2 MiB are left\n"
+
+
+def test_pruning_a_tree_refuses_what_it_cannot_do(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--max-size" in fail(capsys, "prune", "--tree", str(tmp_path), code=2)
+    assert "--every needs --tree" in fail(capsys, "prune", "--max-size", "0", "--every", "9", code=2)
+    missing = str(tmp_path / "none")
+    assert f"cannot read {missing}" in fail(capsys, "prune", "--tree", missing, "--max-size", "0")
+    monkeypatch.setenv("ARGOSY_CACHE_MIN_AGE", "soon")
+    assert "ARGOSY_CACHE_MIN_AGE: 'soon' must be a number with a unit" in fail(
+        capsys, "prune", "--tree", str(tmp_path), "--max-size", "0", code=2
+    )
+
+
+def test_pruning_a_tree_again_and_again_ends_at_sigterm(tmp_path: Path) -> None:
+    command = ["models", "prune", "--tree", str(tmp_path), "--max-size", "0", "--every", "3600"]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "argosy", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "freed 0 B; 0 B are left\n"
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (143, "argosy: stopped by SIGTERM\n")

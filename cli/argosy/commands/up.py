@@ -1,7 +1,7 @@
 """`argosy up`: start the fleet of a manifest on this machine, or change a running one.
 
 Owns: the command's arguments, what it waits for, and when it gives up. Must not know: how replicas are run.
-Invariant: an invalid manifest changes nothing.
+Invariant: an invalid manifest, or a model that cannot be fetched, changes nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from argosy.local.child_process import tail
 from argosy.local.control_client import ControlClient, connect, start_supervisor
 from argosy.local.control_messages import Apply, FleetStatus, ReplicaStatus, Watch
 from argosy.local.control_server import API_KEY_ENV
+from argosy.local.fleet_models import local_services
 from argosy.local.gpus import local_gpus
 from argosy.local.manifests import read_services
 from argosy.local.router_process import LOG_NAME
@@ -46,9 +47,16 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     services = read_services(options.file, gpus=len(local_gpus()))
     state = choose_state_dir(options.state_dir)
-    is_new = _ensure_supervisor(state, options.port)
+    with local_services(services, is_plain=options.detach) as local:
+        is_new = _ensure_supervisor(state, options.port)
+        is_foreground = is_new and not options.detach
+        client = ControlClient(connect(state), Apply(services=local, stop_on_disconnect=is_foreground))
+        return _follow(client, state, options, is_new)
+
+
+def _follow(client: ControlClient, state: StateDir, options: argparse.Namespace, is_new: bool) -> int:
+    """Show the fleet until it is ready, and in the foreground until it ends."""
     is_foreground = is_new and not options.detach
-    client = ControlClient(connect(state), Apply(services=services, stop_on_disconnect=is_foreground))
     before = signal.signal(signal.SIGTERM, _interrupt)
     shown = progress()
     try:

@@ -1,0 +1,78 @@
+"""Models of a local fleet: fetched into this machine's store before any replica is told of them.
+
+Owns which models of the manifests are fetched, and what their replicas get instead: a directory, so that an engine that
+starts again needs neither network nor credentials. Must not know processes. Invariant: if one of the models cannot be
+fetched, nothing has changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from msgspec.structs import replace
+
+from argosy.fetching import engine_check, fetch_errors
+from argosy_fetcher.progress_display import LineDisplay, ProgressDisplay, progress_display
+from argosy_fetcher.pull import PulledModel, pull_model
+from argosy_fetcher.source_uri import SourceUri, parse
+from argosy_resource.types import InferenceService
+
+
+@contextmanager
+def local_services(
+    services: Sequence[InferenceService], *, is_plain: bool = False
+) -> Iterator[tuple[InferenceService, ...]]:
+    """Yield the services with directories as the sources of what they serve. Until the end nobody can remove these.
+
+    Args:
+        is_plain: show lines, although there is a terminal.
+
+    Raises:
+        UsageError: a source is malformed.
+        CommandError: a model cannot be fetched.
+    """
+    with ExitStack() as held, fetch_errors():
+        models: dict[SourceUri, PulledModel] = {}
+        for service in services:
+            uri = parse(service.spec.model.source)
+            if uri.is_remote and uri not in models and _is_served(service):
+                _tell_what_is_not_used(service)
+                with _display(is_plain) as shown:
+                    models[uri] = pull_model(uri, progress=shown, check_config=engine_check(uri))
+                held.callback(models[uri].close)
+        local = tuple(_localized(service, models) for service in services)
+        kept = held.pop_all()
+    with kept:
+        yield local
+
+
+def _is_served(service: InferenceService) -> bool:
+    return service.spec.replicas > 0 and not service.spec.paused
+
+
+def _localized(service: InferenceService, models: dict[SourceUri, PulledModel]) -> InferenceService:
+    found = models.get(parse(service.spec.model.source))
+    if found is None:
+        return service
+    model = replace(service.spec.model, source=f"file://{found.path}", secret_ref=None, cache=None)
+    return replace(service, spec=replace(service.spec, model=model))
+
+
+def _tell_what_is_not_used(service: InferenceService) -> None:
+    model = service.spec.model
+    fields = [name for name, value in (("secretRef", model.secret_ref), ("cache", model.cache)) if value]
+    if fields:
+        _write(
+            f"{service.key}: spec.model.{' and '.join(fields)} {'are' if len(fields) > 1 else 'is'} for clusters; "
+            "here the environment's credentials and this machine's store are used"
+        )
+
+
+def _display(is_plain: bool) -> ProgressDisplay:
+    return LineDisplay(_write) if is_plain else progress_display()
+
+
+def _write(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

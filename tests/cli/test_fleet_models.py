@@ -1,0 +1,131 @@
+"""`argosy up` with models that have to be fetched: once, before replicas start or go, and with the command's errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_fleet import LocalFleet
+
+from argosy.commands import up
+from argosy_fetcher.errors import AccessDenied, ModelInUse
+from argosy_fetcher.pull import open_store
+from named_sources import PUBLISHED, publish_tiny, serve_names
+from scripted_source import Read, Stop
+
+
+@pytest.fixture(autouse=True)
+def _names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    serve_names(monkeypatch, tmp_path / "models")
+
+
+def arguments(fleet: LocalFleet, replica: str) -> str:
+    """Return what the replica's engine was started with."""
+    return next(
+        line
+        for line in fleet.state.log_file(replica).read_text().splitlines()
+        if line.startswith("arguments")
+    )
+
+
+def test_a_model_is_fetched_once_and_replicas_get_its_directory(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = publish_tiny("acme/tiny")
+    fleet.manifest(model={"source": "hf://acme/tiny"}, replicas=2)
+    assert fleet.start() == 0
+    (stored,) = open_store(None).list()
+    for replica in ("tiny-0", "tiny-1"):
+        assert f"'serve', '{stored.path}'" in arguments(fleet, replica)
+    errors = capfd.readouterr().err
+    assert f"hf://acme/tiny: revision {source.revision}" in errors
+    assert "fetched 6.2 MiB in " in errors
+    before = [replica.pid for replica in fleet.replicas()]
+    PUBLISHED.clear()  # opening the source would fail
+    assert fleet.up() == 0
+    assert [replica.pid for replica in fleet.replicas()] == before
+    assert source.num_snapshots == 1
+
+
+def test_a_model_that_cannot_be_fetched_starts_nothing(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    PUBLISHED["acme/gated"] = AccessDenied("hf://acme/gated is gated; accept its terms")
+    fleet.manifest(model={"source": "hf://acme/gated"})
+    assert fleet.start() == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "argosy up: hf://acme/gated is gated; accept its terms"
+    assert fleet.state.connect() is None
+
+
+def test_an_architecture_that_is_not_served_changes_nothing(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fleet.manifest()
+    assert fleet.start() == 0
+    (before,) = fleet.replicas()
+    source = publish_tiny("acme/bert", architectures=["BertModel"])
+    fleet.manifest(model={"source": "hf://acme/bert"})
+    assert fleet.up() == 1
+    assert "architecture BertModel is not supported" in capfd.readouterr().err.splitlines()[-1]
+    assert source.paths_read() == {"config.json"}
+    assert fleet.replicas() == (before,)
+
+
+def test_an_edit_fetches_before_the_old_replicas_go(fleet: LocalFleet) -> None:
+    fleet.manifest()
+    assert fleet.start() == 0
+    (before,) = fleet.replicas()
+    seen = []
+
+    def look(read: Read) -> Stop | None:
+        if not seen:
+            seen.extend(fleet.replicas())
+        return None
+
+    publish_tiny("acme/tiny").on_read = look
+    fleet.manifest(model={"source": "hf://acme/tiny"})
+    assert fleet.up() == 0
+    assert [(replica.name, replica.phase) for replica in seen] == [(before.name, "Routable")]
+    assert [replica.name for replica in fleet.replicas()] == ["tiny-1"]
+
+
+def test_the_fields_for_clusters_are_told_to_have_no_effect(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    publish_tiny("acme/tiny")
+    cache = {"type": "claim", "claimName": "models"}
+    fleet.manifest(model={"source": "hf://acme/tiny", "secretRef": {"name": "token"}, "cache": cache})
+    assert fleet.start() == 0
+    assert (
+        "default/tiny: spec.model.secretRef and cache are for clusters; here the environment's credentials and this "
+        "machine's store are used"
+    ) in capfd.readouterr().err.splitlines()
+
+
+def test_what_serves_nothing_is_not_fetched(fleet: LocalFleet) -> None:
+    for spec in ({"replicas": 0}, {"paused": True}):
+        fleet.manifest(model={"source": "hf://acme/none"}, **spec)
+        assert fleet.up("--port", str(fleet.port)) == 0
+    assert open_store(None).list() == ()
+
+
+def test_a_model_stays_from_its_fetch_to_the_start_of_its_engine(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_tiny("acme/tiny")
+    fleet.manifest(model={"source": "hf://acme/tiny"})
+    start = up.start_supervisor
+    refused = []
+
+    def try_to_remove(*arguments: Any) -> None:
+        store = open_store(None)
+        try:
+            store.remove(store.list()[0])
+        except ModelInUse as error:
+            refused.append(error)
+        start(*arguments)
+
+    monkeypatch.setattr(up, "start_supervisor", try_to_remove)
+    assert fleet.start() == 0
+    assert len(refused) == 1
