@@ -19,6 +19,8 @@ VARIABLES = {
     "Models (`argosy serve`, `argosy doctor`, `argosy models`, `LLM`)": {
         "ARGOSY_MODELS_DIR": "Directory in which fetched models are kept, if `--download-dir` is not given "
         "(`$HF_HOME/argosy` if `HF_HOME` is set, else `argosy/models` in the user's cache).",
+        "ARGOSY_CACHE_MIN_AGE": "How long a model must not have been used before `argosy models pull --make-room` or "
+        "`prune --tree` removes it (`1h`).",
         "ARGOSY_OFFLINE, HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE": "`1` forbids requests: only models in the store, or "
         "complete in Hugging Face's own cache, are served.",
         "ARGOSY_CREDENTIALS_DIR": "Directory with one file per credential, named like the variables below, such as a "

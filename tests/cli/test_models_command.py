@@ -254,6 +254,8 @@ def test_pruning_a_tree_refuses_what_it_cannot_do(
 ) -> None:
     assert "--max-size" in fail(capsys, "prune", "--tree", str(tmp_path), code=2)
     assert "--every needs --tree" in fail(capsys, "prune", "--max-size", "0", "--every", "9", code=2)
+    every = ("--tree", str(tmp_path), "--max-size", "0", "--every", "0")
+    assert "at least 1 second" in fail(capsys, "prune", *every, code=2)
     missing = str(tmp_path / "none")
     assert f"cannot read {missing}" in fail(capsys, "prune", "--tree", missing, "--max-size", "0")
     monkeypatch.setenv("ARGOSY_CACHE_MIN_AGE", "soon")

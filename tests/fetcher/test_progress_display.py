@@ -173,3 +173,13 @@ def test_without_a_terminal_there_are_lines(capsys: pytest.CaptureFixture[str]) 
     with progress_display() as display:
         display.note("waiting")
     assert capsys.readouterr().err == "waiting\n"
+
+
+def test_a_display_that_is_closed_writes_nothing() -> None:
+    lines: list[str] = []
+    with LineDisplay(lines.append, clock=Clock()) as display:
+        display.note("before")
+    display.note("after")
+    display.resolved("hf://acme/tiny", "abc")
+    display.begin(10, 0)
+    assert lines == ["before"]

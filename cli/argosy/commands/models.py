@@ -264,6 +264,8 @@ def _short(revision: str) -> str:
 def _prune(options: argparse.Namespace) -> int:
     if options.max_size is None and options.max_age is None:
         raise UsageError("give --max-size SIZE, --max-age AGE or both")
+    if options.every is not None and options.every < 1.0:
+        raise UsageError("--every must be at least 1 second")
     if options.tree is not None:
         limits = PruneLimits(options.max_size, options.max_age, min_age=cache_min_age())
         return prune_repeatedly(Path(options.tree), limits, every_s=options.every)
