@@ -7,7 +7,10 @@ operator at its start, with the name of the variable.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+import msgspec
 
 
 class ConfigError(Exception):
@@ -40,6 +43,16 @@ class OperatorConfig:
     router_url: str = ""
     """URL at which clients reach the router, without a path (`ARGOSY_ROUTER_URL`); shown in the status. Empty: no
     router is expected, and services become ready without one."""
+    fetch_env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the containers that fetch models: a proxy, or the mirror of a cluster without the internet
+    (`ARGOSY_MODEL_FETCH_ENV`, a JSON object)."""
+    node_cache_path: str = ""
+    """Directory of the nodes in which `models` is the node cache (`ARGOSY_NODE_CACHE_PATH`). Empty: there is none."""
+    node_cache_selector: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the nodes that have the node cache (`ARGOSY_NODE_CACHE_SELECTOR`, a JSON object); all if empty."""
+    image_volumes: bool = False
+    """Whether models of `oci://` are mounted as image volumes (KEP-4639) instead of being fetched
+    (`ARGOSY_IMAGE_VOLUMES=1`)."""
     watch_namespaces: tuple[str, ...] = ()
     """Namespaces to serve (`ARGOSY_WATCH_NAMESPACES`, separated by commas); all if empty."""
     resync_seconds: float = 300.0
@@ -77,6 +90,10 @@ class OperatorConfig:
             router_keys_secret=env.get("ARGOSY_ROUTER_KEYS_SECRET", ""),
             image_pull_secrets=_names(env, "ARGOSY_IMAGE_PULL_SECRETS"),
             router_url=env.get("ARGOSY_ROUTER_URL", "").rstrip("/"),
+            fetch_env=_strings(env, "ARGOSY_MODEL_FETCH_ENV"),
+            node_cache_path=_directory(env, "ARGOSY_NODE_CACHE_PATH"),
+            node_cache_selector=_strings(env, "ARGOSY_NODE_CACHE_SELECTOR"),
+            image_volumes=_is_set(env, "ARGOSY_IMAGE_VOLUMES"),
             watch_namespaces=_names(env, "ARGOSY_WATCH_NAMESPACES"),
         )
 
@@ -92,3 +109,29 @@ def _names(env: Mapping[str, str], variable: str) -> tuple[str, ...]:
     """The names in a variable, separated by commas."""
     names = (name.strip() for name in env.get(variable, "").split(","))
     return tuple(name for name in names if name)
+
+
+def _strings(env: Mapping[str, str], variable: str) -> dict[str, str]:
+    """The JSON object of strings in a variable; empty if it is not set."""
+    try:
+        return msgspec.json.decode(env.get(variable) or "{}", type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f'{variable} must be a JSON object of strings, such as {{"a": "b"}}: {error}'
+        ) from None
+
+
+def _directory(env: Mapping[str, str], variable: str) -> str:
+    """The absolute path in a variable; empty if it is not set."""
+    text = env.get(variable, "")
+    path = PurePosixPath(text)
+    if text and (not path.is_absolute() or ".." in path.parts or len(path.parts) < 2):
+        raise ConfigError(f"{variable} must be an absolute path below /, without '..'")
+    return str(path) if text else ""
+
+
+def _is_set(env: Mapping[str, str], variable: str) -> bool:
+    value = env.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{variable} must be 1 or 0")
+    return value == "1"

@@ -34,6 +34,24 @@ def test_no_fleet_key_is_needed_where_the_operator_is_to_make_it() -> None:
     assert config.image_pull_secrets == ("registry", "other")
 
 
+def test_settings_of_models() -> None:
+    config = OperatorConfig.from_env(
+        {
+            **ENV,
+            "ARGOSY_MODEL_FETCH_ENV": '{"HTTPS_PROXY": "http://proxy:3128"}',
+            "ARGOSY_NODE_CACHE_PATH": "/var/lib/argosy/",
+            "ARGOSY_NODE_CACHE_SELECTOR": '{"gpu": "h200"}',
+            "ARGOSY_IMAGE_VOLUMES": "1",
+        }
+    )
+    assert config.fetch_env == {"HTTPS_PROXY": "http://proxy:3128"}
+    assert (config.node_cache_path, config.node_cache_selector) == ("/var/lib/argosy", {"gpu": "h200"})
+    assert config.image_volumes
+    unset = OperatorConfig.from_env(ENV)
+    assert (unset.fetch_env, unset.node_cache_path, unset.node_cache_selector) == ({}, "", {})
+    assert not unset.image_volumes
+
+
 @pytest.mark.parametrize(
     ("change", "variable"),
     [
@@ -43,6 +61,13 @@ def test_no_fleet_key_is_needed_where_the_operator_is_to_make_it() -> None:
         ({"ARGOSY_FLEET_KEY": "short"}, "ARGOSY_FLEET_KEY"),
         ({"ARGOSY_ENGINE_IMAGE": ""}, "ARGOSY_ENGINE_IMAGE"),
         ({"ARGOSY_IMAGE_PULL_POLICY": "Sometimes"}, "ARGOSY_IMAGE_PULL_POLICY"),
+        ({"ARGOSY_MODEL_FETCH_ENV": "HTTPS_PROXY=a"}, "ARGOSY_MODEL_FETCH_ENV"),
+        ({"ARGOSY_MODEL_FETCH_ENV": '{"A": 1}'}, "ARGOSY_MODEL_FETCH_ENV"),
+        ({"ARGOSY_NODE_CACHE_PATH": "var/lib"}, "ARGOSY_NODE_CACHE_PATH"),
+        ({"ARGOSY_NODE_CACHE_PATH": "/"}, "ARGOSY_NODE_CACHE_PATH"),
+        ({"ARGOSY_NODE_CACHE_PATH": "/var/../etc"}, "ARGOSY_NODE_CACHE_PATH"),
+        ({"ARGOSY_NODE_CACHE_SELECTOR": "[]"}, "ARGOSY_NODE_CACHE_SELECTOR"),
+        ({"ARGOSY_IMAGE_VOLUMES": "yes"}, "ARGOSY_IMAGE_VOLUMES"),
     ],
 )
 def test_wrong_settings_are_named(change: dict[str, str], variable: str) -> None:

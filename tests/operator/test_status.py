@@ -70,6 +70,13 @@ GPU_REVISION = plan_children(parse(isvc_object(resources={"gpu": {}})), Observat
 LOST = {"is_ready": False, "is_lost": True}
 CRASH = Problem("CrashLoopBackOff", "back-off 10s")
 CANARY = {"canary": {"service": "next", "weight": 10}}
+NO_HOST_PATH = {
+    "type": "ReplicaFailure",
+    "status": "True",
+    "reason": "FailedCreate",
+    "message": 'pods "a" is forbidden: violates PodSecurity "restricted:latest": restricted volume types '
+    '(volume "argosy-models" uses restricted volume type "hostPath")',
+}
 QUOTA = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "quota"}
 DEADLINE = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}
 
@@ -318,3 +325,15 @@ def test_reading_a_pod() -> None:
     assert (read.revision, read.node, read.is_routable) == ("r", "node-a", True)
     obj["metadata"]["deletionTimestamp"] = NOW
     assert not read_pod(obj).is_routable
+
+
+@pytest.mark.parametrize(
+    ("cause", "has_remedy"), [(NO_HOST_PATH, True), (QUOTA, False)], ids=["hostPath", "quota"]
+)
+def test_a_namespace_that_refuses_the_node_cache_is_told_of_with_the_remedy(
+    cause: dict[str, str], has_remedy: bool
+) -> None:
+    made = report((), deployment=live_deployment(conditions=(cause,)))
+    message = next(each.message for each in made.conditions if each.type == "Degraded")
+    assert cause["message"] in message
+    assert ("set spec.model.cache.type to claim" in message) is has_remedy

@@ -15,10 +15,12 @@ import xxhash
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.pod_template import Manifest, key_secret_name, pod_template
+from argosy_operator.desired.model_volume import Manifest, cache_problem
+from argosy_operator.desired.pod_template import key_secret_name, pod_template
 from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, plan_rollout
 from argosy_operator.names import child_labels, child_name
 from argosy_operator.observed.observation import Observation
+from argosy_operator.observed.pod import Problem
 from argosy_protocol.bearer_keys import internal_key
 from argosy_resource.engine_address import API_KEY_ENV, ENGINE_PORT, selector
 from argosy_resource.types import API_VERSION, KIND, InferenceService
@@ -34,6 +36,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     budget: Manifest
     deployment: Manifest
     rollout: RolloutPlan = RolloutPlan()
+    problem: Problem | None = None
+    """Why the Deployment cannot be had in this cluster: it is not applied, and one that exists stays as it is."""
 
     @property
     def objects(self) -> tuple[Manifest, ...]:
@@ -53,6 +57,7 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
         budget=_budget(service),
         deployment=_deployment(service, template, rollout),
         rollout=rollout,
+        problem=cache_problem(service, config),
     )
 
 

@@ -2,8 +2,8 @@
 
 Owns the comparison of the desired objects with the observed ones: pod conditions to set, children to apply, objects to
 delete. Must not talk to an API server, look at a clock or remember anything. Invariants: the plan takes into account
-the gates that the same diff changes; a paused service keeps its children as they are; if nothing differs, the diff is
-empty.
+the gates that the same diff changes; a paused service keeps its children as they are; a Deployment that cannot be had
+stays as it is; if nothing differs, the diff is empty.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def compute_diff(service: InferenceService, observed: Observation, config: Opera
         gates=gates,
         secret=with_applied_hash(plan.secret),
         is_key_suspect=_is_key_suspect(plan, observed),
-        takes_turn=plan.rollout.has_turn and not has_the_turn(observed.deployment),
+        takes_turn=plan.rollout.has_turn and plan.problem is None and not has_the_turn(observed.deployment),
         children=_children(service, plan, observed),
         surplus=_surplus(service, plan, observed),
         cached=cached,
@@ -107,7 +107,8 @@ def _with_gates(observed: Observation, gates: tuple[GateChange, ...]) -> Observa
 
 def _children(service: InferenceService, plan: Plan, observed: Observation) -> tuple[ChildChange, ...]:
     found = []
-    for manifest in (plan.service, plan.budget, plan.deployment):
+    deployments = () if plan.problem is not None else (plan.deployment,)
+    for manifest in (plan.service, plan.budget, *deployments):
         wanted = with_applied_hash(manifest)
         live = observed.children.get((kind_of(wanted), object_name(wanted)))
         if live is None or not is_owned(live, service) or must_apply(wanted, live):

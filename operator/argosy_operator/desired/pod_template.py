@@ -1,8 +1,9 @@
 """The pod template of a service's replicas, and its revision.
 
-Owns every field of the pods: command, probes, drain, hardening, volumes, and the merge with the user's overlay. Must
-not know Deployments or rollouts. Invariants: the pod satisfies the restricted Pod Security profile whatever the
-resource says; the revision is a hash of the template, so pods are replaced if, and only if, the template changes.
+Owns every field of the pods but those of the model (`model_volume`): command, probes, drain, hardening, volumes, and
+the merge with the user's overlay. Must not know Deployments or rollouts. Invariants: the pod satisfies the restricted
+Pod Security profile whatever the resource says, except for the hostPath volume of a node cache, which an administrator
+has to enable; the revision is a hash of the template, so pods are replaced if, and only if, the template changes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 import xxhash
 
 from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.model_volume import Manifest, ModelVolume, model_volume
 from argosy_operator.names import (
     KEY_ANNOTATION,
     REVISION_LABEL,
@@ -21,12 +23,9 @@ from argosy_operator.names import (
     child_name,
 )
 from argosy_resource.engine_address import API_KEY_ENV, ENGINE_PORT
-from argosy_resource.engine_command import claim_name, engine_args
-from argosy_resource.model_source import MODEL_MOUNT
-from argosy_resource.overlay import ENGINE_CONTAINER
+from argosy_resource.engine_command import engine_args
+from argosy_resource.overlay import ENGINE_CONTAINER, VOLUME_PREFIX
 from argosy_resource.types import InferenceService
-
-Manifest = dict[str, Any]
 
 USER_ID: Final = 10001
 """User of the images. Numeric, because the kubelet cannot check a user name for runAsNonRoot."""
@@ -60,7 +59,7 @@ def pod_template(
 
 
 def _pod_spec(service: InferenceService, config: OperatorConfig) -> Manifest:
-    spec = service.spec
+    spec, model = service.spec, model_volume(service, config)
     placement = spec.placement
     grace = spec.rollout.drain_seconds + spec.engine.shutdown_timeout_seconds + _TERMINATION_MARGIN_S
     return {
@@ -76,46 +75,62 @@ def _pod_spec(service: InferenceService, config: OperatorConfig) -> Manifest:
         },
         "readinessGates": [{"conditionType": ROUTABLE_GATE}],
         "terminationGracePeriodSeconds": grace,
-        "containers": [_container(service, config)],
-        "volumes": _volumes(service),
+        "containers": [_engine_container(service, config, model)],
+        "volumes": _volumes(service, model),
         **_present(
-            nodeSelector=dict(placement.node_selector),
+            initContainers=_init_containers(service, config, model),
+            nodeSelector={**model.node_selector, **placement.node_selector},
             tolerations=[_builtins(toleration) for toleration in placement.tolerations],
             priorityClassName=placement.priority_class_name,
-            imagePullSecrets=_image_pull_secrets(service, config),
+            imagePullSecrets=_image_pull_secrets(service, config, model),
         ),
     }
 
 
-def _image_pull_secrets(service: InferenceService, config: OperatorConfig) -> list[Manifest]:
+def _image_pull_secrets(
+    service: InferenceService, config: OperatorConfig, model: ModelVolume
+) -> list[Manifest]:
     own = [secret.name for secret in service.spec.pod_template.spec.image_pull_secrets]
-    return [{"name": name} for name in dict.fromkeys((*config.image_pull_secrets, *own))]
+    names = dict.fromkeys((*config.image_pull_secrets, *own, *model.image_pull_secrets))
+    return [{"name": name} for name in names]
 
 
-def _container(service: InferenceService, config: OperatorConfig) -> Manifest:
-    spec = service.spec
-    drain = spec.rollout.drain_seconds
+def _init_containers(service: InferenceService, config: OperatorConfig, model: ModelVolume) -> list[Manifest]:
+    if model.fetch is None:
+        return []
+    return [{**_any_container(service, config), "resources": _resources(service, gpu=False), **model.fetch}]
+
+
+def _any_container(service: InferenceService, config: OperatorConfig) -> Manifest:
+    """What all containers of the pod have in common."""
     return {
-        "name": ENGINE_CONTAINER,
-        "image": spec.engine.image or config.engine_image,
+        "image": service.spec.engine.image or config.engine_image,
         "imagePullPolicy": config.image_pull_policy,
-        "args": engine_args(service),
-        "env": _env(service),
-        "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
-        "startupProbe": _probe("/ready", period=1, failures=_STARTUP_SECONDS),
-        "readinessProbe": _probe("/ready", period=2, failures=3),
-        # Generous: a long prefill on a loaded node must not be mistaken for a dead engine.
-        "livenessProbe": _probe("/health", period=10, failures=6),
-        "resources": _resources(service),
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": True,
             "runAsNonRoot": True,
         },
-        # The last lines of a failed engine become its termination message, and so the message of our conditions.
+        # The last lines of a failed program become its termination message, and so the message of our conditions.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": _volume_mounts(service),
+    }
+
+
+def _engine_container(service: InferenceService, config: OperatorConfig, model: ModelVolume) -> Manifest:
+    drain = service.spec.rollout.drain_seconds
+    return {
+        **_any_container(service, config),
+        "name": ENGINE_CONTAINER,
+        "args": engine_args(service, model=model.model, download_dir=model.download_dir),
+        "env": _env(service, model),
+        "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
+        "startupProbe": _probe("/ready", period=1, failures=_STARTUP_SECONDS),
+        "readinessProbe": _probe("/ready", period=2, failures=3),
+        # Generous: a long prefill on a loaded node must not be mistaken for a dead engine.
+        "livenessProbe": _probe("/health", period=10, failures=6),
+        "resources": _resources(service, gpu=True),
+        "volumeMounts": _volume_mounts(service, model),
         # The sleep action of the kubelet needs no shell in the image; zero seconds are not allowed
         # everywhere.
         **_present(lifecycle={"preStop": {"sleep": {"seconds": drain}}} if drain else None),
@@ -131,13 +146,14 @@ def _probe(path: str, *, period: int, failures: int) -> Manifest:
     }
 
 
-def _env(service: InferenceService) -> list[Manifest]:
+def _env(service: InferenceService, model: ModelVolume) -> list[Manifest]:
     """The operator's variables, then the user's, merged by name: the overlay wins over spec.engine.env."""
     secret = {"secretKeyRef": {"name": key_secret_name(service), "key": API_KEY_ENV}}
     own = [
         {"name": API_KEY_ENV, "valueFrom": secret},
         {"name": "HOME", "value": HOME},
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        *({"name": name, "value": value} for name, value in model.env.items()),
     ]
     users = {variable.name: _builtins(variable) for variable in service.spec.engine.env}
     for container in service.spec.pod_template.spec.containers:
@@ -145,35 +161,37 @@ def _env(service: InferenceService) -> list[Manifest]:
     return [*own, *users.values()]
 
 
-def _volumes(service: InferenceService) -> list[Manifest]:
+def _volumes(service: InferenceService, model: ModelVolume) -> list[Manifest]:
     own: list[Manifest] = [
         {"name": "argosy-tmp", "emptyDir": {}},
         {"name": "argosy-home", "emptyDir": {}},
         {"name": "argosy-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
     ]
-    claim = claim_name(service.spec.model.source)
-    if claim is not None:
-        own.append({"name": "argosy-model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
-    return [*own, *(_builtins(volume) for volume in service.spec.pod_template.spec.volumes)]
+    return [*own, *model.volumes, *(_builtins(volume) for volume in service.spec.pod_template.spec.volumes)]
 
 
-def _volume_mounts(service: InferenceService) -> list[Manifest]:
+def _volume_mounts(service: InferenceService, model: ModelVolume) -> list[Manifest]:
+    """The engine's mounts. The CRD refuses mounts of our volumes in the overlay; a resource that was stored before it
+    did so must not get them either."""
     own: list[Manifest] = [
         {"name": "argosy-tmp", "mountPath": "/tmp"},  # noqa: S108 - a path in the pod
         {"name": "argosy-home", "mountPath": HOME},
         {"name": "argosy-shm", "mountPath": "/dev/shm"},  # noqa: S108 - a path in the pod
     ]
-    if claim_name(service.spec.model.source) is not None:
-        own.append({"name": "argosy-model", "mountPath": MODEL_MOUNT, "readOnly": True})
-    containers = service.spec.pod_template.spec.containers
-    return [*own, *(_builtins(mount) for container in containers for mount in container.volume_mounts)]
+    users = [
+        _builtins(mount)
+        for container in service.spec.pod_template.spec.containers
+        for mount in container.volume_mounts
+        if not mount.name.startswith(VOLUME_PREFIX)
+    ]
+    return [*own, *model.mounts, *users]
 
 
-def _resources(service: InferenceService) -> Manifest:
+def _resources(service: InferenceService, *, gpu: bool) -> Manifest:
     resources = service.spec.resources
     requests = _present(cpu=resources.cpu, memory=resources.memory)
     limits = _present(memory=resources.memory)
-    if resources.gpu is not None:
+    if gpu and resources.gpu is not None:
         requests[resources.gpu.resource_name] = limits[resources.gpu.resource_name] = str(resources.gpu.count)
     return _present(requests=requests, limits=limits)
 

@@ -18,6 +18,9 @@ def input_digest(service: InferenceService) -> str:
     spec = service.spec
     parts = (spec.engine, spec.resources, spec.placement, spec.pod_template)
     said = [spec.model.source, spec.rollout.drain_seconds, *map(_non_defaults, parts)]
+    store = _non_defaults((spec.model.secret_ref, spec.model.cache))
+    if any(store):
+        said.append(store)
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(said, order="deterministic"))[:10]
 
 

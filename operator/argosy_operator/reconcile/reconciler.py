@@ -92,7 +92,7 @@ class Reconciler:
             failure = error
             if isinstance(error, ApiError) and error.status not in _REPORTED:
                 raise
-        problem = Problem(failure.reason, str(failure)) if failure is not None else None
+        problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
         later = self._observer.observe(service, conflicts)
         await self._reporter.report(service, later, diff.plan, problem)
         if failure is not None:

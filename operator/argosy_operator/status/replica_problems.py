@@ -15,12 +15,20 @@ from argosy_operator.status.view import ServiceView
 UNSCHEDULABLE_SECONDS: Final = 300
 """A replica may wait this long for a node before the service is degraded. An autoscaler takes minutes to add one."""
 
+_HOST_PATH_REMEDY: Final = (
+    "; a node cache needs hostPath: set spec.model.cache.type to claim or none, or have the administrator label the "
+    "namespace pod-security.kubernetes.io/enforce=privileged"
+)
+
 
 def failed_create(view: ServiceView) -> Problem | None:
     condition = view.deployment_condition("ReplicaFailure")
     if condition.get("status") != "True":
         return None
-    return Problem(condition.get("reason") or "FailedCreate", condition.get("message", ""))
+    message = condition.get("message", "")
+    if "PodSecurity" in message and "hostPath" in message:
+        message += _HOST_PATH_REMEDY
+    return Problem(condition.get("reason") or "FailedCreate", message)
 
 
 def container_problem(view: ServiceView) -> Problem | None:

@@ -38,7 +38,7 @@ def status(
     now: str,
     failure: Problem | None = None,
 ) -> InferenceServiceStatus:
-    """The status to report. `failure` says why the plan could not be carried out; `now` is RFC 3339."""
+    """The status to report. `failure` says why the plan was not, or not wholly, carried out; `now` is RFC 3339."""
     counts = Counts.of(observed.pods, desired=service.spec.replicas, revision=plan.revision)
     view = ServiceView(
         service=service, observed=observed, plan=plan, config=config, counts=counts, failure=failure, now=now
