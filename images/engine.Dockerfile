@@ -1,4 +1,4 @@
-# The engine's image. The build context is a folder with one wheel; a source archive beside it is ignored. Not `dist`,
+# The image of engines, of the containers that fetch models for them, and of the node cache. The build context is a folder with one wheel; a source archive beside it is ignored. Not `dist`,
 # which may hold a compiled wheel as well (`make wheel`):
 #   pip wheel --no-deps --wheel-dir dist/images .
 #   docker build -f images/engine.Dockerfile -t argosy-engine dist/images
@@ -23,7 +23,7 @@ ARG PIP_ARGS=
 COPY argosy-*.whl /dist/
 RUN python3 -m venv /opt/venv \
  && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps /dist/argosy-*.whl \
- && INSTALL_TORCH=${INSTALL_TORCH} /opt/venv/bin/python -c "import os; from importlib.metadata import requires; from pip._vendor.packaging.requirements import Requirement; needed = [r for r in map(Requirement, requires('argosy')) if r.marker is None or r.marker.evaluate({'extra': 'engine'})]; print('\n'.join(f'{r.name}{r.specifier}' for r in needed if r.name not in ('torch', 'xgrammar') or os.environ['INSTALL_TORCH'] == '1'))" > /dist/requirements.txt \
+ && INSTALL_TORCH=${INSTALL_TORCH} /opt/venv/bin/python -c "import os; from importlib.metadata import requires; from pip._vendor.packaging.requirements import Requirement; needed = [r for r in map(Requirement, requires('argosy')) if r.marker is None or any(r.marker.evaluate({'extra': extra}) for extra in ('engine', 'fetch'))]; print('\n'.join(f'{r.name}{r.specifier}' for r in needed if r.name not in ('torch', 'xgrammar') or os.environ['INSTALL_TORCH'] == '1'))" > /dist/requirements.txt \
  && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -r /dist/requirements.txt \
  && rm -rf /dist
 COPY --from=kernels /kernels /tmp/kernels

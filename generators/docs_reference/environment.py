@@ -54,6 +54,11 @@ VARIABLES = {
         "ARGOSY_IMAGE_PULL_SECRETS": "Names of registry Secrets in each service's namespace, separated by commas.",
         "ARGOSY_ROUTER_URL": "URL at which clients reach the router, shown in `status.url`. Empty: no router is "
         "expected, and services are ready without one.",
+        "ARGOSY_MODEL_FETCH_ENV": "Variables of the containers that fetch models, as a JSON object: a proxy, a mirror.",
+        "ARGOSY_NODE_CACHE_PATH": "Directory of the nodes whose folder `models` is the node cache. Empty: there is "
+        "none, and services with `cache: {type: node}` get the reason `NodeCacheDisabled`.",
+        "ARGOSY_NODE_CACHE_SELECTOR": "Labels of the nodes that have the node cache, as a JSON object; all if empty.",
+        "ARGOSY_IMAGE_VOLUMES": "`1` mounts models of `oci://` as image volumes instead of fetching them.",
         "ARGOSY_WATCH_NAMESPACES": "Namespaces to serve, separated by commas; all if empty.",
         "KUBECONFIG": "Cluster to use when the operator runs outside of one; the router reads it as well.",
     },

@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Reconciles InferenceServices. Settings come from the environment: POD_NAMESPACE, "
         "ARGOSY_FLEET_KEY (or ARGOSY_FLEET_KEY_SECRET, to make it), ARGOSY_ENGINE_IMAGE, and optionally "
         "ARGOSY_ROUTER_KEYS_SECRET, ARGOSY_IMAGE_PULL_POLICY, ARGOSY_IMAGE_PULL_SECRETS, ARGOSY_ROUTER_URL, "
+        "ARGOSY_MODEL_FETCH_ENV, ARGOSY_NODE_CACHE_PATH, ARGOSY_NODE_CACHE_SELECTOR, ARGOSY_IMAGE_VOLUMES, "
         "ARGOSY_WATCH_NAMESPACES.",
     )
     parser.add_argument(

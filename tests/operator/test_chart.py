@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import http.server
 import json
 import re
 import subprocess
 import sys
 import threading
+import tomllib
+from contextlib import nullcontext
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,11 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from builders import CONFIG, isvc
 from chart_rules import helper_rules
 
+from argosy.arguments import age_seconds, size_bytes
+from argosy_operator.desired.model_volume import model_volume
 from argosy_operator.reconcile.controller import WATCHED
 from argosy_resource.validation import load_manifests
 from argosy_router.main import build_parser, config_of
@@ -39,6 +46,13 @@ def test_default_values_satisfy_the_schema() -> None:
         {"router": {"apiKeys": ["short"]}},
         {"operator": {"image": {"tag": 1}}},
         {"watchNamespaces": ["Not_a_name"]},
+        {"modelFetch": {"env": {"HTTPS_PROXY": "http://proxy:3128"}}},
+        {"modelFetch": {"env": [{"name": "HF_TOKEN", "valueFrom": {}}]}},
+        {"nodeCache": {"path": "var/lib/argosy"}},
+        {"nodeCache": {"path": "/"}},
+        {"nodeCache": {"path": "/var/../etc"}},
+        {"nodeCache": {"maxSize": "500GB of models"}},
+        {"nodeCache": {"maxAge": "30"}},
     ],
     ids=str,
 )
@@ -56,6 +70,61 @@ def closed(schema: dict[str, Any]) -> bool:
 def test_the_schema_leaves_no_object_open() -> None:
     assert closed(SCHEMA)
     assert all(map(closed, SCHEMA["$defs"].values()))
+
+
+def test_the_operator_reads_every_variable_of_the_chart() -> None:
+    text = (CHART / "templates" / "operator.yaml").read_text()
+    given = set(re.findall(r"- name: (ARGOSY_\w+)", text))
+    source = (ROOT / "operator" / "argosy_operator" / "config.py").read_text()
+    assert "ARGOSY_NODE_CACHE_PATH" in given
+    assert given <= set(re.findall(r'"(ARGOSY_\w+)"', source))
+
+
+def test_the_node_cache_is_off_and_alone_has_a_host_path() -> None:
+    assert VALUES["nodeCache"]["enabled"] is False
+    with_host_path = [
+        path.name
+        for path in (CHART / "templates").rglob("*")
+        if path.is_file() and re.search(r"hostPath:|runAsUser: 0", path.read_text())
+    ]
+    assert with_host_path == ["node-cache.yaml"]
+    text = (CHART / "templates" / "node-cache.yaml").read_text()
+    assert text.startswith("{{- if .Values.nodeCache.enabled }}\n")
+    assert text.endswith("{{- end }}\n")
+    assert text.count("capabilities: {drop: [ALL]}") == text.count("runAsUser: 0") == 1
+    assert text.count('include "argosy.containerSecurity"') == 1, "what runs for long is not root"
+
+
+def test_operator_and_node_cache_mean_the_same_directory() -> None:
+    """The operator's pods mount what the first container makes and the second one prunes."""
+    text = (CHART / "templates" / "node-cache.yaml").read_text()
+    assert "hostPath: {path: {{ .Values.nodeCache.path }}," in text
+    assert "mkdir -p /cache/models" in text
+    assert "{name: cache, mountPath: /cache}" in text
+    assert "{name: cache, mountPath: /cache/models, subPath: models}" in text
+    config = dataclasses.replace(CONFIG, node_cache_path=VALUES["nodeCache"]["path"])
+    model = {"source": "hf://org/name", "cache": {"type": "node"}}
+    (volume,) = model_volume(isvc(model=model), config).volumes[:1]
+    assert volume["hostPath"]["path"] == f"{VALUES['nodeCache']['path']}/models"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_valid"),
+    [("500Gi", True), ("1.5T", True), ("64000000", True), ("500 Gi", False), ("500GB", False), ("-1", False)],
+)
+def test_sizes_of_the_node_cache_are_those_of_the_command_line(value: str, is_valid: bool) -> None:
+    assert jsonschema.Draft202012Validator(SCHEMA).is_valid({"nodeCache": {"maxSize": value}}) is is_valid
+    with nullcontext() if is_valid else pytest.raises(argparse.ArgumentTypeError):
+        size_bytes(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_valid"), [("30d", True), ("1.5h", True), ("30", False), ("30 d", False), ("d", False)]
+)
+def test_ages_of_the_node_cache_are_those_of_the_command_line(value: str, is_valid: bool) -> None:
+    assert jsonschema.Draft202012Validator(SCHEMA).is_valid({"nodeCache": {"maxAge": value}}) is is_valid
+    with nullcontext() if is_valid else pytest.raises(argparse.ArgumentTypeError):
+        age_seconds(value)
 
 
 def grants(name: str) -> dict[str, set[str]]:
@@ -232,3 +301,24 @@ def test_images_run_as_a_number_and_take_their_base_as_an_argument(path: Path) -
     assert set(stages) == {"${BASE}"}
     assert "PYTHONSAFEPATH=1" in text
     assert 'ENTRYPOINT ["/opt/venv/bin/argosy"]' in text
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_the_engines_image_has_what_fetching_takes(has_torch: bool, tmp_path: Path) -> None:
+    """It is also the image of the init container `fetch-model`."""
+    text = (ROOT / "images" / "engine.Dockerfile").read_text()
+    script = re.search(r'/python -c "([^"]+)" > /dist/requirements.txt', text)
+    assert script is not None
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = [f"Requires-Dist: {each}; extra == '{extra}'" for extra in extras for each in extras[extra]]
+    metadata = tmp_path / "argosy-0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("\n".join(["Metadata-Version: 2.1", "Name: argosy", "Version: 0", *lines, ""]))
+    environment = {"PYTHONPATH": str(tmp_path), "INSTALL_TORCH": "1" if has_torch else "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script[1]], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = {re.split(r"[<>=;]", each)[0] for extra in ("engine", "fetch") for each in extras[extra]}
+    left_out = set() if has_torch else {"torch", "xgrammar"}
+    assert {re.split(r"[<>=!,]", line)[0] for line in done.stdout.splitlines()} == wanted - left_out

@@ -75,6 +75,13 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
+{{/* A list of names and values as a JSON object. */}}
+{{- define "argosy.asObject" -}}
+{{- $object := dict -}}
+{{- range . }}{{ $object = set $object .name .value }}{{ end -}}
+{{- toJson $object -}}
+{{- end -}}
+
 {{- define "argosy.routerUrl" -}}
 {{- $standard := ternary 443 80 (not (empty .Values.router.tlsSecret)) -}}
 {{ ternary "https" "http" (not (empty .Values.router.tlsSecret)) }}://argosy-router.{{ .Release.Namespace }}.svc
